@@ -1,0 +1,113 @@
+"""Contracts between the trainer and whatever produces experience: problems in, scored rollouts out.
+
+    problem -> rollout request -> completions -> scored rollouts -> group
+
+An agent decides how a problem becomes prompts, how often the model is called and what the answers are worth.
+It sees the model only through an `InferenceInterface`, so it cannot tell a co-located engine from a remote one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config import Sampling
+from megatron_rl.inference.api import FinishReason, InferenceInterface
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One task: the prompt as text and what its verifier needs."""
+
+    prompt: str
+    golden: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One scored answer, with the tokens it is trained on."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+    """The engine's, one per token of `tokens`."""
+    text: str
+    reward: float
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The scored answers to one problem; their mean reward is each one's baseline."""
+
+    ordinal: int
+    """Position of the problem in the prompt stream."""
+    problem: Problem
+    rollouts: list[Rollout]
+    failures: Mapping[str, int]
+    """Answers lost, by reason. A failure is never a reward of 0: it is left out of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRolloutRequest:
+    ordinal: int
+    problem: Problem
+    group_size: int
+    sampling: Sampling
+    key: int
+    """Key of the group's random numbers, see `GenerationRequest.key`."""
+    inference: InferenceInterface
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRequest:
+    problems: Sequence[Problem]
+    sampling: Sampling
+    samples_per_problem: int
+    key: int
+    inference: InferenceInterface
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResponse:
+    rollouts: list[list[Rollout]]
+    """One list per problem, in the order of the request."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for group in self.rollouts for rollout in group]
+
+
+class GroupedRolloutGenerator(ABC):
+    """Produces the groups that GRPO trains on."""
+
+    @abstractmethod
+    def training_problems(self) -> Sequence[Problem]:
+        """All distinct problems that may be trained on, in a fixed order."""
+
+    @abstractmethod
+    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+        """Answer one problem `group_size` times and score every answer."""
+
+
+class EvaluationAgent(ABC):
+    """Measures the model on sets of problems."""
+
+    @abstractmethod
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        """Named sets, e.g. `trained` and `held_out`; none of the problems of `held_out` is trained on."""
+
+    @abstractmethod
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        """Answer and score every problem."""
+
+
+class Demonstrator(ABC):
+    """Knows worked answers, from which `model.init: supervised` teaches the answer format."""
+
+    @abstractmethod
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        """(prompt, right answer) pairs; none of them from a held-out set."""

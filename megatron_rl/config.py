@@ -1,0 +1,307 @@
+"""Typed, frozen configuration of a run: every recipe key, its default and its meaning.
+
+The launcher validates recipes with these classes before anything starts and the ranks read the same
+classes from `resolved.yaml`, so this module imports neither torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """A group of recipe keys. Unknown keys are refused, values are never coerced, instances are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Job(Section):
+    nodes: PositiveInt = 1
+    """Nodes of the allocation."""
+    gpus_per_node: PositiveInt = 8
+    """Ranks per node: one per GPU, or plain processes where `device` is `cpu`."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """What the ranks compute on."""
+    threads_per_rank: PositiveInt = 1
+    """Threads of OMP, MKL and torch in every rank. Part of what makes a run reproducible, so never derived
+    from the machine."""
+    collective_timeout_s: PositiveInt = 600
+    """Longest wait for the other ranks in one collective, in seconds."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+class Supervised(Section):
+    """Fixed-length teaching of the answer format, before RL, on the environment's own worked examples."""
+
+    steps: PositiveInt = 60
+    """Optimizer steps."""
+    batch_size: PositiveInt = 32
+    """Examples per step."""
+    learning_rate: PositiveFloat = 1e-3
+    """Constant learning rate of AdamW(0.9, 0.95), no weight decay."""
+    seed: NonNegativeInt = 1
+    """Seed of the initial weights and of the example order; independent of `training.seed`."""
+
+
+class Model(Section):
+    """A Qwen2.5-shaped GPT: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt
+    """Key/value heads; must divide `num_attention_heads`."""
+    max_position_embeddings: PositiveInt
+    """Longest prompt plus answer, in tokens."""
+    vocab_multiple: PositiveInt = 128
+    """The embedding is padded to a multiple of this many rows."""
+    rope_base: PositiveFloat = 1e6
+    layernorm_epsilon: PositiveFloat = 1e-5
+    qkv_bias: bool = True
+    tied_embeddings: bool = False
+    """Share the input embedding with the output layer."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    init: Literal["from-scratch", "checkpoint", "supervised"] = "checkpoint"
+    """Where the first weights come from."""
+    init_seed: NonNegativeInt = 1
+    """Seed of random weights (`init: from-scratch`)."""
+    checkpoint: str | None = None
+    """Checkpoint directory (`.../checkpoints/step-000040`) whose weights start the run (`init: checkpoint`)."""
+    supervised: Supervised = Supervised()
+    """Used with `init: supervised`."""
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Model:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by "
+                f"num_query_groups {self.num_query_groups}"
+            )
+        if (self.hidden_size // self.num_attention_heads) % 2:
+            raise ValueError(
+                f"head size {self.hidden_size // self.num_attention_heads} "
+                "(hidden_size / num_attention_heads) must be even: rotary positions turn pairs"
+            )
+        if self.init == "checkpoint" and self.checkpoint is None:
+            raise ValueError("init: checkpoint needs model.checkpoint, the checkpoint directory to start from")
+        return self
+
+
+class Tokenizer(Section):
+    type: Literal["characters", "huggingface"] = "huggingface"
+    alphabet: str = ""
+    """The characters that are tokens (`type: characters`); end-of-text and padding are added."""
+    path: str | None = None
+    """Directory of a Hugging Face tokenizer (`type: huggingface`)."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Tokenizer:
+        if self.type == "characters" and (not self.alphabet or len(set(self.alphabet)) != len(self.alphabet)):
+            raise ValueError("type: characters needs alphabet, a string of distinct characters")
+        if self.type == "huggingface" and self.path is None:
+            raise ValueError("type: huggingface needs path, the directory of the tokenizer")
+        return self
+
+
+class Environment(Section):
+    name: str
+    """Registered name: see `mrl environments`."""
+    args: dict[str, Any] = {}
+    """Arguments of that environment, checked by its own Config class."""
+
+
+class Sampling(Section):
+    """How training answers are sampled. Log-probs are always those of softmax(logits / temperature), before
+    top_k, top_p and min_p."""
+
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: Probability = 1.0
+    top_k: NonNegativeInt = 0
+    """0 keeps the whole vocabulary."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens less likely than this fraction of the likeliest."""
+    max_new_tokens: PositiveInt
+    """Longest answer, the end token included."""
+
+
+class Inference(Section):
+    """The in-process engine."""
+
+    max_batch: PositiveInt = 256
+    """Sequences decoded together on one replica; the rest wait for a free slot."""
+
+
+class Overlong(Section):
+    """What happens to answers that hit `sampling.max_new_tokens`."""
+
+    mode: Literal["none", "mask", "penalty"] = "none"
+    """none: as scored. mask: their tokens carry no loss. penalty: DAPO's soft punishment (arXiv 2503.14476 eq. 13)."""
+    buffer: NonNegativeInt = 0
+    """Tokens before the limit over which the penalty grows linearly (`mode: penalty`)."""
+    penalty: NonNegativeFloat = 1.0
+    """Reward taken away at the limit (`mode: penalty`)."""
+
+    @model_validator(mode="after")
+    def _has_buffer(self) -> Overlong:
+        if self.mode == "penalty" and self.buffer == 0:
+            raise ValueError("mode: penalty needs buffer, the tokens over which the penalty grows")
+        return self
+
+
+class DynamicSampling(Section):
+    """Draw further prompts in place of groups whose rewards are all equal (DAPO)."""
+
+    enabled: bool = False
+    max_rounds: PositiveInt = 8
+    """Rounds of generation per step at most; then the step trains with the groups without signal it has."""
+
+
+class Grpo(Section):
+    prompts_per_step: PositiveInt = 32
+    group_size: Annotated[int, Field(ge=2)] = 16
+    """Answers per prompt; their rewards are each other's baseline."""
+    global_batch: PositiveInt | None = None
+    """Answers per optimizer step; default prompts_per_step * group_size. A multiple of group_size."""
+    iterations: PositiveInt = 1
+    """Passes over each batch of rollouts."""
+    eps_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Importance ratios are clipped to [1 - eps_low, 1 + eps_high]."""
+    eps_high: NonNegativeFloat = 0.2
+    advantage_std: bool = True
+    """Divide advantages by the group's standard deviation; false is Dr. GRPO (arXiv 2503.20783)."""
+    reduction: Literal["token", "sequence"] = "token"
+    """token: mean over all answer tokens of the global batch. sequence: mean over answers of their token means."""
+    kl_beta: NonNegativeFloat = 0.0
+    """Weight of the KL penalty to the initial weights; at 0 the reference model is neither kept nor run."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """http://joschu.net/blog/kl-approx.html"""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Bonus on -p log p of the sampled tokens."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling against the engine's log-probs: weight min(exp(old - inference), cap)."""
+    overlong: Overlong = Overlong()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Grpo:
+        rollouts = self.prompts_per_step * self.group_size
+        if self.samples_per_update % self.group_size:
+            raise ValueError(f"global_batch {self.global_batch} is not a multiple of group_size {self.group_size}")
+        if rollouts % self.samples_per_update:
+            raise ValueError(
+                f"prompts_per_step * group_size = {rollouts} is not divisible by global_batch {self.global_batch}"
+            )
+        return self
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.global_batch or self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_pass(self) -> int:
+        return self.prompts_per_step * self.group_size // self.samples_per_update
+
+
+class Optimizer(Section):
+    """Adam through megatron-core."""
+
+    learning_rate: NonNegativeFloat
+    min_learning_rate: NonNegativeFloat = 0.0
+    """End of the decay; ignored where `decay` is constant."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    distributed: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    max_nonfinite_updates: PositiveInt = 3
+    """Updates with a non-finite gradient are skipped and counted; this many in a row stop the run."""
+
+
+class Training(Section):
+    steps: PositiveInt
+    """GRPO steps of the whole run."""
+    seed: NonNegativeInt = 0
+    """Seed of prompts, sampling and shuffling."""
+    tokens_per_microbatch: PositiveInt = 16384
+    """Tokens packed into one forward and backward on a rank; a group that alone has more makes its own."""
+
+
+class Evaluation(Section):
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+
+
+class Save(Section):
+    every: NonNegativeInt = 20
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that stay on disk."""
+    timeout_s: PositiveInt = 600
+    """Longest time a save may take, in seconds."""
+
+
+class Logging(Section):
+    samples_every: NonNegativeInt = 10
+    """Steps between sample rollouts written as text; 0 writes none."""
+    samples: PositiveInt = 4
+    """Rollouts written each time."""
+    histograms_every: NonNegativeInt = 50
+    """Steps between TensorBoard histograms; 0 writes none."""
+
+
+class RunConfig(Section):
+    """A recipe with every default written out."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Letters, digits, dot, dash and underscore; part of run directory and job names."""
+    cluster: str | None = None
+    """Cluster profile this recipe is meant for; `local` runs on this machine."""
+    job: Job = Job()
+    model: Model
+    tokenizer: Tokenizer
+    environment: Environment
+    sampling: Sampling
+    inference: Inference = Inference()
+    grpo: Grpo = Grpo()
+    optimizer: Optimizer
+    training: Training
+    evaluation: Evaluation = Evaluation()
+    save: Save = Save()
+    logging: Logging = Logging()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> RunConfig:
+        if self.grpo.prompts_per_step < self.job.world_size:
+            raise ValueError(
+                f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.job.world_size} "
+                "data-parallel ranks (job.nodes * job.gpus_per_node): every rank needs at least one prompt"
+            )
+        if self.sampling.max_new_tokens >= self.model.max_position_embeddings:
+            raise ValueError(
+                f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "
+                f"model.max_position_embeddings {self.model.max_position_embeddings}"
+            )
+        return self

@@ -1,0 +1,170 @@
+"""The run directory: the only place that names a file of a run, and the codes its processes exit with.
+
+This is the contract between the launcher (login node, batch host) and the ranks (container), so it uses the
+standard library only and reads on Python 3.6, the oldest python3 of a batch host.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+EXIT_FINISHED = 0
+EXIT_CRASHED = 1
+EXIT_USAGE = 2  # of the command line itself
+EXIT_CONFIG = 78  # of a rank: bad configuration, never retried
+EXIT_DRAINED = 75  # of a rank: saved, resume me
+EXIT_INTERRUPTED = 130  # of the command line: Ctrl-C, saved
+
+
+class RunDir:
+    """Paths of one run. Nothing is created by asking for a path."""
+
+    def __init__(self, root):
+        self.root = Path(root)
+
+    # What was asked
+    @property
+    def recipe(self):
+        return self.root / "recipe.yaml"
+
+    @property
+    def resolved(self):
+        return self.root / "resolved.yaml"
+
+    @property
+    def changes(self):
+        """One JSON line per `--change` of a resumed run."""
+        return self.root / "changes.jsonl"
+
+    @property
+    def lock(self):
+        """flock of the one owner; its text says who that is."""
+        return self.root / ".lock"
+
+    # What happened
+    @property
+    def attempts_ledger(self):
+        return self.root / "attempts.jsonl"
+
+    @property
+    def done(self):
+        return self.root / "DONE"
+
+    @property
+    def metrics(self):
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self):
+        return self.root / "rollouts" / "samples.txt"
+
+    @property
+    def tensorboard(self):
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self):
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step):
+        return self.checkpoints / "step-{:06d}".format(step)
+
+    @property
+    def latest_checkpoint(self):
+        """Text file with the name of the newest published checkpoint."""
+        return self.checkpoints / "latest"
+
+    def attempt(self, number):
+        return Attempt(self, number)
+
+    def last_attempt(self):
+        """Number of the newest attempt, 0 before the first."""
+        folder = self.root / "attempts"
+        names = os.listdir(str(folder)) if folder.is_dir() else []
+        return max([int(name) for name in names if re.match(r"^\d+$", name)] or [0])
+
+
+class Attempt:
+    """Files of one attempt: one start of the ranks."""
+
+    def __init__(self, run, number):
+        self.number = number
+        self.folder = run.root / "attempts" / "{:03d}".format(number)
+        self.logs = run.root / "logs" / "attempt-{:03d}".format(number)
+        self.latest_logs = run.root / "logs" / "latest"
+
+    @property
+    def drain(self):
+        """{cause, by, at, deadline}: present = stop at the next safe point."""
+        return self.folder / "drain.json"
+
+    @property
+    def outcome(self):
+        """{outcome: finished | drained, step}: written by rank 0 after its last save."""
+        return self.folder / "outcome.json"
+
+    @property
+    def progress(self):
+        """{phase, step, ...}: what rank 0 is doing now, for the live view; replaced, never appended."""
+        return self.folder / "progress.json"
+
+    @property
+    def rendezvous(self):
+        """File store through which the ranks of one machine find each other."""
+        return self.folder / "rendezvous"
+
+    def error(self, rank):
+        return self.folder / "error.{}.json".format(rank)
+
+    def errors(self):
+        """Error files written so far, lowest rank first."""
+        found = self.folder.glob("error.*.json")
+        return sorted(found, key=lambda path: int(path.name.split(".")[1]))
+
+    def log(self, rank, role="train"):
+        return self.logs / "{}.{}.log".format(role, rank)
+
+
+def write_atomic(path, text):
+    """Write `text` so that readers and a crash see either the old file or the whole new one."""
+    path = Path(str(path))
+    temporary = path.with_name(".{}.{}.tmp".format(path.name, os.getpid()))
+    try:
+        with open(str(temporary), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(str(temporary), str(path))
+    finally:
+        if temporary.exists():
+            temporary.unlink()
+
+
+def write_json(path, value):
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def append_json_line(path, value):
+    """Append one JSON line in a single write, so that a crash leaves at most one torn last line."""
+    with open(str(path), "ab") as file:
+        file.write((json.dumps(value, sort_keys=True) + "\n").encode("utf-8"))
+
+
+def read_json(path):
+    """The value in `path`, or None where there is no such file yet."""
+    try:
+        with open(str(path), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def read_json_lines(path):
+    """All whole lines of a JSON-lines file; a torn last line is left out."""
+    try:
+        with open(str(path), encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines[:-1] if line]
