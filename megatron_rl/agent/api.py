@@ -11,10 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_rl.config import Sampling
+from megatron_rl.config import Sampling, Section
 from megatron_rl.inference.api import FinishReason, InferenceInterface
+from megatron_rl.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +112,18 @@ class Demonstrator(ABC):
     @abstractmethod
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         """(prompt, right answer) pairs; none of them from a held-out set."""
+
+
+class Environment(GroupedRolloutGenerator, EvaluationAgent):
+    """What a recipe names under `environment`: one task's problems, answers and rewards.
+
+    A package provides one by registering the class as an entry point of the group `mrl.environments`.
+    """
+
+    Config: ClassVar[type[Section]]
+    """Checks `environment.args` of the recipe, on the login node too: importing the class must need neither torch
+    nor the task's own libraries."""
+
+    @abstractmethod
+    def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
+        """`config` is an instance of the class's own `Config`."""

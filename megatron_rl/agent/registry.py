@@ -1,0 +1,81 @@
+"""Environments by name: every installed package may register some, as entry points of `mrl.environments`.
+
+    [project.entry-points."mrl.environments"]
+    arithmetic = "megatron_rl.environments.arithmetic:ArithmeticEnvironment"
+
+The launcher validates recipes through this module, so it imports neither torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+
+from megatron_rl.agent.api import Environment
+from megatron_rl.config import Environment as EnvironmentConfig
+from megatron_rl.config import Section
+from megatron_rl.tokenizer import Tokenizer
+
+GROUP = "mrl.environments"
+
+
+def environment_names() -> list[str]:
+    """Names that `environment.name` may have, sorted. Imports none of them."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)})
+
+
+def environment_class(name: str) -> type[Environment]:
+    """The class registered as `name`.
+
+    Raises ValueError where there is none, where two packages claim the name, where importing it fails, or where
+    it is no `Environment`.
+    """
+    entries = list(entry_points(group=GROUP, name=name))
+    if not entries:
+        raise ValueError(_unknown(name))
+    if len(entries) > 1:
+        raise ValueError(
+            f"environment {name!r} is registered more than once, by {' and '.join(map(_origin, entries))}: "
+            "uninstall all but one"
+        )
+    return _load(entries[0])
+
+
+def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Environment:
+    """The environment a recipe names. Raises ValueError (pydantic's ValidationError is one) for bad arguments."""
+    cls = environment_class(config.name)
+    return cls(cls.Config(**config.args), tokenizer)
+
+
+def _load(entry: EntryPoint) -> type[Environment]:
+    try:
+        cls = entry.load()
+    except Exception as error:  # importing a plug-in runs its author's code, which may raise anything
+        raise ValueError(
+            f"environment {entry.name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise ValueError(f"environment {entry.name!r} of {_origin(entry)} is no subclass of {_path(Environment)}")
+    if not issubclass(getattr(cls, "Config", object), Section):
+        raise ValueError(
+            f"environment {entry.name!r} of {_origin(entry)} has no Config, a subclass of {_path(Section)}"
+        )
+    return cls
+
+
+def _unknown(name: str) -> str:
+    names = environment_names()
+    if not names:
+        return f"unknown environment {name!r}: no package has registered any; is mrl itself installed (pip install)?"
+    near = get_close_matches(name, names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"unknown environment {name!r}{hint}; registered are {', '.join(names)}"
+
+
+def _origin(entry: EntryPoint) -> str:
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
+    return f"{package} ({entry.value})"
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"

@@ -1,0 +1,105 @@
+"""Single-turn tasks: answer the prompt, then score each answer with one function."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.agent.api import (
+    Environment,
+    EvaluationRequest,
+    EvaluationResponse,
+    GroupRolloutRequest,
+    Problem,
+    Rollout,
+    RolloutGroup,
+)
+from megatron_rl.config import Sampling
+from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface
+from megatron_rl.rollout.stream import stable_key
+from megatron_rl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class RewardOnlyAgent(Environment):
+    """An environment that is a set of problems and a `get_reward`."""
+
+    def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self._explained: set[type[Exception]] = set()
+
+    @abstractmethod
+    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        """Finite score of one answer; `response` is its text without special tokens.
+
+        Whatever this raises costs that one answer: it is left out of its group and counted among the failures.
+        """
+
+    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+        rollouts, failures = await self._answer(
+            request.problem, request.group_size, request.sampling, request.key, request.inference
+        )
+        return RolloutGroup(request.ordinal, request.problem, rollouts, failures)
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        """All problems are handed to the engine at once; it decides how many it answers together."""
+        answered = await asyncio.gather(
+            *(
+                self._answer(
+                    problem,
+                    request.samples_per_problem,
+                    request.sampling,
+                    stable_key("evaluation", request.key, index),
+                    request.inference,
+                )
+                for index, problem in enumerate(request.problems)
+            )
+        )
+        return EvaluationResponse([rollouts for rollouts, _ in answered])
+
+    async def _answer(
+        self, problem: Problem, samples: int, sampling: Sampling, key: int, inference: InferenceInterface
+    ) -> tuple[list[Rollout], Counter[str]]:
+        """Scored answers in sample order, and the number of those lost, by reason."""
+        prompt_tokens = self.tokenizer.encode(problem.prompt)
+        completions = await inference.generate(GenerationRequest(prompt_tokens, samples, sampling, key))
+        rollouts: list[Rollout] = []
+        failures: Counter[str] = Counter()
+        for completion in completions:
+            text = self.tokenizer.decode(completion.tokens)
+            try:
+                reward = float(self.get_reward(text, problem.golden, completion.finish_reason))
+                if not math.isfinite(reward):
+                    raise ValueError(f"the reward is {reward}")
+            except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
+                failures[self._reason(error, problem, text)] += 1
+            else:
+                rollouts.append(_rollout(prompt_tokens, completion, text, reward))
+        return rollouts, failures
+
+    def _reason(self, error: Exception, problem: Problem, text: str) -> str:
+        """Short reason for the record; the first error of each type is logged with its traceback."""
+        if type(error) not in self._explained:
+            self._explained.add(type(error))
+            logger.error("get_reward failed on the answer %r to %r", text, problem.prompt, exc_info=error)
+        first_line = str(error).partition("\n")[0]
+        return f"get_reward: {type(error).__name__}: {first_line}"[:200]
+
+
+def _rollout(prompt_tokens: list[int], completion: Completion, text: str, reward: float) -> Rollout:
+    return Rollout(
+        prompt_tokens=prompt_tokens,
+        tokens=completion.tokens,
+        log_probs=completion.log_probs,
+        text=text,
+        reward=reward,
+        finish_reason=completion.finish_reason,
+        policy_version=completion.policy_version,
+    )

@@ -1,0 +1,60 @@
+"""The prompt stream: which problem each ordinal 0, 1, 2, ... stands for, and who answers it.
+
+Everything here is a function of its arguments, and rests only on hashes with a published standard (SHAKE256,
+FIPS 202; BLAKE2b, RFC 7693). Python's and numpy's shuffles may change between versions; these cannot, so a run
+that resumes on another machine or interpreter goes on with the same prompts.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b, shake_256
+from itertools import pairwise
+
+from megatron_rl.agent.api import Problem
+
+
+class PromptStream:
+    """Endless passes over `problems`, each in an order of its own."""
+
+    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
+        if not problems:
+            raise ValueError("the environment has no training problems")
+        self._problems = problems
+        self._seed = seed
+
+    def problem(self, ordinal: int) -> Problem:
+        return self._problems[problem_index(len(self._problems), self._seed, ordinal)]
+
+
+def problem_index(count: int, seed: int, ordinal: int) -> int:
+    """Index in [0, count) of the problem that `ordinal` stands for: every `count` ordinals visit each once."""
+    epoch, position = divmod(ordinal, count)
+    return epoch_order(count, seed, epoch)[position]
+
+
+@lru_cache(maxsize=4)  # one step may span the end of a pass; passes over millions of problems take long to order
+def epoch_order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """Order of [0, count) in pass `epoch`: indices sorted by 64-bit words of SHAKE256, little-endian."""
+    words = struct.unpack(f"<{count}Q", shake_256(f"mrl.epoch:{seed}:{epoch}".encode()).digest(8 * count))
+    return tuple(sorted(range(count), key=words.__getitem__))
+
+
+def shares(start: int, count: int, drivers: int) -> list[range]:
+    """Contiguous shares of the ordinals [start, start + count), one per rollout driver; sizes differ by at most 1."""
+    edges = [start + count * driver // drivers for driver in range(drivers + 1)]
+    return [range(first, last) for first, last in pairwise(edges)]
+
+
+def group_key(seed: int, ordinal: int, try_: int, policy_version: int) -> int:
+    """Key of the random numbers that answer one prompt: the same whenever, wherever and beside whatever it is
+    answered. In [0, 2**64)."""
+    return stable_key("group", seed, ordinal, try_, policy_version)
+
+
+def stable_key(purpose: str, *parts: int) -> int:
+    """64-bit BLAKE2b of `purpose` and integers; different purposes never share random numbers."""
+    text = ":".join([purpose, *map(str, parts)])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
