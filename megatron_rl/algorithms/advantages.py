@@ -1,0 +1,63 @@
+"""Group-relative advantages: each answer is judged against the other answers to the same prompt."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+STD_EPSILON = 1e-4
+"""Added to the standard deviation a group's advantages are divided by."""
+SIGNAL_STD = 1e-6
+"""Groups whose rewards spread no more than this teach nothing: all their advantages are 0."""
+
+
+def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_by_std: bool) -> Tensor:
+    """How much better each answer is than its group, in fp32.
+
+    (reward - mean) / (1e-4 + population std) of GRPO (arXiv 2402.03300), or reward - mean of Dr. GRPO
+    (arXiv 2503.20783). Equal rewards, and a group of one, give exactly 0.
+
+    Args:
+        rewards: [rollouts], any floating type.
+        group: [rollouts] int64, the group of each rollout in 0..num_groups-1; groups may differ in size.
+        divide_by_std: False is Dr. GRPO.
+
+    Returns:
+        [rollouts] fp32, without gradient.
+
+    Raises:
+        IndexError: a group index is not below `num_groups`.
+    """
+    deviation = _deviation(rewards, group, num_groups)
+    if not divide_by_std:
+        return deviation
+    std = _mean(deviation.square(), group, num_groups).sqrt()
+    return deviation / (STD_EPSILON + std)[group]
+
+
+def group_std(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Population standard deviation of each group's rewards, [groups] fp32; 0 where a group has no rollout.
+
+    Arguments as for `group_advantages`.
+    """
+    return _mean(_deviation(rewards, group, num_groups).square(), group, num_groups).sqrt()
+
+
+def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Which groups have rewards that differ, [groups] bool: the groups dynamic sampling keeps (arXiv 2503.14476)."""
+    return group_std(rewards, group, num_groups) > SIGNAL_STD
+
+
+def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Reward minus the group's mean, [rollouts] fp32."""
+    rewards = rewards.detach().float()
+    lowest = rewards.new_zeros(num_groups).scatter_reduce(0, group, rewards, "amin", include_self=False)
+    # Above the lowest instead of above 0: n equal rewards need not sum to exactly n times one of them, zeros do.
+    above_lowest = rewards - lowest[group]
+    return above_lowest - _mean(above_lowest, group, num_groups)[group]
+
+
+def _mean(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Mean of each group's values, [groups]; 0 where a group is empty."""
+    zeros = values.new_zeros(num_groups)
+    counts = zeros.index_add(0, group, values.new_ones(()).expand_as(values))
+    return zeros.index_add(0, group, values) / counts.clamp(min=1)

@@ -1,0 +1,43 @@
+"""Estimators of the KL divergence to the reference policy, from the log-probs of sampled tokens alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
+    """Penalty of each token for leaving the reference policy, with d = ref_log_probs - log_probs.
+
+    As *values*, averaged over tokens sampled from the policy, k1 and k3 are unbiased for KL(policy || reference);
+    k3 is never negative and varies less; k2 is biased by little where the policies are close
+    (http://joschu.net/blog/kl-approx.html).
+
+    As a *loss* they differ more than that, because the gradient of a sampled estimate leaves out how the
+    sampling itself would change. Per token, with g the gradient of log_probs, and what it is on average on policy:
+
+        k1 = -d              g              zero: noise that pulls nowhere. Useful as a value, not as a penalty
+        k2 = d^2 / 2         -d g           the gradient of KL(policy || reference)
+        k3 = exp(d) - d - 1  (1 - exp(d)) g the gradient of KL(reference || policy): the same minimum and, close
+                                            to it, the same pull; unbounded where the policy drops a token
+
+    Off policy the averages are those of the policy that sampled: no importance ratio is applied here.
+
+    Args:
+        log_probs: [tokens], of the policy; the gradient flows here.
+        ref_log_probs: [tokens], of the reference, without gradient.
+
+    Returns:
+        [tokens]
+    """
+    d = ref_log_probs - log_probs
+    match estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return d.expm1() - d

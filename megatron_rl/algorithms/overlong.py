@@ -1,0 +1,49 @@
+"""Answers that hit, or come close to, the limit of new tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Overlong
+
+
+def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13): what is added to the reward of each answer.
+
+    0 up to `max_new_tokens - buffer` tokens, from there falling linearly to `-penalty` at `max_new_tokens`.
+
+    Args:
+        length: [rollouts] integer, tokens of each answer.
+        max_new_tokens: the limit, in tokens.
+        buffer: tokens before the limit over which the penalty grows, above 0.
+        penalty: reward taken away at the limit, not negative.
+
+    Returns:
+        [rollouts] fp32, each in [-penalty, 0].
+    """
+    into_buffer = (length - (max_new_tokens - buffer)).float() / buffer
+    return into_buffer.clamp(0, 1).mul(-penalty)
+
+
+def shaped_rewards(rewards: Tensor, length: Tensor, *, max_new_tokens: int, overlong: Overlong) -> Tensor:
+    """The rewards advantages are computed from, [rollouts]: less the overlong penalty in `mode: penalty`."""
+    if overlong.mode != "penalty":
+        return rewards
+    return rewards + overlong_penalty(
+        length, max_new_tokens=max_new_tokens, buffer=overlong.buffer, penalty=overlong.penalty
+    )
+
+
+def trained_mask(cut: Tensor, overlong: Overlong) -> Tensor:
+    """Which answers carry loss: all, or in `mode: mask` only those that were not cut.
+
+    A masked answer still counts in its group's mean: it is a sample of the policy like the others.
+
+    Args:
+        cut: [rollouts] bool, whether the answer ended at the limit of new tokens (finish reason `length`).
+
+    Returns:
+        [rollouts] fp32, 1 where the answer is trained on and 0 where it is not.
+    """
+    return (~cut).float() if overlong.mode == "mask" else torch.ones_like(cut, dtype=torch.float32)

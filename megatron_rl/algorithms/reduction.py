@@ -1,0 +1,45 @@
+"""From losses of tokens to the loss of the global batch, which no rank sees whole.
+
+Every token's share of the global mean is fixed before the first micro-batch. The losses of micro-batches and ranks
+then simply add up, so that neither packing nor the data-parallel layout changes the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Reduction = Literal["token", "sequence"]
+
+
+def local_normaliser(lengths: Tensor, trained: Tensor, reduction: Reduction) -> float:
+    """This rank's part of the normaliser: its trained tokens, or its trained answers that have a token.
+
+    Args:
+        lengths: [rollouts] int64, answer tokens.
+        trained: [rollouts] 0 or 1, which answers carry loss.
+
+    Returns:
+        A count; its sum over all ranks is the `normaliser` of `token_weights`.
+    """
+    counted = lengths if reduction == "token" else lengths > 0
+    return float((counted * trained).sum())
+
+
+def token_weights(lengths: Tensor, trained: Tensor, reduction: Reduction, normaliser: float) -> Tensor:
+    """Weight of every token of each answer, such that the sum of weight * token loss is the global mean.
+
+    `token`: 1 / normaliser, the mean over all trained tokens (DAPO, arXiv 2503.14476).
+    `sequence`: 1 / (length * normaliser), the mean over answers of their token means (GRPO, arXiv 2402.03300).
+
+    Args:
+        lengths: [rollouts] int64, answer tokens.
+        trained: [rollouts] 0 or 1, which answers carry loss.
+        normaliser: sum of `local_normaliser` over all ranks; 0 says that nothing is trained.
+
+    Returns:
+        [rollouts] fp32, 0 for answers that carry no loss.
+    """
+    share = trained.float() / (normaliser or 1.0)
+    return share if reduction == "token" else share / lengths.clamp(min=1)
