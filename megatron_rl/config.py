@@ -145,7 +145,9 @@ class Inference(Section):
     """The in-process engine."""
 
     max_batch: PositiveInt = 256
-    """Sequences decoded together on one replica; the rest wait for a free slot."""
+    """Sequences decoded together on one replica; the rest wait for a free row of the cache."""
+    prefill_tokens: PositiveInt = 16384
+    """Prompt tokens after which one prefill takes no further prompt."""
 
 
 class Overlong(Section):

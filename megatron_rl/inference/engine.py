@@ -1,0 +1,236 @@
+"""The in-process engine: the training weights themselves, a key/value cache, and batches that never drain.
+
+    generate() -> waiting -> admit: one prefill per prompt, a row per sample -> decode all rows together
+                                     ^                                              |
+                                     +------------ freed rows ----------------------+
+
+Rows 0..active-1 of the cache are being decoded. A finished row is refilled from the waiting requests; where
+none waits, the last row moves into its place, so a decode step never computes on a dead row.
+All per-token state lives in tensors; Python sees a sequence twice, when it is admitted and when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Inference, Model
+from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
+from megatron_rl.inference.randomness import uniforms
+from megatron_rl.inference.sampling import SamplingRows, sample
+from megatron_rl.training.attention import packed_layout
+from megatron_rl.training.model import Policy
+
+
+class PromptTooLong(ValueError):
+    """The prompt and `max_new_tokens` do not fit into the model's positions."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request on its way through the engine."""
+
+    request: GenerationRequest
+    done: asyncio.Future[list[Completion]]
+    completions: dict[int, Completion] = field(default_factory=dict)
+    admitted: int = 0
+
+
+class Engine:
+    """Implements `InferenceInterface` over a policy of this process."""
+
+    def __init__(self, policy: Policy, model: Model, config: Inference, end_token: int) -> None:
+        self.policy = policy
+        self.policy_version = 0
+        self.end_token = end_token
+        self.config = config
+        self.device = next(policy.parameters()).device
+        attention = policy.decoder.layers[0].self_attention
+        rows, self.max_length = config.max_batch, model.max_position_embeddings
+        self._cache = KeyValueCache(
+            layers=model.num_layers,
+            rows=rows,
+            length=self.max_length,
+            kv_heads=attention.num_query_groups_per_partition,
+            head_size=attention.hidden_size_per_attention_head,
+            dtype=next(policy.parameters()).dtype,
+            device=self.device,
+        )
+        self._waiting: deque[_Job] = deque()
+        self._rows: list[tuple[_Job, int]] = []  # (job, sample) decoded in each active row
+        self._loop: asyncio.Task[None] | None = None
+
+        integers = {"dtype": torch.long, "device": self.device}
+        self._token = torch.zeros(rows, **integers)  # newest token of each row, not yet in the cache
+        self._position = torch.zeros(rows, **integers)  # its position
+        self._count = torch.zeros(rows, **integers)  # answer tokens so far
+        self._limit = torch.zeros(rows, **integers)
+        self._sampling = SamplingRows.empty(rows, self.device)
+        self._uniforms = torch.zeros(rows, self.max_length, dtype=torch.float64, device=self.device)
+        self._tokens = torch.zeros(rows, self.max_length, **integers)
+        self._log_probs = torch.zeros(rows, self.max_length, device=self.device)
+        self._first_place = torch.arange(rows, device=self.device) * self.max_length
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """See `InferenceInterface.generate`. Raises PromptTooLong."""
+        needed = len(request.prompt_tokens) + request.sampling.max_new_tokens
+        if needed > self.max_length:
+            raise PromptTooLong(
+                f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "
+                f"{request.sampling.max_new_tokens} exceed model.max_position_embeddings {self.max_length}"
+            )
+        job = _Job(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        if self._loop is None or self._loop.done():
+            self._loop = asyncio.create_task(self._run())
+        return await job.done
+
+    async def _run(self) -> None:
+        """Decode until nothing waits; agents run between two steps."""
+        while self._waiting or self._rows:
+            await asyncio.sleep(0)
+            try:
+                self.step()
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        jobs = {id(job): job for job in [*self._waiting, *(job for job, _ in self._rows)]}
+        self._waiting.clear()
+        self._rows.clear()
+        for job in jobs.values():
+            if not job.done.done():
+                job.done.set_exception(error)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Admit what fits, then one token for every row."""
+        if self._rows:
+            self._decode()
+        if self._waiting and len(self._rows) < self.config.max_batch:
+            self._admit()
+
+    # Admission
+
+    def _admit(self) -> None:
+        """Fill free rows: prefill waiting prompts once each and sample the first token of every new row."""
+        tokens: list[int] = []
+        sequences: list[range] = []
+        new: list[tuple[_Job, range, int]] = []  # job, samples, which prompt
+        free = self.config.max_batch - len(self._rows)
+        while self._waiting and free and len(tokens) < self.config.prefill_tokens:
+            job = self._waiting[0]
+            samples = range(job.admitted, min(job.request.num_samples, job.admitted + free))
+            sequences.append(range(len(tokens), len(tokens) + len(job.request.prompt_tokens)))
+            tokens.extend(job.request.prompt_tokens)
+            new.append((job, samples, len(sequences) - 1))
+            free -= len(samples)
+            job.admitted = samples.stop
+            if job.admitted == job.request.num_samples:
+                self._waiting.popleft()
+
+        first_row = len(self._rows)
+        source: list[int] = []
+        target: list[int] = []
+        prompt_of_row: list[int] = []
+        for job, samples, prompt in new:
+            for sample_index in samples:
+                place = len(self._rows) * self.max_length
+                source.extend(sequences[prompt])
+                target.extend(range(place, place + len(sequences[prompt])))
+                prompt_of_row.append(prompt)
+                self._rows.append((job, sample_index))
+            self._set_rows(slice(len(self._rows) - len(samples), len(self._rows)), job.request, samples)
+
+        positions = [position for sequence in sequences for position in range(len(sequence))]
+        layout = PrefillLayout(
+            packed=packed_layout(sequences, len(tokens), self.device),
+            cache=self._cache,
+            source=torch.tensor(source, device=self.device),
+            target=torch.tensor(target, device=self.device),
+        )
+        last = torch.tensor([sequence.stop - 1 for sequence in sequences], device=self.device)
+        logits = self.policy(
+            torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device), layout, last
+        )
+        rows = slice(first_row, len(self._rows))
+        self._take(rows, logits.index_select(0, torch.tensor(prompt_of_row, device=self.device)))
+
+    def _set_rows(self, rows: slice, request: GenerationRequest, samples: range) -> None:
+        limit = request.sampling.max_new_tokens
+        self._position[rows] = len(request.prompt_tokens) - 1
+        self._count[rows] = 0
+        self._limit[rows] = limit
+        self._sampling.set(rows, request.sampling)
+        self._uniforms[rows, :limit] = torch.from_numpy(uniforms(request.key, samples, limit)).to(self.device)
+
+    # Decoding
+
+    def _decode(self) -> None:
+        active = slice(0, len(self._rows))
+        positions = self._position[active]
+        shortest, longest = (int(x) + 1 for x in positions.aminmax())
+        visible = None
+        if shortest < longest:
+            visible = (torch.arange(longest, device=self.device) <= positions[:, None])[:, None, None]
+        layout = DecodeLayout(self._cache, self._first_place[active] + positions, longest, visible)
+        self._take(active, self.policy(self._token[active], positions, layout))
+
+    def _take(self, rows: slice, logits: Tensor) -> None:
+        """Sample the next token of `rows` from its logits [rows, vocab] and retire the rows that end with it."""
+        count = self._count[rows]
+        uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
+        token, log_prob = sample(logits, self._sampling[rows], uniform)
+        self._tokens[rows].scatter_(1, count[:, None], token[:, None])
+        self._log_probs[rows].scatter_(1, count[:, None], log_prob[:, None])
+        self._token[rows] = token
+        self._position[rows] += 1
+        self._count[rows] += 1
+        ended = (token == self.end_token) | (self._count[rows] == self._limit[rows])
+        if bool(ended.any()):
+            self._retire((ended.nonzero().squeeze(1) + rows.start).tolist())
+
+    def _retire(self, ended: list[int]) -> None:
+        """Hand over finished sequences and close the gaps they leave."""
+        index = torch.tensor(ended, device=self.device)
+        counts = self._count[index].tolist()
+        longest = max(counts)
+        tokens = self._tokens[index, :longest].tolist()
+        log_probs = self._log_probs[index, :longest].tolist()
+        for row, count, row_tokens, row_log_probs in zip(ended, counts, tokens, log_probs, strict=True):
+            job, sample_index = self._rows[row]
+            answer = row_tokens[:count]
+            job.completions[sample_index] = Completion(
+                tokens=answer,
+                log_probs=row_log_probs[:count],
+                finish_reason="stop" if answer[-1] == self.end_token else "length",
+                policy_version=self.policy_version,
+            )
+            if len(job.completions) == job.request.num_samples and not job.done.done():
+                job.done.set_result([job.completions[i] for i in range(job.request.num_samples)])
+        self._close_gaps(ended)
+
+    def _close_gaps(self, ended: list[int]) -> None:
+        """Move the last live rows into the gaps, so that live rows stay 0..active-1."""
+        gone = set(ended)
+        left = len(self._rows) - len(gone)
+        movers = [row for row in range(left, len(self._rows)) if row not in gone]
+        gaps = [row for row in ended if row < left]
+        for source, target in zip(movers, gaps, strict=True):
+            self._rows[target] = self._rows[source]
+        del self._rows[left:]
+        if not movers:
+            return
+        source_rows, target_rows = (torch.tensor(x, device=self.device) for x in (movers, gaps))
+        self._cache.move(source_rows, target_rows, length=int(self._position[source_rows].max()))
+        self._sampling.move(source_rows, target_rows)
+        for column in (
+            self._token, self._position, self._count, self._limit, self._uniforms, self._tokens, self._log_probs
+        ):  # fmt: skip
+            column[target_rows] = column[source_rows]

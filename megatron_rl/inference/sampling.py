@@ -1,0 +1,79 @@
+"""From logits to tokens: temperature, top-k, top-p, min-p, and the log-prob that training will see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Sampling
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """Sampling parameters of every row of a batch, each [rows]."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> SamplingRows:
+        return cls(
+            temperature=torch.ones(rows, device=device),
+            top_k=torch.zeros(rows, dtype=torch.long, device=device),
+            top_p=torch.ones(rows, device=device),
+            min_p=torch.zeros(rows, device=device),
+        )
+
+    def __getitem__(self, rows: slice | Tensor) -> SamplingRows:
+        return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+    def set(self, rows: slice | Tensor, sampling: Sampling) -> None:
+        self.temperature[rows] = sampling.temperature
+        self.top_k[rows] = sampling.top_k
+        self.top_p[rows] = sampling.top_p
+        self.min_p[rows] = sampling.min_p
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        for column in (self.temperature, self.top_k, self.top_p, self.min_p):
+            column[target] = column[source]
+
+
+def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    logits [rows, vocab], uniform [rows] in [0, 1) -> tokens [rows], log_probs [rows] fp32
+
+    log_probs are of softmax(logits / temperature) over the whole vocabulary, whatever top-k, top-p or min-p then
+    cut away. Temperature 0 takes the likeliest token and counts as temperature 1 for the log-prob.
+    """
+    greedy = rows.temperature == 0
+    temperature = rows.temperature.masked_fill(greedy, 1.0)
+    log_probs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
+    # fp32 running sums over 150k tokens would lose the tail
+    probs = keep_likely(log_probs.exp(), rows).double()
+    cumulative = probs.cumsum(-1)
+    drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
+    tokens = drawn.squeeze(1).clamp_(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def keep_likely(probs: Tensor, rows: SamplingRows) -> Tensor:
+    """Zero what top-k, then top-p, then min-p cut away; [rows, vocab]. The likeliest token always stays."""
+    vocab = probs.shape[1]
+    if bool(((rows.top_k > 0) | (rows.top_p < 1)).any()):
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(vocab, device=probs.device)
+        top_k = torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None]
+        ordered = ordered.masked_fill(rank >= top_k, 0.0)
+        mass_before = ordered.cumsum(-1) - ordered
+        cut = mass_before >= rows.top_p[:, None] * ordered.sum(-1, keepdim=True)
+        cut &= (rows.top_p < 1)[:, None]
+        probs = torch.zeros_like(probs).scatter_(1, order, ordered.masked_fill(cut, 0.0))
+    if bool((rows.min_p > 0).any()):
+        probs = probs.masked_fill(probs < rows.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
+    return probs

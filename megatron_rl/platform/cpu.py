@@ -1,0 +1,119 @@
+"""CPU ranks over gloo, and every patch megatron-core needs to run on them.
+
+megatron-core names CUDA in places that a CPU reaches too. Each patch below says which symbol, as of which
+version, and what fails without it. Nothing here is imported on CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_rl.platform import UnsupportedPlatform
+
+_FACTORIES = frozenset({"arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"})
+
+# Modules (0.16.1 and 0.19.2) whose code creates tensors with device="cuda" or on torch.cuda.current_device()
+# on paths that a CPU rank takes, with the first thing that fails.
+_MODULES_NAMING_CUDA = {
+    "megatron.core.optimizer.optimizer": "the loss scale of the bf16 optimizer",
+    "megatron.core.optimizer.clip_grads": "the gradient norm",
+    "megatron.core.optimizer.distrib_optimizer": "the loading buffers of the distributed optimizer",
+    "megatron.core.distributed.param_and_grad_buffer": "the gradient buffers of DDP",
+    "megatron.core.utils": "the multi-tensor norm without TE and Apex",
+}
+
+
+class CpuPlatform:
+    backend = "gloo"
+    transformer_overrides: dict[str, Any] = {
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+    }
+
+    def __init__(self, *, threads: int) -> None:
+        self.device = torch.device("cpu")
+        torch.set_num_threads(threads)
+        install_patches()
+
+    def synchronize(self) -> None:
+        pass
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"cpu": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+
+
+@functools.cache
+def install_patches() -> None:
+    """Patch megatron-core for the CPU, once per process. Raises UnsupportedPlatform where a symbol is gone."""
+    for name in _MODULES_NAMING_CUDA:
+        _replace(name, "torch", _CpuTorch())
+    _patch_tensor_type()
+
+
+def _replace(module_name: str, attribute: str, value: object) -> None:
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise UnsupportedPlatform(
+            f"{module_name}.{attribute}, which the CPU platform patches, is gone from this megatron-core: "
+            "install a supported version (see megatron_rl/platform/__init__.py)"
+        )
+    setattr(module, attribute, value)
+
+
+class _CpuTorch:
+    """Stands in for the module-level name `torch` of one megatron-core module: tensors asked for on a CUDA
+    device are made on the CPU, the current device is the CPU, all else is torch itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name in _FACTORIES:
+            value = _on_cpu(value)
+        elif name == "cuda":
+            value = _CpuCuda()
+        setattr(self, name, value)
+        return value
+
+
+class _CpuCuda:
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _patch_tensor_type() -> None:
+    """torch.Tensor.type: the optimizers (0.16.1 optimizer.py:671, distrib_optimizer.py:361, clip_grads.py:167)
+    compare its text with 'torch.cuda.FloatTensor' and refuse any other; on the CPU it must read so."""
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = type_  # type: ignore[method-assign,assignment]

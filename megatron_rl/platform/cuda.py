@@ -1,0 +1,36 @@
+"""NVIDIA GPUs: one device per rank, NCCL, megatron-core as it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.platform import UnsupportedPlatform
+
+
+class CudaPlatform:
+    backend = "nccl"
+    transformer_overrides: dict[str, Any] = {}
+
+    def __init__(self, *, local_rank: int, threads: int) -> None:
+        if not torch.cuda.is_available():
+            raise UnsupportedPlatform("job.device is cuda but torch sees no GPU: use a GPU node or job.device=cpu")
+        if local_rank >= torch.cuda.device_count():
+            raise UnsupportedPlatform(
+                f"rank {local_rank} of this node has no GPU: torch sees {torch.cuda.device_count()} "
+                "(job.gpus_per_node is what every node must have)"
+            )
+        torch.set_num_threads(threads)
+        self.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        torch.cuda.set_rng_state(state["cuda"], self.device)

@@ -1,0 +1,97 @@
+"""The policy: megatron-core's GPTModel on packed tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.config import Model
+from megatron_rl.platform import Platform
+from megatron_rl.training.attention import CoreAttention, Layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Policy(GPTModel):
+    """GPTModel whose forward takes packed tokens with explicit positions and a layout.
+
+    It keeps GPTModel's modules, names and sharded state; only the way data flows in differs: megatron-core's
+    own forward counts positions from 0 along the sequence dimension, which packed tokens do not.
+    """
+
+    def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
+        """Logits of the packed tokens in `select` (all where None).
+
+        tokens, positions [tokens], select [selected] -> [selected, vocab] in the model's dtype
+        """
+        hidden = self.embedding(tokens[None], positions[None])  # [tokens, 1, hidden]
+        hidden = self.decoder(
+            hidden, attention_mask=None, rotary_pos_emb=self._rotations[positions], packed_seq_params=layout
+        )
+        if select is not None:
+            hidden = hidden.index_select(0, select)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden, weight=weight)
+        return logits.squeeze(1)
+
+    def prepare_rotations(self, device: torch.device) -> None:
+        """Tabulate the rotary angles, [max positions, 1, 1, head size], in fp32 (arXiv 2104.09864)."""
+        frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
+        angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
+        self._rotations = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(model: Model, platform: Platform) -> TransformerConfig:
+    dtype = DTYPES[model.dtype]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.layernorm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        **platform.transformer_overrides,
+    )
+
+
+def build_policy(model: Model, vocab_size: int, platform: Platform) -> Policy:
+    """The policy with random weights (drawn from torch's generator) on the platform's device.
+
+    vocab_size: the tokenizer's; the embedding is padded to a multiple of `model.vocab_multiple`.
+    """
+    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    policy = Policy(
+        config=transformer_config(model, platform),
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rope_base,
+    )
+    policy.to(device=platform.device, dtype=DTYPES[model.dtype])
+    policy.prepare_rotations(platform.device)
+    return policy
