@@ -35,7 +35,7 @@ def environment_class(name: str) -> type[Environment]:
         raise ValueError(_unknown(name))
     if len(entries) > 1:
         raise ValueError(
-            f"environment {name!r} is registered more than once, by {' and '.join(map(_origin, entries))}: "
+            f"environment {name!r} is registered more than once, by {' and '.join(sorted(map(_origin, entries)))}: "
             "uninstall all but one"
         )
     return _load(entries[0])
