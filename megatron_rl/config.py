@@ -20,7 +20,9 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 class Section(BaseModel):
     """A group of recipe keys. Unknown keys are refused, values are never coerced, instances are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Job(Section):
@@ -248,7 +250,7 @@ class Training(Section):
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Tokens packed into one forward and backward on a rank; a group that alone has more makes its own."""
+    """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own."""
 
 
 class Evaluation(Section):
@@ -305,5 +307,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"model.max_position_embeddings {self.model.max_position_embeddings}"
+            )
+        if self.grpo.overlong.buffer > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"grpo.overlong.buffer {self.grpo.overlong.buffer} is larger than "
+                f"sampling.max_new_tokens {self.sampling.max_new_tokens}: even an empty answer would be penalised"
             )
         return self

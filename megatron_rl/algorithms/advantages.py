@@ -25,7 +25,7 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_
         [rollouts] fp32, without gradient.
 
     Raises:
-        IndexError: a group index is not below `num_groups`.
+        RuntimeError: a group index is not below `num_groups`.
     """
     deviation = _deviation(rewards, group, num_groups)
     if not divide_by_std:

@@ -1,0 +1,136 @@
+"""Advantages compare the answers of one group, in fp32, and are 0 where nothing can be learned."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.advantages import SIGNAL_STD, STD_EPSILON, group_advantages, group_std, has_signal
+
+FINITE = st.floats(-100, 100, width=32)
+SIXTEENTHS = st.integers(-64, 64).map(lambda n: n / 16)
+"""Rewards whose sums and differences fp32 holds exactly."""
+
+
+def batches(reward):
+    """(rewards, group of each, number of groups): ragged groups in any order, some of them empty."""
+    member = st.tuples(reward, st.integers(0, 4))
+    return st.lists(member, min_size=1, max_size=24).map(lambda rows: (*map(list, zip(*rows, strict=True)), 5))
+
+
+def tensors(rewards, group):
+    return torch.tensor(rewards, dtype=torch.float32), torch.tensor(group)
+
+
+def by_hand(rewards, group, divide_by_std):
+    """The definition, one Python float at a time."""
+    advantages = []
+    for reward, index in zip(rewards, group, strict=True):
+        members = [other for other, its in zip(rewards, group, strict=True) if its == index]
+        mean = math.fsum(members) / len(members)
+        std = math.sqrt(math.fsum((member - mean) ** 2 for member in members) / len(members))
+        advantages.append((reward - mean) / (1e-4 + std) if divide_by_std else reward - mean)
+    return advantages
+
+
+def test_half_the_answers_right():
+    rewards, group = tensors([1, 0, 0, 1], [0, 0, 0, 0])
+    expected = torch.tensor([1, -1, -1, 1]) * 0.5
+    torch.testing.assert_close(group_advantages(rewards, group, 1, divide_by_std=False), expected)
+    torch.testing.assert_close(group_advantages(rewards, group, 1, divide_by_std=True), expected / 0.5001)
+
+
+def test_groups_may_be_ragged_and_interleaved():
+    rewards, group = tensors([3, 10, 0, 20, 0], [0, 2, 0, 2, 0])
+    advantages = group_advantages(rewards, group, 3, divide_by_std=False)
+    assert advantages.tolist() == [2, -5, -1, 5, -1]
+
+
+@settings(deadline=None)
+@given(batches(SIXTEENTHS), st.booleans())
+def test_equals_the_definition_in_float64(batch, divide_by_std):
+    rewards, group, num_groups = batch
+    advantages = group_advantages(*tensors(rewards, group), num_groups, divide_by_std=divide_by_std)
+    assert advantages.tolist() == pytest.approx(by_hand(rewards, group, divide_by_std), rel=1e-5, abs=1e-5)
+
+
+@settings(deadline=None)
+@given(batches(FINITE), st.booleans())
+def test_every_group_sums_to_zero(batch, divide_by_std):
+    rewards, group, num_groups = batch
+    rewards, group = tensors(rewards, group)
+    advantages = group_advantages(rewards, group, num_groups, divide_by_std=divide_by_std)
+    sums = torch.zeros(num_groups).index_add(0, group, advantages)
+    magnitude = torch.zeros(num_groups).index_add(0, group, advantages.abs())
+    assert (sums.abs() <= 1e-5 * magnitude.clamp(min=1e-6)).all()
+
+
+@settings(deadline=None)
+@given(batches(SIXTEENTHS), st.integers(-1000, 1000), st.booleans())
+def test_a_constant_added_to_all_rewards_changes_no_bit(batch, shift, divide_by_std):
+    rewards, group, num_groups = batch
+    rewards, group = tensors(rewards, group)
+    before = group_advantages(rewards, group, num_groups, divide_by_std=divide_by_std)
+    after = group_advantages(rewards + shift, group, num_groups, divide_by_std=divide_by_std)
+    assert torch.equal(before, after)
+
+
+@settings(deadline=None)
+@given(batches(SIXTEENTHS), st.sampled_from([2.0, 8.0, 1024.0]))
+def test_with_std_the_scale_of_rewards_matters_only_through_epsilon(batch, scale):
+    rewards, group, num_groups = batch
+    rewards, group = tensors(rewards, group)
+    small = group_advantages(rewards, group, num_groups, divide_by_std=True)
+    large = group_advantages(rewards * scale, group, num_groups, divide_by_std=True)
+    std = group_std(rewards, group, num_groups)[group]
+    bound = torch.where(std > 0, small.abs() * (STD_EPSILON / std.clamp(min=1e-9) + 1e-5), 0)
+    assert ((large - small).abs() <= bound).all()
+
+
+@settings(deadline=None)
+@given(batches(SIXTEENTHS), st.sampled_from([0.5, 4.0, 256.0]))
+def test_without_std_advantages_scale_with_the_rewards(batch, scale):
+    rewards, group, num_groups = batch
+    rewards, group = tensors(rewards, group)
+    advantages = group_advantages(rewards, group, num_groups, divide_by_std=False)
+    scaled = group_advantages(rewards * scale, group, num_groups, divide_by_std=False)
+    assert torch.equal(scaled, advantages * scale)
+
+
+@settings(deadline=None)
+@given(FINITE, st.integers(1, 64), st.booleans())
+def test_equal_rewards_give_exactly_zero(reward, size, divide_by_std):
+    rewards, group = tensors([reward] * size, [0] * size)
+    assert group_advantages(rewards, group, 1, divide_by_std=divide_by_std).tolist() == [0.0] * size
+    assert not has_signal(rewards, group, 1).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_computed_in_fp32_whatever_the_rewards_are(dtype):
+    rewards = torch.tensor([1, 0, 0], dtype=dtype)
+    advantages = group_advantages(rewards, torch.zeros(3, dtype=torch.int64), 1, divide_by_std=False)
+    assert advantages.dtype == torch.float32
+    torch.testing.assert_close(advantages, torch.tensor([2 / 3, -1 / 3, -1 / 3]))
+
+
+def test_std_is_of_the_population():
+    rewards, group = tensors([1, 3, 7], [0, 0, 2])
+    assert group_std(rewards, group, 4).tolist() == [1, 0, 0, 0]
+
+
+def test_signal_starts_above_the_threshold():
+    rewards, group = tensors([0, 4 * SIGNAL_STD, 0, SIGNAL_STD, 5, 5], [0, 0, 1, 1, 2, 2])
+    assert has_signal(rewards, group, 4).tolist() == [True, False, False, False]
+
+
+def test_no_rollouts_give_no_advantages():
+    rewards, group = tensors([], [])
+    assert group_advantages(rewards, group.long(), 0, divide_by_std=True).shape == (0,)
+
+
+def test_a_group_out_of_range_is_refused():
+    rewards, group = tensors([1, 0], [0, 1])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        group_advantages(rewards, group, 1, divide_by_std=True)

@@ -1,0 +1,84 @@
+"""The groups of a batch are shuffled over the optimizer steps of a pass, evenly and alike on every layout."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.updates import update_plan
+
+COUNTS = st.integers(0, 200)
+UPDATES = st.integers(1, 16)
+SEEDS = st.integers(0, 2**63)
+STEPS = st.integers(0, 10**6)
+
+
+@given(COUNTS, UPDATES, SEEDS, STEPS)
+def test_every_update_gets_floor_or_ceil_of_the_groups(num_groups, updates, seed, step):
+    plan = update_plan(num_groups, updates, seed, step, 0)
+    counts = Counter(plan)
+    assert len(plan) == num_groups
+    assert set(counts) <= set(range(updates))
+    floor = num_groups // updates
+    assert {counts[update] for update in range(updates)} <= (
+        {floor} if num_groups % updates == 0 else {floor, floor + 1}
+    )
+
+
+@given(COUNTS, UPDATES, SEEDS, STEPS, st.data())
+def test_every_contiguous_share_spreads_over_the_updates_to_within_two_groups(num_groups, updates, seed, step, data):
+    start = data.draw(st.integers(0, num_groups))
+    stop = data.draw(st.integers(start, num_groups))
+    counts = Counter(update_plan(num_groups, updates, seed, step, 0)[start:stop])
+    per_update = [counts[update] for update in range(updates)]
+    assert max(per_update) - min(per_update) <= 2
+
+
+@given(UPDATES, st.integers(1, 8), st.integers(1, 8), SEEDS)
+def test_shares_of_whole_blocks_are_exactly_even(updates, ranks, blocks_per_rank, seed):
+    share = updates * blocks_per_rank
+    plan = update_plan(share * ranks, updates, seed, 1, 0)
+    for rank in range(ranks):
+        counts = Counter(plan[rank * share : (rank + 1) * share])
+        assert [counts[update] for update in range(updates)] == [blocks_per_rank] * updates
+
+
+@given(COUNTS, COUNTS, UPDATES, SEEDS)
+def test_a_group_keeps_its_update_when_the_batch_grows(few, more, updates, seed):
+    assume(few <= more)
+    assert update_plan(more, updates, seed, 3, 0)[:few] == update_plan(few, updates, seed, 3, 0)
+
+
+def test_one_update_takes_all():
+    assert update_plan(5, 1, 7, 1, 0) == [0] * 5
+
+
+def test_fewer_groups_than_updates_go_into_distinct_updates():
+    plan = update_plan(3, 8, 7, 1, 0)
+    assert len(set(plan)) == 3
+
+
+def test_seed_step_and_pass_each_shuffle_anew():
+    plans = [update_plan(64, 8, *key) for key in [(1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1)]]
+    assert len({tuple(plan) for plan in plans}) == 4
+
+
+def test_blocks_are_ordered_independently():
+    plan = update_plan(8 * 16, 8, 1, 1, 0)
+    assert len({tuple(plan[start : start + 8]) for start in range(0, len(plan), 8)}) > 8
+
+
+def test_every_place_of_a_block_meets_every_update_about_equally_often():
+    counts = Counter(update_plan(4, 4, 0, step, 0)[0] for step in range(4000))
+    assert all(850 < counts[update] < 1150 for update in range(4))  # 1000 expected, standard deviation 27
+
+
+def test_the_plan_is_pinned():
+    """A resumed run must meet the plan it left, on any machine and under any Python."""
+    assert update_plan(11, 4, seed=0, step=1, pass_=0) == [3, 2, 1, 0, 3, 2, 0, 1, 3, 0, 2]
+
+
+def test_no_update_is_refused():
+    with pytest.raises(ValueError, match="at least one optimizer step"):
+        update_plan(4, 0, 0, 0, 0)
