@@ -70,6 +70,16 @@ class RunDir:
     def checkpoint(self, step):
         return self.checkpoints / "step-{:06d}".format(step)
 
+    def checkpoint_under_way(self, step, save_id):
+        """Where a save is written until it is published; every `.tmp` is debris once its processes are gone."""
+        return self.checkpoints / "step-{:06d}.{}.tmp".format(step, save_id)
+
+    def checkpoint_steps(self):
+        """Steps that have a published checkpoint, newest first. Whether it is intact is another question."""
+        names = os.listdir(str(self.checkpoints)) if self.checkpoints.is_dir() else []
+        steps = [int(name[5:]) for name in names if re.match(r"^step-\d{6,}$", name)]
+        return sorted(steps, reverse=True)
+
     @property
     def latest_checkpoint(self):
         """Text file with the name of the newest published checkpoint."""

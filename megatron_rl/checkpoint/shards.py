@@ -1,0 +1,198 @@
+"""megatron-core's `torch_dist` format, written by this process alone: no collective, no helper process.
+
+megatron-core's own save plans with collectives and hands its files to forked processes whose results come back
+through a multiprocessing Manager. The first save of a process pays for that (megatron-core 0.16.1, 3 MB, 3.1 s in
+all): 2.0 s until the spawned Manager has imported the main module and torch again, 0.9 s until it has imported what
+it needs to unpickle the first result; every later save still forks and joins a process per file, 0.15 s. Here each
+rank writes one file with plain writes and says what is where (`Part`); whoever has all parts can write `.metadata`.
+The result loads with `dist_checkpointing.load` into any layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_rl.checkpoint.publish import FileRecord, hash_file
+from megatron_rl.run_dir import write_json
+
+_DCP_METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank saves, on the host and out of reach of the next training step."""
+
+    shards: dict[str, list[ShardedBase]]
+    """By key: the tensors and objects whose main replica lives on this rank."""
+    common: dict[str, Any]
+    """All that is not sharded, equal on every rank; rank 0 writes it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote and where, as rank 0 needs it for the metadata and the manifest."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+    files: dict[str, FileRecord]
+
+
+class HostCopies:
+    """Copies tensors into host memory that is kept from one snapshot to the next, pinned where they come from a
+    device. So a snapshot is only valid until the next one is taken."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[object, Tensor] = {}
+
+    def take(self, sharded_state: dict[str, Any]) -> Snapshot:
+        """Snapshot of a megatron-core sharded state dict. Factories in it are expanded in place, as by
+        `dist_checkpointing.save`. Blocks for the copy, and needs no other rank: overlapping or missing shards are
+        found when the parts are put together."""
+        sharded, common = save_preprocess(sharded_state, validate_access_integrity=False)
+        shards: dict[str, list[ShardedBase]] = defaultdict(list)
+        on_device = False
+        for item in nested_values(sharded):
+            if not is_main_replica(item.replica_id):
+                continue
+            taken = copy.copy(item)
+            if isinstance(item, ShardedTensor):
+                taken.data = self._copy((item.key, item.global_offset), item.data)
+                on_device |= item.data.device.type != "cpu"
+                shards[item.key].append(taken)
+            else:
+                taken.data = _copy_nested(item.data)
+                shards[item.unique_key].append(taken)
+        if on_device:
+            torch.accelerator.synchronize()
+        return Snapshot(dict(shards), _copy_nested(common))
+
+    def _copy(self, name: object, tensor: Tensor) -> Tensor:
+        source = tensor.detach()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            pinned = source.device.type != "cpu"
+            buffer = self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
+        return buffer.copy_(source, non_blocking=True)
+
+
+def _copy_nested(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy_nested(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy_nested(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], None]) -> Part:
+    """Write and fsync this rank's file, and rank 0's common ones. `check` runs before each tensor; what it raises
+    ends the write. Raises OSError, as of a full disk."""
+    planner = MCoreSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(mcore_to_pyt_state_dict(dict(snapshot.shards)), is_coordinator=rank == 0)
+    plan = planner.finish_plan(planner.create_decentralized_global_plan(planner.create_local_plan()))
+    files: dict[str, FileRecord] = {}
+    results = []
+    if plan.items:
+        name = f"__{rank}_0.distcp"
+        with _Recorded(folder / name) as file:
+            for item in plan.items:
+                check()
+                start = file.position
+                data = planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    file.write(data.getbuffer())
+                else:
+                    file.save(data)
+                length = file.position - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+        files[name] = file.record
+    if rank == 0:
+        with _Recorded(folder / COMMON_STATE_FNAME) as file:
+            file.save(snapshot.common)
+        files[COMMON_STATE_FNAME] = file.record
+        write_json(folder / CONFIG_FNAME, asdict(CheckpointingConfig("torch_dist")))
+        files[CONFIG_FNAME] = hash_file(folder / CONFIG_FNAME)
+    return Part(plan, results, files)
+
+
+def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
+    """Write torch's index of all parts, in the order of their ranks.
+
+    Raises ValueError where the shards of all ranks overlap or leave a hole: the sharded state dict was wrong.
+    """
+    parts = list(parts)
+    planner = MCoreSavePlanner(flatten_state_dict=False)
+    _, metadata = planner.create_global_plan([part.plan for part in parts])
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(metadata, [part.results for part in parts])
+    return hash_file(folder / _DCP_METADATA)
+
+
+class _Recorded:
+    """A new file that counts and hashes what is written, and is fsynced when closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = hashlib.sha256()
+        self._failure: OSError | None = None
+        self.position = 0
+
+    def __enter__(self) -> _Recorded:
+        self._file: BinaryIO = self._path.open("wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self.position, self._hash.hexdigest())
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._failure = error
+            raise
+        self._hash.update(view)
+        self.position += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        """torch.save flushes after each object; the buffer is worth more to us."""
+
+    def save(self, value: Any) -> None:
+        try:
+            torch.save(value, cast(BinaryIO, self))
+        except RuntimeError:
+            # torch's zip writer turns a failed write into an error of its own, without errno.
+            if self._failure is None:
+                raise
+            raise self._failure from None
