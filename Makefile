@@ -1,0 +1,64 @@
+# make            says what there is
+# make demo       from a fresh clone to a trained model
+# make test       what must pass before a commit
+
+PYTHON ?= python3
+# Holds torch without CUDA for Linux; used where it can be reached. Empty: only the indexes pip is configured with.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+READY := .venv/ready
+MADE_FROM := pyproject.toml containers/constraints-cpu.txt
+
+.PHONY: help env demo test test-slow bench lint
+.DEFAULT_GOAL := help
+
+help:
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(READY) ## make .venv with everything below (Python 3.11 or 3.12; another one: PYTHON=/path/to/python3.12)
+
+demo: $(READY) ## train a tiny model on arithmetic while you watch, about two minutes
+	$(BIN)/mrl-submit demo
+
+test: lint ## lint and unit tests
+	$(BIN)/pytest -m "not slow" tests/unit
+
+test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn
+	$(BIN)/pytest -m slow --timeout 1800 tests
+
+bench: $(READY) ## every benchmark; the last line is the speed-up over TRL
+	set -e; for benchmark in $(filter-out %/grpo_step.py,$(wildcard tests/benchmarks/*.py)) tests/benchmarks/grpo_step.py; do \
+	    $(BIN)/python $$benchmark; \
+	done
+
+lint: $(READY) ## style, format, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# Written last, so an interrupted installation starts over, and one that is up to date costs nothing.
+$(READY): $(MADE_FROM)
+	@for python in "$(PYTHON)" python3.12 python3.11; do \
+	    "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break; \
+	    python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "mrl needs Python 3.11 or 3.12, but $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | tail -n 1)." >&2; \
+	    echo "Install one (Debian 12, Ubuntu 24.04: apt-get install python3 python3-venv)," >&2; \
+	    echo "or say where it is: make env PYTHON=/path/to/python3.12" >&2; \
+	    exit 1; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "$$python cannot make virtual environments: apt-get install python3-venv (as root), then try again." >&2; \
+	    exit 1; \
+	fi; \
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
+	@index=; \
+	if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname)" = Linux ] && $(BIN)/python -c \
+	    'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
+	    index="--extra-index-url $(TORCH_INDEX)"; \
+	fi; \
+	set -x; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $$index \
+	    -c containers/constraints-cpu.txt -e '.[train,huggingface,dev,bench]'
+	@touch $@
