@@ -1,0 +1,86 @@
+"""KL estimators: what they estimate, and what their gradient really pulls towards."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.kl import kl_penalty
+
+ESTIMATORS = ["k1", "k2", "k3"]
+LOG_PROBS = st.floats(-10, 0, width=32)
+
+
+@pytest.fixture
+def policies():
+    """Logits of a policy and log-probs of a reference over the same nine tokens."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, generator=generator, dtype=torch.float64)
+    reference = torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0)
+    return logits.requires_grad_(), reference
+
+
+def mean_over_samples(logits, reference, estimator):
+    """Expected penalty of a token sampled from the policy, the sampling itself without gradient."""
+    log_probs = logits.log_softmax(0)
+    return (log_probs.exp().detach() * kl_penalty(log_probs, reference, estimator)).sum()
+
+
+def gradient(value, logits):
+    return torch.autograd.grad(value, logits)[0]
+
+
+def kl(log_p, log_q):
+    return (log_p.exp() * (log_p - log_q)).sum()
+
+
+def test_by_hand():
+    half, quarter = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    # The policy finds the token twice as likely as the reference does: d = -log 2.
+    assert kl_penalty(half, quarter, "k1").item() == pytest.approx(0.693147)
+    assert kl_penalty(half, quarter, "k2").item() == pytest.approx(0.5 * 0.693147**2, rel=1e-5)
+    assert kl_penalty(half, quarter, "k3").item() == pytest.approx(0.5 + 0.693147 - 1, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased_values(policies, estimator):
+    logits, reference = policies
+    torch.testing.assert_close(mean_over_samples(logits, reference, estimator), kl(logits.log_softmax(0), reference))
+
+
+def test_as_a_loss_k1_pulls_nowhere(policies):
+    logits, reference = policies
+    torch.testing.assert_close(
+        gradient(mean_over_samples(logits, reference, "k1"), logits), torch.zeros(9, dtype=torch.float64)
+    )
+
+
+def test_as_a_loss_k2_follows_the_gradient_of_kl_policy_to_reference(policies):
+    logits, reference = policies
+    expected = gradient(kl(logits.log_softmax(0), reference), logits)
+    torch.testing.assert_close(gradient(mean_over_samples(logits, reference, "k2"), logits), expected)
+
+
+def test_as_a_loss_k3_follows_the_gradient_of_kl_reference_to_policy(policies):
+    logits, reference = policies
+    expected = gradient(kl(reference, logits.log_softmax(0)), logits)
+    torch.testing.assert_close(gradient(mean_over_samples(logits, reference, "k3"), logits), expected)
+
+
+@settings(deadline=None)
+@given(LOG_PROBS, LOG_PROBS, st.sampled_from(["k2", "k3"]))
+def test_k2_and_k3_are_never_negative(log_prob, reference, estimator):
+    assert kl_penalty(torch.tensor([log_prob]), torch.tensor([reference]), estimator).item() >= 0
+
+
+@settings(deadline=None)
+@given(LOG_PROBS, st.sampled_from(ESTIMATORS))
+def test_equal_log_probs_cost_nothing(log_prob, estimator):
+    assert kl_penalty(torch.tensor([log_prob]), torch.tensor([log_prob]), estimator).item() == 0
+
+
+def test_k3_keeps_its_digits_close_to_the_reference():
+    """exp(d) - d - 1 loses all of them in fp32 at d = 1e-4; its series d^2/2 + d^3/6 does not."""
+    d = 1e-4
+    value = kl_penalty(torch.tensor([0.0]), torch.tensor([d]), "k3").item()
+    assert value == pytest.approx(d**2 / 2 + d**3 / 6, rel=2e-3)

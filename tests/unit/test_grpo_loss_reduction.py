@@ -1,0 +1,66 @@
+"""Token weights add up to the global mean, whichever rank or micro-batch a token is in."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.reduction import local_normaliser, token_weights
+
+REDUCTIONS = ["token", "sequence"]
+ANSWERS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 1])), max_size=20)
+"""(tokens, trained) of each answer."""
+
+
+def columns(answers):
+    return torch.tensor([length for length, _ in answers]), torch.tensor([float(trained) for _, trained in answers])
+
+
+def token_losses(answers):
+    generator = torch.Generator().manual_seed(len(answers))
+    return [torch.randn(length, generator=generator, dtype=torch.float64) for length, _ in answers]
+
+
+def mean_by_hand(answers, losses, reduction):
+    trained = [loss for (length, on), loss in zip(answers, losses, strict=True) if on and length]
+    if not trained:
+        return 0.0
+    if reduction == "token":
+        return (sum(loss.sum() for loss in trained) / sum(len(loss) for loss in trained)).item()
+    return (sum(loss.mean() for loss in trained) / len(trained)).item()
+
+
+def test_token_reduction_by_hand():
+    lengths, trained = torch.tensor([2, 6, 9]), torch.tensor([1.0, 1.0, 0.0])
+    assert local_normaliser(lengths, trained, "token") == 8
+    assert token_weights(lengths, trained, "token", 8).tolist() == [0.125, 0.125, 0]
+
+
+def test_sequence_reduction_by_hand():
+    lengths, trained = torch.tensor([2, 8, 9]), torch.tensor([1.0, 1.0, 0.0])
+    assert local_normaliser(lengths, trained, "sequence") == 2
+    assert token_weights(lengths, trained, "sequence", 2).tolist() == [0.25, 0.0625, 0]
+
+
+@settings(deadline=None)
+@given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(REDUCTIONS))
+def test_weighted_sums_of_the_ranks_add_up_to_the_global_mean(ranks, reduction):
+    normaliser = sum(local_normaliser(*columns(answers), reduction) for answers in ranks)
+    everything = [answer for answers in ranks for answer in answers]
+    losses = token_losses(everything)
+    weights = torch.cat([token_weights(*columns(answers), reduction, normaliser) for answers in ranks])
+    total = sum(weight * loss.sum() for weight, loss in zip(weights.double(), losses, strict=True))
+    assert float(total) == pytest.approx(mean_by_hand(everything, losses, reduction), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_where_nothing_is_trained_all_weights_are_zero(reduction):
+    lengths, trained = torch.tensor([3, 4]), torch.zeros(2)
+    normaliser = local_normaliser(lengths, trained, reduction)
+    assert normaliser == 0
+    assert token_weights(lengths, trained, reduction, normaliser).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_rank_without_answers_has_nothing_to_add(reduction):
+    assert local_normaliser(*columns([]), reduction) == 0
