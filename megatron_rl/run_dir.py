@@ -56,8 +56,13 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
-    def samples(self):
-        return self.root / "rollouts" / "samples.txt"
+    def evaluations(self):
+        """One JSON line per evaluation; step 0 is the model before training."""
+        return self.root / "evaluations.jsonl"
+
+    def samples(self, step):
+        """Sample rollouts of one step, as text."""
+        return self.root / "rollouts" / "samples" / "step-{:06d}.txt".format(step)
 
     @property
     def tensorboard(self):

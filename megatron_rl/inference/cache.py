@@ -15,7 +15,15 @@ class KeyValueCache:
     """keys and values, each [layers, rows, length, kv_heads, head_size]; one row per sequence being decoded."""
 
     def __init__(
-        self, *, layers: int, rows: int, length: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        layers: int,
+        rows: int,
+        length: int,
+        kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.keys = torch.zeros(layers, rows, length, kv_heads, head_size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)

@@ -16,9 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from megatron_rl.config import Inference, Model
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.randomness import uniforms
@@ -27,7 +27,7 @@ from megatron_rl.training.attention import packed_layout
 from megatron_rl.training.model import Policy
 
 
-class PromptTooLong(ValueError):
+class PromptTooLong(ConfigurationError):
     """The prompt and `max_new_tokens` do not fit into the model's positions."""
 
 

@@ -1,7 +1,7 @@
 """The only place that knows which device this is.
 
-    platform = select(config.job)     # versions checked, patches installed (CPU), device chosen
-    platform.device, platform.backend, platform.transformer_overrides
+platform = select(config.job)     # versions checked, patches installed (CPU), device chosen
+platform.device, platform.backend, platform.transformer_overrides
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.config import Job
+from megatron_rl.errors import ConfigurationError
 
 SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsupported
 
 
-class UnsupportedPlatform(RuntimeError):
+class UnsupportedPlatform(ConfigurationError):
     """This machine or its packages cannot run the recipe; the message says what to install."""
 
 
@@ -30,6 +31,9 @@ class Platform(Protocol):
 
     def synchronize(self) -> None:
         """Wait for queued device work, so that a clock read afterwards is honest."""
+
+    def seed(self, seed: int) -> None:
+        """Seed what initial weights are drawn from. Needs megatron-core's parallel state."""
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """States of this device's generators, on the CPU."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from megatron_rl.platform import UnsupportedPlatform
 
@@ -46,6 +47,11 @@ class CpuPlatform:
     def synchronize(self) -> None:
         pass
 
+    def seed(self, seed: int) -> None:
+        # The tracker's CUDA generators do not exist here; dropout, their only user, is 0.
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        torch.manual_seed(seed)
+
     def rng_state(self) -> dict[str, torch.Tensor]:
         return {"cpu": torch.get_rng_state()}
 
@@ -59,6 +65,9 @@ def install_patches() -> None:
     for name in _MODULES_NAMING_CUDA:
         _replace(name, "torch", _CpuTorch())
     _patch_tensor_type()
+    # torch.Tensor.cuda: DistributedOptimizer gathers its state for a checkpoint through it (0.16.1
+    # distrib_optimizer.py:1089).
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment,misc]
 
 
 def _replace(module_name: str, attribute: str, value: object) -> None:

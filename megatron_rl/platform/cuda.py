@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.platform import UnsupportedPlatform
 
@@ -27,6 +28,10 @@ class CudaPlatform:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}

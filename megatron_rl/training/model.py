@@ -28,7 +28,8 @@ class Policy(GPTModel):
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
         """Logits of the packed tokens in `select` (all where None).
 
-        tokens, positions [tokens], select [selected] -> [selected, vocab] in the model's dtype
+        tokens, positions [tokens], select [selected] -> [selected, vocab] in the model's dtype, without the rows
+        that pad the embedding: no token stands behind them.
         """
         hidden = self.embedding(tokens[None], positions[None])  # [tokens, 1, hidden]
         hidden = self.decoder(
@@ -38,10 +39,12 @@ class Policy(GPTModel):
             hidden = hidden.index_select(0, select)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=weight)
-        return logits.squeeze(1)
+        return logits.squeeze(1)[:, : self._tokens]
 
-    def prepare_rotations(self, device: torch.device) -> None:
-        """Tabulate the rotary angles, [max positions, 1, 1, head size], in fp32 (arXiv 2104.09864)."""
+    def prepare(self, tokens: int, device: torch.device) -> None:
+        """Note the size of the vocabulary without padding and tabulate the rotary angles, [max positions, 1, 1,
+        head size], in fp32 (arXiv 2104.09864)."""
+        self._tokens = tokens
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
         angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
         self._rotations = torch.cat((angles, angles), dim=-1)[:, None, None, :]
@@ -93,5 +96,5 @@ def build_policy(model: Model, vocab_size: int, platform: Platform) -> Policy:
         rotary_base=model.rope_base,
     )
     policy.to(device=platform.device, dtype=DTYPES[model.dtype])
-    policy.prepare_rotations(platform.device)
+    policy.prepare(vocab_size, platform.device)
     return policy

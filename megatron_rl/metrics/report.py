@@ -1,0 +1,131 @@
+"""One step's metrics: what the ranks tallied, turned into the numbers of one line."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.metrics.tally import Tally
+from megatron_rl.rollout.pipeline import RolloutBatch
+from megatron_rl.training.optimizer import Update
+
+
+class StepReport:
+    """Clocks and tallies of one step on one rank."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.tally = Tally()
+        self.seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book the seconds of a `with` block under `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def metrics(
+        self,
+        batch: RolloutBatch,
+        updates: Sequence[Update],
+        policy_version: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> dict[str, Any]:
+        """The step's line for metrics.jsonl, the same on every rank. Collective."""
+        total = self.tally.reduce(group, device)
+        seconds = time.perf_counter() - self._started
+        metrics = {
+            **rollout_metrics(total),
+            **update_metrics(total, updates),
+            "generation_rounds": batch.rounds,
+            "first_ordinal": batch.first_ordinal,
+            "next_ordinal": batch.next_ordinal,
+            "policy_version": policy_version,
+            "throughput/tokens_per_s": total["answer_tokens"] / seconds,
+            "throughput/tokens_per_s_per_rank": total["answer_tokens"] / seconds / dist.get_world_size(group),
+            "throughput/generated_tokens_per_s": total["answer_tokens"] / self.seconds["generate"],
+            "time/step_s": seconds,
+            "time/log_probs_s": total["log_probs_s"],
+            **{f"time/{name}_s": value for name, value in self.seconds.items()},
+        }
+        if batch.dropped:
+            metrics["dropped_ordinals"] = {str(ordinal): reason for ordinal, reason in sorted(batch.dropped.items())}
+        if total["failed"]:
+            metrics["failed_rollouts_by_reason"] = failures_by_reason(batch, group)
+        return metrics
+
+
+def rollout_metrics(total: Mapping[str, float]) -> dict[str, float]:
+    """What the answers looked like, from the reduced tally of `Trainer.train`."""
+    answers = total["answers"]
+    if not answers:
+        return {"failed_rollouts": total["failed"]}
+    mean = total["reward"] / answers
+    return {
+        "mean_reward": mean,
+        "reward_std": math.sqrt(max(0.0, total["reward_squared"] / answers - mean**2)),
+        "nonzero_groups_ratio": total["signal"] / total["groups"],
+        "answer_length": total["answer_tokens"] / answers,
+        "answer_length_max": total["answer_length_max"],
+        "answer_length_min": total["answer_length_min"],
+        "prompt_length": total["prompt_tokens"] / answers,
+        "truncated_ratio": total["truncated"] / answers,
+        "staleness": total["staleness"] / answers,
+        "staleness_max": total["staleness_max"],
+        "failed_rollouts": total["failed"],
+        "packed_tokens_ratio": total["packed_tokens"] / (total["prompt_tokens"] + total["answer_tokens"]),
+    }
+
+
+def update_metrics(total: Mapping[str, float], updates: Sequence[Update]) -> dict[str, float]:
+    """What the updates did; means are over the trained tokens of all updates."""
+    applied = [update for update in updates if update.applied]
+    metrics: dict[str, float] = {
+        "loss": total["loss"] / len(updates),
+        "learning_rate": updates[-1].learning_rate,
+        "skipped_updates": len(updates) - len(applied),
+    }
+    if applied:
+        metrics["grad_norm"] = sum(update.grad_norm for update in applied) / len(applied)
+    tokens = total["sum/tokens"]
+    if not tokens:
+        return metrics
+    metrics |= {
+        "entropy": total["entropy"] / tokens,
+        "clip_fraction": (total["sum/clip_low"] + total["sum/clip_high"]) / tokens,
+        "clip_fraction_low": total["sum/clip_low"] / tokens,
+        "clip_fraction_high": total["sum/clip_high"] / tokens,
+        "importance_ratio": total["sum/ratio"] / tokens,
+        "importance_ratio_max": total["max/ratio"],
+        "inference_logprob_difference": total["sum/inference_difference"] / tokens,
+        "inference_logprob_difference_max": total["max/inference_difference"],
+    }
+    for name in ("kl", "importance_weight"):
+        if f"sum/{name}" in total:
+            metrics[name] = total[f"sum/{name}"] / tokens
+    return metrics
+
+
+def failures_by_reason(batch: RolloutBatch, group: dist.ProcessGroup) -> dict[str, int]:
+    """Answers lost on all ranks, by reason. Collective; called only when there are any."""
+    mine: Counter[str] = Counter()
+    for rollout_group in batch.groups:
+        mine.update(rollout_group.failures)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(mine), group=group)
+    total: Counter[str] = Counter()
+    for counts in everyone:
+        total.update(counts)
+    return dict(sorted(total.items()))

@@ -1,0 +1,134 @@
+"""Where metrics go: metrics.jsonl, TensorBoard and one log line a step. Written by rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.config import Logging
+from megatron_rl.metrics.names import check_name
+from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_atomic
+
+logger = logging.getLogger(__name__)
+
+TENSORBOARD_FLUSH_S = 10
+
+
+class MetricsWriter:
+    """The record of a run. After a restart it is first cut back to the checkpoint the run goes on from."""
+
+    def __init__(self, run_dir: RunDir, config: Logging, last_step: int, attempt: int) -> None:
+        self.run_dir = run_dir
+        self.config = config
+        for path in (run_dir.metrics, run_dir.evaluations):
+            cut_back(path, last_step)
+        self._tensorboard = SummaryWriter(
+            str(run_dir.tensorboard),
+            purge_step=last_step + 1 if attempt > 1 else None,
+            flush_secs=TENSORBOARD_FLUSH_S,
+        )
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        line = _finite(metrics)
+        append_json_line(self.run_dir.metrics, {"step": step, **line})
+        self._scalars(step, line)
+        logger.info(
+            "step %d  reward %.3f  loss %.4f  grad norm %s  %.0f tokens/s",
+            step,
+            line.get("mean_reward", math.nan),
+            line.get("loss", math.nan),
+            f"{line['grad_norm']:.3f}" if "grad_norm" in line else "not finite",
+            line["throughput/tokens_per_s"],
+        )
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        append_json_line(self.run_dir.evaluations, {"step": step, **_finite(metrics)})
+        self._scalars(step, metrics)
+        for name, value in metrics.items():
+            logger.info("step %d  %s %.3f", step, name, value)
+
+    def look(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Now and then: histograms, and some whole groups as text, of rank 0's rollouts."""
+        if _due(step, self.config.histograms_every):
+            self._histograms(step, groups)
+        if _due(step, self.config.samples_every):
+            self._samples(step, groups)
+
+    def _histograms(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        rewards = [[rollout.reward for rollout in group.rollouts] for group in groups if group.rollouts]
+        values = {
+            "histograms/rewards": [reward for group in rewards for reward in group],
+            "histograms/group_means": [sum(group) / len(group) for group in rewards],
+            "histograms/answer_lengths": [len(rollout.tokens) for group in groups for rollout in group.rollouts],
+        }
+        for name, numbers in values.items():
+            if numbers:
+                self._tensorboard.add_histogram(name, torch.tensor(numbers, dtype=torch.float64), step)
+
+    def _samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        path = self.run_dir.samples(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shown = [group for group in groups if group.rollouts][: self.config.samples]
+        write_atomic(path, "".join(_as_text(group) for group in shown))
+
+    def sync(self) -> None:
+        """Bring the record to the disk: a checkpoint must never be newer than it."""
+        for path in (self.run_dir.metrics, self.run_dir.evaluations):
+            if path.exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self._tensorboard.close()
+
+    def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self._tensorboard.add_scalar(name, value, step)
+
+
+def cut_back(path: Path, last_step: int) -> None:
+    """Drop the lines after `last_step` and a torn last line: the steps they record will be run again."""
+    if path.exists():
+        kept = [line for line in read_json_lines(path) if line["step"] <= last_step]
+        write_atomic(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and (step == 1 or step % every == 0)
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Registered names only; a number that is not finite is left out."""
+    for name in metrics:
+        check_name(name)
+    return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def _as_text(group: RolloutGroup) -> str:
+    rollouts: Iterable[str] = (
+        f"  reward {rollout.reward:g}  {rollout.finish_reason}  {rollout.text!r}\n" for rollout in group.rollouts
+    )
+    return f"prompt {group.ordinal}: {group.problem.prompt!r}\n{''.join(rollouts)}\n"
+
+
+class NoRecord(MetricsWriter):
+    """What the ranks other than 0 write: nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def look(self, step: int, groups: Sequence[RolloutGroup]) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,39 @@
+"""Greedy accuracy on the environment's evaluation sets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
+from megatron_rl.config import Sampling
+from megatron_rl.inference.api import InferenceInterface
+from megatron_rl.rollout.stream import shares
+
+
+def evaluate(
+    agent: EvaluationAgent,
+    inference: InferenceInterface,
+    sampling: Sampling,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[str, float]:
+    """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
+
+    sampling: the training one; only its limit of new tokens is used.
+    """
+    greedy = Sampling(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
+    sets = agent.evaluation_problems()
+    right = torch.zeros(len(sets), dtype=torch.float64, device=device)
+    for index, problems in enumerate(sets.values()):
+        share = shares(0, len(problems), dist.get_world_size(group))[dist.get_rank(group)]
+        request = EvaluationRequest([problems[i] for i in share], greedy, 1, 0, inference)
+        response = asyncio.run(agent.evaluate(request))
+        right[index] = sum(reward == 1.0 for reward in response.rewards)
+    dist.all_reduce(right, group=group)
+    return {
+        f"eval/{name}/greedy_accuracy": right[index].item() / len(problems)
+        for index, (name, problems) in enumerate(sets.items())
+    }

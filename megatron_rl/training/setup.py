@@ -1,0 +1,110 @@
+"""From a configuration to everything a rank needs: built, seeded, restored."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_rl.agent.api import Environment
+from megatron_rl.agent.registry import build_environment
+from megatron_rl.checkpoint.load import load
+from megatron_rl.config import RunConfig
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.engine import Engine
+from megatron_rl.platform import Platform
+from megatron_rl.rollout.evaluation import evaluate
+from megatron_rl.rollout.pipeline import RolloutDriver
+from megatron_rl.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.training import supervised
+from megatron_rl.training.model import Policy, build_policy
+from megatron_rl.training.optimizer import PolicyOptimizer
+from megatron_rl.training.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Run:
+    """One rank's share of a run. `step` and `next_ordinal` say how far it is."""
+
+    config: RunConfig
+    platform: Platform
+    group: dist.ProcessGroup
+    environment: Environment
+    policy: Policy
+    optimizer: PolicyOptimizer
+    engine: Engine
+    driver: RolloutDriver
+    trainer: Trainer
+    step: int = 0
+    next_ordinal: int = 0
+
+    def sharded_state(self, *, loading: bool) -> dict[str, Any]:
+        """What a checkpoint holds as tensors, in megatron-core's sharded form."""
+        model = self.policy.sharded_state_dict()
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rng = ShardedObject("rng", self.platform.rng_state(), (size,), (rank,))
+        return {"model": model, "optimizer": self.optimizer.sharded_state(model, loading=loading), "rng": rng}
+
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint holds as numbers."""
+        return {
+            "step": self.step,
+            "next_ordinal": self.next_ordinal,
+            "policy_version": self.trainer.policy_version,
+            "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
+            "data_parallel_size": dist.get_world_size(self.group),
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy accuracy on the environment's evaluation sets. Collective."""
+        return evaluate(self.environment, self.engine, self.config.sampling, self.group, self.platform.device)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint of this run. Collective."""
+        state, progress = load(checkpoint, self.sharded_state(loading=True))
+        self.policy.load_state_dict(state["model"])
+        self.optimizer.load_state(state["optimizer"])
+        self.platform.set_rng_state(state["rng"])
+        self.step = progress["step"]
+        self.next_ordinal = progress["next_ordinal"]
+        self.trainer.policy_version = self.engine.policy_version = progress["policy_version"]
+        self.trainer.nonfinite_in_a_row = progress["nonfinite_in_a_row"]
+
+
+def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup) -> Run:
+    """A run at step 0. Raises ConfigurationError where the recipe does not fit together."""
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+        environment = build_environment(config.environment, tokenizer)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    policy = initial_policy(config, environment, tokenizer, platform, writer=dist.get_rank() == 0)
+    reference = copy.deepcopy(policy).requires_grad_(False) if config.grpo.kl_beta > 0 else None
+    updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
+    optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
+    engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
+    driver = RolloutDriver(environment, engine, config, group, platform.device)
+    trainer = Trainer(policy, optimizer, reference, config, platform, group)
+    torch.manual_seed(config.training.seed)
+    return Run(config, platform, group, environment, policy, optimizer, engine, driver, trainer)
+
+
+def initial_policy(
+    config: RunConfig, environment: Environment, tokenizer: Tokenizer, platform: Platform, *, writer: bool
+) -> Policy:
+    """The weights training starts from, which are also the reference of the KL penalty."""
+    model = config.model
+    platform.seed(model.supervised.seed if model.init == "supervised" else model.init_seed)
+    policy = build_policy(model, tokenizer.vocab_size, platform)
+    if model.init == "supervised":
+        supervised.teach(policy, config, environment, tokenizer, platform, writer=writer)
+    elif model.init == "checkpoint":
+        assert model.checkpoint is not None  # checked by the configuration
+        state, _ = load(Path(model.checkpoint), {"model": policy.sharded_state_dict()})
+        policy.load_state_dict(state["model"])
+    return policy

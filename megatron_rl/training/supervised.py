@@ -1,0 +1,127 @@
+"""Teaching a tiny base model the answer format before RL (`model.init: supervised`).
+
+A fixed number of steps with its own seed on the environment's worked examples. Every rank does the same work
+without communication, so the result does not depend on how many there are, and it is cached under everything it
+depends on: cached or not, the run starts from the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_rl.agent.api import Demonstrator, Rollout
+from megatron_rl.algorithms.log_probs import token_log_probs
+from megatron_rl.algorithms.packing import microbatches
+from megatron_rl.config import RunConfig, Supervised
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform import Platform
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.training.model import Policy
+
+logger = logging.getLogger(__name__)
+
+
+class NoDemonstrations(ConfigurationError):
+    """The environment has no worked examples to learn from."""
+
+
+def teach(
+    policy: Policy, config: RunConfig, environment: object, tokenizer: Tokenizer, platform: Platform, *, writer: bool
+) -> None:
+    """Give `policy` the taught weights, from the cache where they are in it.
+
+    policy: with the random weights of seed `model.supervised.seed`.
+    writer: whether this rank puts the result into the cache.
+
+    Raises NoDemonstrations.
+    """
+    if not isinstance(environment, Demonstrator):
+        raise NoDemonstrations(
+            f"model.init is supervised but environment {config.environment.name!r} has no worked examples "
+            "(megatron_rl.agent.api.Demonstrator)"
+        )
+    path = cache_path(config)
+    state = _read(path)
+    if state is None:
+        examples = [as_rollout(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
+        _train(policy, examples, config.model.supervised, platform)
+        if writer:
+            _write(path, policy)
+    else:
+        logger.info("base model taken from %s", path)
+        policy.load_state_dict(state, strict=False)
+
+
+def as_rollout(prompt: str, answer: str, tokenizer: Tokenizer) -> Rollout:
+    """A worked example in the form that packing takes."""
+    return Rollout(
+        prompt_tokens=tokenizer.encode(prompt),
+        tokens=[*tokenizer.encode(answer), tokenizer.eos_id],
+        log_probs=[],
+        text=answer,
+        reward=1.0,
+        finish_reason="stop",
+        policy_version=0,
+    )
+
+
+def _train(policy: Policy, examples: Sequence[Rollout], config: Supervised, platform: Platform) -> None:
+    adam = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    targets = torch.tensor([token for example in examples for token in example.tokens], device=platform.device)
+    generator = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.steps):
+        chosen = torch.randint(len(examples), (config.batch_size,), generator=generator).tolist()
+        (batch,) = microbatches(examples, chosen, limit=2**62, device=platform.device)
+        logits = policy(batch.tokens, batch.positions, batch.layout, batch.select)
+        log_probs, _ = token_log_probs(logits, targets[batch.answer_tokens], temperature=1.0)
+        adam.zero_grad()
+        (-log_probs.mean()).backward()
+        adam.step()
+    policy.zero_grad(set_to_none=True)
+
+
+def cache_path(config: RunConfig) -> Path:
+    """Where the taught weights of this configuration are kept; `MRL_CACHE` moves the cache."""
+    depends_on = {
+        "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed"}),
+        "tokenizer": config.tokenizer.model_dump(),
+        "environment": config.environment.model_dump(),
+        "device": [config.job.device, config.job.threads_per_rank],
+        "versions": [importlib.metadata.version(package) for package in ("torch", "megatron-core", "mrl")],
+    }
+    key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mrl"
+    return Path(os.environ.get("MRL_CACHE", home)) / "supervised" / f"{key}.pt"
+
+
+def _read(path: Path) -> dict[str, torch.Tensor] | None:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        logger.warning("the cached base model %s cannot be read (%s): teaching it again", path, error)
+        return None
+
+
+def _write(path: Path, policy: Policy) -> None:
+    """A cache that cannot be written costs the next run some seconds, not this one its life."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    weights = {name: tensor for name, tensor in policy.state_dict().items() if torch.is_tensor(tensor)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(weights, temporary)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("the base model could not be cached in %s: %s", path.parent, error)
+    finally:
+        temporary.unlink(missing_ok=True)
