@@ -1,0 +1,125 @@
+"""Pure: what pydantic found wrong with a recipe -> sentences that name the line or override and the way out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+Path = tuple[str, ...]
+Locate = Callable[[Path], tuple[str, bool]]
+"""Path of a key -> where it was given (`my.yaml:7`), and whether that is an override."""
+
+_UNITS = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+def diagnose(error: ValidationError, model: type[BaseModel], locate: Locate, prefix: Path = ()) -> list[str]:
+    """One line per problem.
+
+    Args:
+        error: raised by `model.model_validate`.
+        model: the class that was validated.
+        locate: where the value at a path came from.
+        prefix: path of the validated mapping inside the recipe (`environment.args`).
+    """
+    schema = model.model_json_schema()
+    known = known_keys(schema)
+    return [_sentence(dict(detail), schema, known, locate, prefix) for detail in error.errors(include_url=False)]
+
+
+def known_keys(schema: Mapping[str, Any]) -> dict[Path, Mapping[str, Any]]:
+    """Every key that a JSON schema describes, sections included, with its own schema."""
+    found: dict[Path, Mapping[str, Any]] = {}
+
+    def visit(node: Mapping[str, Any], path: Path) -> None:
+        for name, child in node.get("properties", {}).items():
+            resolved = _resolve(child, schema)
+            found[(*path, name)] = resolved
+            visit(resolved, (*path, name))
+
+    visit(schema, ())
+    return found
+
+
+def did_you_mean(path: Path, known: Mapping[Path, Any]) -> str:
+    """` (did you mean X?)`, or nothing where no known key resembles the unknown one."""
+    siblings = [key[-1] for key in known if key[:-1] == path[:-1]]
+    close = difflib.get_close_matches(path[-1], siblings, n=1)
+    elsewhere = [".".join(key) for key in known if key[-1] == path[-1]]
+    guess = (close + elsewhere)[:1]
+    return f" (did you mean {guess[0]}?)" if guess else ""
+
+
+def _sentence(
+    detail: dict[str, Any],
+    schema: Mapping[str, Any],
+    known: Mapping[Path, Mapping[str, Any]],
+    locate: Locate,
+    prefix: Path,
+) -> str:
+    path = tuple(str(part) for part in detail["loc"])
+    kind = detail["type"]
+    name = ".".join((*prefix, *path))
+    where, _ = locate((*prefix, *path))
+    if kind == "extra_forbidden":
+        return f"{where}: {name}: unknown key{did_you_mean(path, known)}"
+    if kind in ("value_error", "assertion_error"):
+        message = str(detail["ctx"]["error"])
+        where = _where_of(message, path, locate, prefix)
+        return f"{where}: {name}: {message}" if name else f"{where}: {message}"
+    field = next((known[path[:end]] for end in range(len(path), 0, -1) if path[:end] in known), schema)
+    if kind == "missing":
+        return f"{where}: {name}: missing; expected {expected(field)}"
+    return f"{where}: {name or 'the recipe'}: expected {expected(field)}, got {_shown(detail['input'])}"
+
+
+def _where_of(message: str, section: Path, locate: Locate, prefix: Path) -> str:
+    """A section is wrong as a whole: point at the key that its message names, at one that was overridden first."""
+    here, _ = locate((*prefix, *section))
+    named = []
+    for word in re.findall(r"[A-Za-z_][\w.]*", message):
+        for path in ((*section, *word.split(".")), tuple(word.split("."))):
+            where, overridden = locate((*prefix, *path))
+            if where != here:
+                named.append((not overridden, where))
+    return min(named, key=lambda entry: entry[0])[1] if named else here
+
+
+def expected(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in words: `an integer > 0 or null`."""
+    if "anyOf" in schema:
+        return " or ".join(expected(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(str(value) for value in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    if schema.get("type") == "object":
+        keys = ", ".join(schema.get("properties", {}))
+        return f"a section with keys among: {keys}" if keys else "a mapping"
+    if schema.get("type") == "array":
+        return "a list"
+    words = _UNITS.get(schema.get("type", ""), "another value")
+    bounds = [f"{sign} {schema[bound]}" for bound, sign in _BOUNDS.items() if bound in schema]
+    pattern = [f"matching {schema['pattern']}"] if "pattern" in schema else []
+    return " ".join([words, " and ".join(bounds), *pattern]).replace("  ", " ").strip()
+
+
+def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    reference = node.get("$ref")
+    return schema["$defs"][reference.rsplit("/", 1)[1]] if reference else node
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)

@@ -1,0 +1,24 @@
+"""The one way in which the launcher refuses its input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO, Any
+
+import click
+
+from megatron_rl.run_dir import EXIT_USAGE
+
+
+class BadInput(click.ClickException):
+    """What the user gave cannot be run. Every problem found is one line: where, what, what to do."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        for problem in self.problems:
+            click.echo(f"error: {problem}", file=file, err=file is None)

@@ -1,0 +1,119 @@
+"""YAML read safely, with the line of every key, so that any later complaint can point at it.
+
+Differs from PyYAML's SafeLoader where a recipe would be misread in silence: `1e-3` is a number (YAML 1.1 wants
+`1.0e-3`), a bare `=` is text, and a key given twice is an error instead of the last one winning.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+Path = tuple[str, ...]
+
+
+class YamlProblems(Exception):
+    """The text cannot be used. `problems` are (line, what); the line is None where YAML gives none."""
+
+    def __init__(self, problems: list[tuple[int | None, str]]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(what for _, what in problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A document and the 1-based line of each of its keys."""
+
+    value: Any
+    lines: dict[Path, int]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {
+        first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items() if first != "="
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def read(text: str) -> Located:
+    """Parse one YAML document.
+
+    Raises:
+        YamlProblems: it is not YAML, or has duplicate, non-text or self-referring keys; all of these at once.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            lines: dict[Path, int] = {}
+            problems: list[tuple[int | None, str]] = []
+            if node is not None:
+                _walk(node, (), (), lines, problems)
+            if problems:
+                raise YamlProblems(problems)
+            value = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise YamlProblems([_explain(error)]) from error
+    except ValueError as error:  # a tag such as !!int that its text does not fit, or a date such as 2024-13-01
+        raise YamlProblems([(None, f"not valid YAML: {error}")]) from error
+    return Located(value, lines)
+
+
+def _walk(
+    node: yaml.Node,
+    path: Path,
+    above: tuple[yaml.Node, ...],
+    lines: dict[Path, int],
+    problems: list[tuple[int | None, str]],
+) -> None:
+    """Note the line of every key below `node`, and what YAML itself lets pass."""
+    if node in above:
+        problems.append((node.start_mark.line + 1, f"{'.'.join(path)}: refers to itself"))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[(*path, str(index))] = item.start_mark.line + 1
+            _walk(item, (*path, str(index)), (*above, node), lines, problems)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == "tag:yaml.org,2002:merge":
+                _walk(value, path, (*above, node), lines, problems)
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                problems.append((line, f"keys are text, got {_quoted(key)}"))
+                continue
+            name = ".".join((*path, key.value))
+            if key.value in seen:
+                problems.append((line, f"{name}: given twice, first in line {seen[key.value]}"))
+                continue
+            seen[key.value] = line
+            lines[(*path, key.value)] = line
+            _walk(value, (*path, key.value), (*above, node), lines, problems)
+
+
+def _quoted(node: yaml.Node) -> str:
+    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "a collection"
+
+
+def _explain(error: yaml.YAMLError) -> tuple[int | None, str]:
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or str(error).split("\n")[0]
+    context = getattr(error, "context", None)
+    return (
+        mark.line + 1 if mark else None,
+        f"not valid YAML: {what}"
+        + (f" ({context})" if context else "")
+        + (f", column {mark.column + 1}" if mark else ""),
+    )

@@ -1,0 +1,178 @@
+"""Recipes: a shipped name or a YAML file, plus overrides -> a validated, frozen RunConfig.
+
+Imports no torch: a recipe is checked on the login node, before anything is submitted.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from launcher.diagnosis import diagnose, did_you_mean, known_keys
+from launcher.errors import BadInput
+from launcher.located_yaml import Located, YamlProblems, read
+from megatron_rl.agent.registry import environment_class
+from megatron_rl.config import RunConfig
+
+_FREE_FORM = ("environment", "args")
+"""Keys below this section belong to the environment, so RunConfig does not know them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the user asked for, as text and as configuration."""
+
+    asked: str
+    """The name or path that was given."""
+    text: str
+    """The YAML as written."""
+    overrides: tuple[str, ...]
+    config: RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    text: str
+    path: tuple[str, ...]
+    value: Any
+
+
+def load_recipe(asked: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        asked: name of a shipped recipe, or path of a YAML file.
+        overrides: `section.key=value`, the value written as in YAML; later ones win.
+
+    Raises:
+        BadInput: with every problem found, each with its file and line or the override it came from.
+    """
+    file, text = _read_text(asked)
+    document = _parse(file, text)
+    parsed = _parse_overrides(overrides)
+    values = _apply(document.value, parsed)
+
+    def locate(path: tuple[str, ...]) -> tuple[str, bool]:
+        for override in reversed(parsed):
+            if path[: len(override.path)] == override.path:
+                return f"override {override.text!r}", True
+        for end in range(len(path), 0, -1):
+            if path[:end] in document.lines:
+                return f"{file}:{document.lines[path[:end]]}", False
+        return file, False
+
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise BadInput(diagnose(error, RunConfig, locate)) from error
+    _check_environment(config, locate)
+    return Recipe(asked, text, tuple(overrides), config)
+
+
+def shipped_recipes() -> list[str]:
+    """Names that can be used instead of a path."""
+    names = (entry.name for entry in files("launcher.recipes").iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def dump_resolved(config: RunConfig) -> str:
+    """resolved.yaml: the recipe with every default written out; reads back as the same RunConfig."""
+    head = "# Every value of this run, defaults included. Written by mrl-submit; the ranks read this file.\n"
+    return head + yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """The configuration that a run directory recorded.
+
+    Raises:
+        BadInput: it was damaged, or written by a version of mrl with other keys.
+    """
+    document = _parse(str(path), path.read_text(encoding="utf-8"))
+    try:
+        return RunConfig.model_validate(document.value)
+    except ValidationError as error:
+
+        def locate(key: tuple[str, ...]) -> tuple[str, bool]:
+            return (f"{path}:{document.lines[key]}" if key in document.lines else str(path)), False
+
+        raise BadInput(diagnose(error, RunConfig, locate)) from error
+
+
+def _read_text(asked: str) -> tuple[str, str]:
+    path = Path(asked)
+    if not path.exists() and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
+        names = shipped_recipes()
+        if asked not in names:
+            close = difflib.get_close_matches(asked, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(names)}"
+            raise BadInput(f"no recipe is called {asked!r} and no file either; {hint}")
+        return f"{asked}.yaml", (files("launcher.recipes") / f"{asked}.yaml").read_text(encoding="utf-8")
+    try:
+        return asked, path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{asked}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{asked}: is not UTF-8 text (byte {error.start})") from error
+
+
+def _parse(file: str, text: str) -> Located:
+    try:
+        document = read(text)
+    except YamlProblems as error:
+        raise BadInput(
+            f"{file}:{line}: {what}" if line is not None else f"{file}: {what}" for line, what in error.problems
+        ) from error
+    if not isinstance(document.value, dict):
+        raise BadInput(f"{file}: expected a mapping of sections such as model: and grpo:, see the recipe demo")
+    return document
+
+
+def _parse_overrides(texts: Sequence[str]) -> list[_Override]:
+    known = known_keys(RunConfig.model_json_schema())
+    parsed, problems = [], []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        path = tuple(key.split("."))
+        if not equals or not all(path):
+            problems.append(f"override {text!r}: expected section.key=value, for example grpo.group_size=8")
+        elif path not in known and path[: len(_FREE_FORM)] != _FREE_FORM:
+            problems.append(f"override {text!r}: {key}: unknown key{did_you_mean(path, known)}")
+        else:
+            try:
+                parsed.append(_Override(text, path, read(value).value))
+            except YamlProblems as error:
+                problems.append(f"override {text!r}: {error}")
+    if problems:
+        raise BadInput(problems)
+    return parsed
+
+
+def _apply(values: Mapping[str, Any], overrides: Sequence[_Override]) -> dict[str, Any]:
+    result: dict[str, Any] = copy.deepcopy(dict(values))
+    for override in overrides:
+        section = result
+        for name in override.path[:-1]:
+            if not isinstance(section.get(name), dict):
+                section[name] = {}
+            section = section[name]
+        section[override.path[-1]] = override.value
+    return result
+
+
+def _check_environment(config: RunConfig, locate: Any) -> None:
+    try:
+        environment = environment_class(config.environment.name)
+    except ValueError as error:
+        raise BadInput(f"{locate(('environment', 'name'))[0]}: environment.name: {error}") from error
+    try:
+        environment.Config.model_validate(config.environment.args)
+    except ValidationError as error:
+        raise BadInput(diagnose(error, environment.Config, locate, prefix=_FREE_FORM)) from error
