@@ -138,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
     world = World.from_environment()
     run_dir = RunDir(options.run_dir)
     attempt = run_dir.attempt(options.attempt)

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config import Inference, Model
 from megatron_rl.errors import ConfigurationError

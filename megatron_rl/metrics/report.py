@@ -46,7 +46,7 @@ class StepReport:
         """The step's line for metrics.jsonl, the same on every rank. Collective."""
         total = self.tally.reduce(group, device)
         seconds = time.perf_counter() - self._started
-        metrics = {
+        metrics: dict[str, Any] = {
             **rollout_metrics(total),
             **update_metrics(total, updates),
             "generation_rounds": batch.rounds,

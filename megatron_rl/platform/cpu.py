@@ -67,7 +67,7 @@ def install_patches() -> None:
     _patch_tensor_type()
     # torch.Tensor.cuda: DistributedOptimizer gathers its state for a checkpoint through it (0.16.1
     # distrib_optimizer.py:1089).
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment,misc]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _replace(module_name: str, attribute: str, value: object) -> None:

@@ -87,6 +87,13 @@ class PolicyOptimizer:
         return Update(grad_norm, rate, applied=True)
 
     def sharded_state(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+        """Adam's state in megatron-core's sharded form; loads into any number of data-parallel ranks."""
+        if loading:
+            for part in self._parts():
+                if isinstance(part, DistributedOptimizer):
+                    # Without a `step` per parameter, which torch's Adam makes in its first update, there is
+                    # nothing to load into.
+                    part._init_optimizer_states_with_dummy_values()
         return self.megatron.sharded_state_dict(
             model_state, is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
         )

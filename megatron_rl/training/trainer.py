@@ -174,7 +174,7 @@ class Trainer:
                 ref_log_probs=None if reference is None else reference[micro.answer_tokens],
             )
             loss, stats = grpo_loss(inputs, grpo)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             tally.add("loss", loss.detach())
             tally.add("entropy", (entropy * (inputs.weights != 0)).sum())
             _tally_stats(stats, tally)
