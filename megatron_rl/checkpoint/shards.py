@@ -14,7 +14,7 @@ import copy
 import hashlib
 import io
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.checkpoint.publish import FileRecord, hash_file
@@ -143,6 +143,11 @@ def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
     Raises ValueError where the shards of all ranks overlap or leave a hole: the sharded state dict was wrong.
     """
     parts = list(parts)
+    items = [item for part in parts for item in part.plan.items]
+    objects = Counter(item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO)
+    for name, writers in objects.items():
+        if writers > 1:
+            raise ValueError(f"the object {name} is saved by more than one rank: it needs an offset of its own on each")
     planner = MCoreSavePlanner(flatten_state_dict=False)
     _, metadata = planner.create_global_plan([part.plan for part in parts])
     writer = FileSystemWriter(folder, sync_files=True)

@@ -1,0 +1,118 @@
+"""What the checkpoint tests share: small sharded states, and ranks that are real processes."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from megatron_rl.checkpoint.save import Checkpointer, Published, SaveFailed
+from megatron_rl.config import Save
+from megatron_rl.run_dir import RunDir
+
+# Forked from a server that has imported torch and megatron-core once: a rank starts in milliseconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["megatron_rl.checkpoint.load", "megatron_rl.checkpoint.save"])
+
+
+def checkpointer(folder: Path, **config: Any) -> Checkpointer:
+    return Checkpointer(RunDir(folder), Save(**config))
+
+
+def sharded_state(value: float, rank: int = 0, world_size: int = 1, rows: int = 64) -> dict[str, Any]:
+    """A tensor split over the ranks, one that rank 0 saves for all, an object per rank, and plain values."""
+    local = rows // world_size
+    mine = value + torch.arange(rank * local, (rank + 1) * local, dtype=torch.float32)
+    return {
+        "model": {
+            "split": ShardedTensor.from_rank_offsets("split", mine[:, None].repeat(1, 3), (0, rank, world_size)),
+            "replicated": ShardedTensor.from_rank_offsets(
+                "replicated", torch.full((5,), value, dtype=torch.bfloat16), replica_id=rank
+            ),
+        },
+        "rng": ShardedObject("rng", {"seed": torch.tensor([rank, int(value)])}, (world_size,), (rank,)),
+        "optimizer": {"param_groups": [{"lr": value, "params": [0, 1]}]},
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal bit for bit, through dicts and lists."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def data_of(state: Any) -> Any:
+    """A sharded state as `load` gives it back."""
+    if isinstance(state, (ShardedTensor, ShardedObject)):
+        return state.data
+    if isinstance(state, dict):
+        return {key: data_of(item) for key, item in state.items()}
+    return state
+
+
+def outcome(checkpointer: Checkpointer) -> Published | SaveFailed:
+    """The one outcome of the save under way."""
+    checkpointer.wait()
+    (only,) = checkpointer.poll()
+    return only
+
+
+class Ranks:
+    """`function(rank, world_size, *args)` on ranks that are processes of a gloo group of their own."""
+
+    def __init__(self, folder: Path, world_size: int, function: Callable[..., Any], *args: Any) -> None:
+        self.folder = folder / f"ranks-{time.monotonic_ns()}"
+        self.folder.mkdir(parents=True)
+        self.processes = [
+            _CONTEXT.Process(target=_rank, args=(self.folder, rank, world_size, function, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def join(self, timeout_s: float = 60.0) -> list[int]:
+        """Exit codes; none of the processes outlives this call."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [process.exitcode for process in self.processes]
+
+    def results(self, timeout_s: float = 60.0) -> list[Any]:
+        codes = self.join(timeout_s)
+        errors = "\n".join(path.read_text() for path in sorted(self.folder.glob("error.*")))
+        assert codes == [0] * len(codes), f"exit codes {codes}\n{errors}"
+        return [pickle.loads((self.folder / f"result.{rank}").read_bytes()) for rank in range(len(codes))]
+
+
+def run_ranks(folder: Path, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return Ranks(folder, world_size, function, *args).results()
+
+
+def _rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.HashStore() if world_size == 1 else dist.FileStore(str(folder / "store"), world_size)
+    limit = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        result = function(rank, world_size, *args)
+    except BaseException:
+        (folder / f"error.{rank}").write_text(traceback.format_exc())
+        raise
+    (folder / f"result.{rank}").write_bytes(pickle.dumps(result))

@@ -1,0 +1,204 @@
+"""What is saved comes back bit for bit, in any layout, as it was when `save` was called."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_helpers import checkpointer, data_of, outcome, run_ranks, same, sharded_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from megatron_rl.checkpoint import save as save_module
+from megatron_rl.checkpoint.load import load
+from megatron_rl.checkpoint.publish import CheckpointError, find_latest, read_manifest
+from megatron_rl.checkpoint.save import Published
+from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part
+from megatron_rl.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
+def test_tensors_objects_plain_values_and_meta_come_back(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(40, sharded_state(7.0), {"step": 40, "cursor": [1, 2, 3]})
+    saver.wait(final=True)
+    state, meta = load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0))
+    assert same(state, data_of(sharded_state(7.0)))
+    assert meta == {"step": 40, "cursor": [1, 2, 3]}
+
+
+def test_the_outcome_tells_bytes_and_seconds(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(40, sharded_state(7.0), {})
+    published = outcome(saver)
+    assert isinstance(published, Published)
+    assert 0 < published.blocked_s < published.total_s
+    on_disk = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(40).iterdir())
+    manifest = RunDir(tmp_path).checkpoint(40) / "manifest.json"
+    assert published.bytes == on_disk - manifest.stat().st_size
+    assert saver.poll() == []
+
+
+def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is held until all that was handed to `save` has been overwritten in place."""
+    state, meta = sharded_state(7.0), {"cursor": [1]}
+    overwritten = Event()
+    monkeypatch.setattr(save_module, "write_part", lambda *args: overwritten.wait(10) and write_part(*args))
+    saver = checkpointer(tmp_path)
+    saver.save(40, state, meta)
+    state["model"]["split"].data.zero_()
+    state["model"]["replicated"].data.zero_()
+    state["rng"].data["seed"].zero_()
+    state["optimizer"]["param_groups"][0]["lr"] = 0.0
+    meta["cursor"].append(2)
+    overwritten.set()
+    saver.wait(final=True)
+    loaded, loaded_meta = load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0))
+    assert same(loaded, data_of(sharded_state(7.0)))
+    assert loaded_meta == {"cursor": [1]}
+
+
+def test_a_second_save_reuses_the_host_memory_of_the_first() -> None:
+    copies = HostCopies()
+    first = copies.take(sharded_state(1.0)).shards["split"][0].data
+    second = copies.take(sharded_state(2.0)).shards["split"][0].data
+    assert first.data_ptr() == second.data_ptr()
+    assert same(second, sharded_state(2.0)["model"]["split"].data)
+
+
+def test_a_view_does_not_drag_its_whole_storage_along(tmp_path: Path) -> None:
+    big = torch.arange(1_000_000.0).view(1000, 1000)
+    saver = checkpointer(tmp_path)
+    saver.save(1, {"column": ShardedTensor.from_rank_offsets("column", big[:, 3])}, {})
+    published = outcome(saver)
+    assert isinstance(published, Published)
+    assert published.bytes < 20_000
+    target = {"column": ShardedTensor.from_rank_offsets("column", torch.zeros(1000))}
+    assert same(load(RunDir(tmp_path).checkpoint(1), target)[0]["column"], big[:, 3].contiguous())
+
+
+def test_megatron_core_reads_the_format_without_us(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(40, sharded_state(7.0), {})
+    saver.wait(final=True)
+    folder = str(RunDir(tmp_path).checkpoint(40))
+    known = dist_checkpointing.load_tensors_metadata(folder)
+    assert {key: tuple(tensor.global_shape) for key, tensor in known.items()} == {"split": (64, 3), "replicated": (5,)}
+    assert dist_checkpointing.load_common_state_dict(folder)["optimizer"]["param_groups"][0]["lr"] == 7.0
+
+
+def test_meta_that_is_no_json_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checkpointer(tmp_path).save(1, sharded_state(1.0), {"cursor": {1, 2}})
+
+
+def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(40, sharded_state(7.0), {})
+    saver.wait(final=True)
+    other = {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))}
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        load(RunDir(tmp_path).checkpoint(40), other)
+
+
+def test_a_folder_without_manifest_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a checkpoint of mrl"):
+        load(tmp_path, sharded_state(0.0))
+
+
+def test_a_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(40, sharded_state(7.0), {})
+    saver.wait(final=True)
+    shard = RunDir(tmp_path).checkpoint(40) / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is not what was written"):
+        load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(2, 9),
+    columns=st.integers(1, 5),
+    cut=st.integers(1, 8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    seed=st.integers(0, 2**31),
+)
+def test_parts_of_any_shape_and_type_make_the_whole(
+    rows: int, columns: int, cut: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Two writers, an uneven cut: the parts read back as the one tensor that was cut."""
+    cut = min(cut, rows - 1)
+    random = torch.randint(-100, 100, (rows, columns), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    with tempfile.TemporaryDirectory() as name:
+        parts = []
+        for rank, (start, piece) in enumerate([(0, random[:cut]), (cut, random[cut:])]):
+            tensor = ShardedTensor("weight", piece, dtype, tuple(piece.shape), tuple(random.shape), (start, 0), None)
+            parts.append(write_part(Path(name), HostCopies().take({"w": tensor}), rank, _go_on))
+        write_metadata(Path(name), parts)
+        target = {"w": ShardedTensor.from_rank_offsets("weight", torch.zeros_like(random))}
+        assert same(dist_checkpointing.load(target, name)["w"], random)
+
+
+def test_a_hole_between_the_parts_is_refused(tmp_path: Path) -> None:
+    third = ShardedTensor.from_rank_offsets("weight", torch.zeros(4), (0, 0, 3))
+    another = ShardedTensor.from_rank_offsets("weight", torch.zeros(4), (0, 2, 3))
+    parts = [write_part(tmp_path, HostCopies().take({"w": w}), rank, _go_on) for rank, w in enumerate([third, another])]
+    with pytest.raises(ValueError, match="invalid fill"):
+        write_metadata(tmp_path, parts)
+
+
+def test_an_object_saved_by_two_ranks_is_refused(tmp_path: Path) -> None:
+    """Else the last one would silently stand for both."""
+    state = {"rng": ShardedObject("rng", 1, (1,), (0,))}
+    parts = [write_part(tmp_path, HostCopies().take(dict(state)), rank, _go_on) for rank in range(2)]
+    with pytest.raises(ValueError, match="rng.* is saved by more than one rank"):
+        write_metadata(tmp_path, parts)
+
+
+def _go_on() -> None:
+    pass
+
+
+def _save(rank: int, world_size: int, folder: Path) -> Any:
+    saver = checkpointer(folder)
+    saver.save(40, sharded_state(7.0, rank, world_size), {"ranks": world_size})
+    saver.wait(final=True)
+    return saver.poll()
+
+
+def _load(rank: int, world_size: int, folder: Path) -> Any:
+    wanted = sharded_state(0.0, rank, world_size)
+    del wanted["rng"]  # one per rank: not for another number of ranks
+    state, meta = load(RunDir(folder).checkpoint(40), wanted)
+    expected = data_of(sharded_state(7.0, rank, world_size))
+    return same(state["model"], expected["model"]), same(state["optimizer"], expected["optimizer"]), meta
+
+
+@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+def test_a_checkpoint_loads_into_another_number_of_ranks(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
+    for published in run_ranks(tmp_path, save_ranks, _save, tmp_path):
+        assert [type(outcome) for outcome in published] == [Published]
+    assert find_latest(RunDir(tmp_path)).step == 40
+    assert read_manifest(RunDir(tmp_path).checkpoint(40)).world_size == save_ranks
+    loaded = run_ranks(tmp_path, load_ranks, _load, tmp_path)
+    assert loaded == [(True, True, {"ranks": save_ranks})] * load_ranks
