@@ -74,11 +74,15 @@ class _Pack:
 
     def add(self, rollout: Rollout, start: int) -> None:
         prompt, answer = rollout.prompt_tokens, rollout.tokens
-        if prompt != self.prompt:
+        prompt_is_new = prompt != self.prompt
+        if prompt_is_new:
             self.prompt = prompt
             self.prompt_places = self._append(prompt, first_position=0)
         places = self._append(answer[:-1], first_position=len(prompt))
-        self.sequences.append(self.prompt_places + places)
+        # An answer of one token adds no packed token: the prompt it is predicted from attends within any other
+        # answer's sequence, or once on its own.
+        if places or prompt_is_new:
+            self.sequences.append(self.prompt_places + places)
         self.select.append(self.prompt_places[-1])
         self.select.extend(places)
         self.answer_tokens.extend(range(start, start + len(answer)))

@@ -98,6 +98,9 @@ class _CpuCuda:
     def current_device(self) -> torch.device:
         return torch.device("cpu")
 
+    def current_stream(self) -> None:
+        """There is none; 0.19.2 asks before it reduces gradients and uses it only with CUDA graphs."""
+
     def synchronize(self) -> None:
         pass
 
