@@ -1,0 +1,248 @@
+"""Supervise one attempt: start the ranks, relay a drain, end what hangs, judge, record. Nothing survives it.
+
+    python -m launcher.host.supervise --run-dir DIR --attempt N --ranks 2 --device cpu [-- COMMAND ...]
+
+The drain file is the only channel in: whoever wants the run to stop writes Attempt.drain with a deadline (this
+process does so itself on SIGTERM, SIGINT, SIGHUP and when its owner dies); ranks that are still there at the
+deadline are ended. A later drain file with an earlier deadline counts: `deadline: now` kills.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Any, Dict, List, NamedTuple, Optional  # noqa: F401 - Dict: type comments
+
+from launcher.host.lock import RunIsOwned, RunLock
+from launcher.host.processes import RankProcess, start_time
+from launcher.host.verdict import EXIT_CODES, FINISHED, Verdict, judge
+from megatron_rl.run_dir import (
+    EXIT_DRAINED,
+    EXIT_FINISHED,
+    EXIT_USAGE,
+    Attempt,
+    RunDir,
+    append_json_line,
+    read_json,
+    read_json_lines,
+    write_json,
+)
+
+TICK = 0.1  # seconds between looks at ranks, owner and drain file
+REMIND = 2.0  # seconds between SIGUSR1s: a rank that is still importing ignores it, a later one finds its handler
+LEAVE_LIMIT = 60.0  # seconds that the other ranks have once the first one left in order
+
+Ultimatum = NamedTuple("Ultimatum", [("at", float), ("reason", str)])  # unix time
+
+
+class Supervisor:
+    """One attempt of a run whose lock this process holds."""
+
+    def __init__(self, run: RunDir, attempt: Attempt, options: argparse.Namespace) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.options = options
+        self.ranks = []  # type: List[RankProcess]
+        self.exits = {}  # type: Dict[int, int]
+        self.own_exits = self.exits  # those before we began to end ranks: only these say anything about a rank
+        self.signal = None  # type: Optional[str]
+        self.drain = None  # type: Optional[Dict[str, Any]]
+        self.ultimatum = None  # type: Optional[Ultimatum]
+        self.reminded_at = 0.0
+        self.terminated = False
+
+    def supervise(self) -> Verdict:
+        began = time.time()
+        self._close_lost_attempts(began)
+        self._record("start", began, pid=os.getpid(), ranks=self.options.ranks)
+        self._listen()
+        try:
+            for rank in range(self.options.ranks):
+                self.ranks.append(self._start(rank))
+            while len(self.exits) < len(self.ranks):
+                self._look(time.time())
+                time.sleep(TICK)
+        finally:
+            for process in self.ranks:
+                process.close()
+        errors = [read_json(path) for path in sorted(self.attempt.errors(), key=lambda path: path.stat().st_mtime_ns)]
+        ended_by_us = self.ultimatum.reason if self.terminated and self.ultimatum else None
+        verdict = judge(errors, read_json(self.attempt.outcome), self.own_exits, ended_by_us)
+        now = time.time()
+        if verdict.outcome == FINISHED:
+            write_json(self.run.done, {"attempt": self.attempt.number, "step": verdict.step, "at": now})
+        self._record(
+            "end",
+            now,
+            outcome=verdict.outcome,
+            step=verdict.step,
+            error=verdict.error,
+            rank=verdict.rank,
+            cause=self.drain["cause"] if self.drain else None,
+            seconds=round(now - began, 3),
+        )
+        return verdict
+
+    def _look(self, now: float) -> None:
+        for process in self.ranks:
+            code = process.exit_code()
+            if code is not None and process.rank not in self.exits:
+                self.exits[process.rank] = code
+                print("rank {} ended with {}".format(process.rank, code))
+                if code in (EXIT_FINISHED, EXIT_DRAINED):
+                    self._demand(now + LEAVE_LIMIT, "rank {} left, the others did not follow".format(process.rank))
+        if self.attempt.errors() or any(code not in (EXIT_FINISHED, EXIT_DRAINED) for code in self.exits.values()):
+            self._demand(now + self.options.grace, "another rank had failed")
+        self._obey_drain(now)
+        if self.ultimatum and now >= self.ultimatum.at:
+            self._end_ranks(now, self.ultimatum)
+
+    def _obey_drain(self, now: float) -> None:
+        if self.drain is None:
+            cause = self.signal or self._owner_is_gone()
+            if cause and not self.attempt.drain.exists():
+                write_json(
+                    self.attempt.drain,
+                    {"cause": cause, "by": "supervisor", "at": now, "deadline": now + self.options.drain_limit},
+                )
+        request = read_json(self.attempt.drain)
+        if request is None:
+            return
+        if request != self.drain:
+            print("drain: {cause}, asked for by {by}".format(**request))
+            self.drain = request
+            limit = request["deadline"] - request["at"]
+            self._demand(request["deadline"], "{}; no save within {:.0f} s".format(request["cause"], limit))
+        if now >= self.reminded_at + REMIND:
+            self.reminded_at = now
+            self._send(signal.SIGUSR1)
+
+    def _owner_is_gone(self) -> Optional[str]:
+        if self.options.owner is None:
+            return None
+        pid, _, started = self.options.owner.partition(":")
+        return None if start_time(int(pid)) == int(started) else "the mrl-submit that owned it is gone"
+
+    def _demand(self, at: float, reason: str) -> None:
+        """The ranks must be gone at this time; the earliest demand counts."""
+        if self.ultimatum is None or at < self.ultimatum.at:
+            self.ultimatum = Ultimatum(at, reason)
+
+    def _end_ranks(self, now: float, ultimatum: Ultimatum) -> None:
+        if not self.terminated:
+            print("ending the ranks: {}".format(ultimatum.reason))
+            self.terminated = True
+            self.own_exits = dict(self.exits)
+            self._send(signal.SIGTERM)
+        elif now >= ultimatum.at + self.options.grace:
+            self._send(signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
+        for process in self.ranks:
+            if process.rank not in self.exits:
+                process.send(signum)
+
+    def _listen(self) -> None:
+        def drain(signum: int, frame: Optional[FrameType]) -> None:
+            self.signal = signal.Signals(signum).name
+
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, drain)
+        # Ranks inherit this, so that a drain cannot kill one that has not installed its handler yet.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _start(self, rank: int) -> RankProcess:
+        threads = str(self.options.threads)
+        env = dict(
+            os.environ,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(self.options.ranks),
+            OMP_NUM_THREADS=threads,
+            MKL_NUM_THREADS=threads,
+            MRL_PARENT_PID=str(os.getpid()),
+            GLOO_SOCKET_IFNAME="lo",
+            PYTHONUNBUFFERED="1",
+        )
+        if self.options.device == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        command = self.options.command or [sys.executable, "-m", "megatron_rl.train_rl"]
+        command = command + ["--run-dir", str(self.run.root), "--attempt", str(self.attempt.number)]
+        return RankProcess(rank, command, env, str(self.attempt.log(rank)))
+
+    def _close_lost_attempts(self, now: float) -> None:
+        """An attempt that started and never ended had its supervisor killed: its lock is ours now."""
+        lines = read_json_lines(self.run.attempts_ledger)
+        ended = {line["attempt"] for line in lines if line["event"] == "end"}
+        for line in lines:
+            if line["event"] == "start" and line["attempt"] not in ended:
+                self._record("end", now, number=line["attempt"], outcome="lost", error="its supervisor was killed")
+
+    def _record(self, event: str, at: float, number: Optional[int] = None, **facts: Any) -> None:
+        line = {"attempt": number or self.attempt.number, "event": event, "at": at, "host": socket.gethostname()}
+        line.update(facts)
+        append_json_line(self.run.attempts_ledger, line)
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    options = _parse(arguments)
+    run = RunDir(os.path.abspath(options.run_dir))
+    attempt = run.attempt(options.attempt)
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    try:
+        lock = RunLock(run.lock, "the supervisor of attempt {}".format(attempt.number), patience=5.0)
+    except RunIsOwned as error:
+        print("{}: {}".format(run.root, error), file=sys.stderr)
+        return EXIT_USAGE
+    if run.last_attempt() != attempt.number:
+        text = "{}: attempt {} was overtaken by attempt {}".format(run.root, attempt.number, run.last_attempt())
+        print(text, file=sys.stderr)
+        return EXIT_USAGE
+    if run.done.exists():
+        return EXIT_FINISHED
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    attempt.logs.mkdir(parents=True, exist_ok=True)
+    _own_output(str(attempt.log(0, role="supervisor")))
+    _point_latest(attempt)
+    if attempt.rendezvous.exists():
+        attempt.rendezvous.unlink()  # in a store left behind the ranks would meet ghosts
+    verdict = Supervisor(run, attempt, options).supervise()
+    print("attempt {}: {}".format(attempt.number, verdict))
+    lock.release()
+    return EXIT_CODES[verdict.outcome]
+
+
+def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="supervise", description="Start and watch the ranks of one attempt.")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True, help="processes to start on this machine")
+    parser.add_argument("--threads", type=int, default=1, help="OMP and MKL threads of each")
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--owner", help="PID:START-TICKS of the process whose death drains the run")
+    parser.add_argument("--drain-limit", type=float, default=660.0, help="seconds the ranks have to save")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds between failure, SIGTERM and SIGKILL")
+    parser.add_argument("command", nargs="*", help="rank command, after --; default: python -m megatron_rl.train_rl")
+    return parser.parse_args(arguments)
+
+
+def _own_output(path: str) -> None:
+    """Write to a file from here on: the pipe to whoever started us breaks when they end before us."""
+    with open(path, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
+
+
+def _point_latest(attempt: Attempt) -> None:
+    fresh = attempt.latest_logs.with_name(".latest.{}".format(os.getpid()))
+    fresh.symlink_to(attempt.logs.name)
+    os.replace(str(fresh), str(attempt.latest_logs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Pure: what an attempt left behind -> how it ended.
+
+An exit code alone proves nothing: a good drain can end in 137 when the batch system cleans up, and a crash beside
+drained ranks can look like 75. So error files are believed first, then rank 0's outcome, and the codes only say
+what went wrong when neither exists.
+"""
+
+import signal
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
+
+FINISHED = "finished"
+DRAINED = "drained"
+CRASHED = "crashed"
+MISCONFIGURED = "misconfigured"
+
+EXIT_CODES = {
+    FINISHED: EXIT_FINISHED,
+    DRAINED: EXIT_DRAINED,
+    CRASHED: EXIT_CRASHED,
+    MISCONFIGURED: EXIT_CONFIG,
+}
+
+Verdict = NamedTuple(
+    "Verdict",
+    [
+        ("outcome", str),
+        ("step", Optional[int]),  # steps that are safe (finished, drained) or where it happened
+        ("error", Optional[str]),  # one line
+        ("rank", Optional[int]),  # whose error it is
+    ],
+)
+
+
+def judge(
+    errors: List[Dict[str, Any]], outcome: Optional[Dict[str, Any]], exits: Dict[int, int], ended_by_us: Optional[str]
+) -> Verdict:
+    """
+    Args:
+        errors: the ranks' error files, oldest first: the later ones are usually its consequences.
+        outcome: rank 0's outcome file.
+        exits: rank -> exit code of those that ended by themselves, in that order; negative: a signal.
+        ended_by_us: why the supervisor ended the ranks, where it did.
+    """
+    if errors:
+        first = errors[0]
+        kind = MISCONFIGURED if first.get("exit_code") == EXIT_CONFIG else CRASHED
+        return Verdict(kind, first.get("step"), str(first.get("error", "no reason given")), first.get("rank"))
+    if outcome is not None and outcome.get("outcome") in (FINISHED, DRAINED):
+        return Verdict(outcome["outcome"], outcome.get("step"), None, None)
+    for rank, code in exits.items():
+        if code not in (EXIT_FINISHED, EXIT_DRAINED):
+            kind = MISCONFIGURED if code == EXIT_CONFIG else CRASHED
+            return Verdict(kind, None, "it {} without an error report".format(in_words(code)), rank)
+    if ended_by_us:
+        return Verdict(CRASHED, None, "stopped before it had saved: {}".format(ended_by_us), None)
+    codes = sorted(set(exits.values()))
+    return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes), None)
+
+
+def in_words(code: int) -> str:
+    """How a process ended: `left with exit code 3`, `was killed by SIGKILL (often: out of memory)`."""
+    if code >= 0:
+        return "left with exit code {}".format(code)
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "signal {}".format(-code)
+    return "was killed by {}{}".format(name, " (often: out of memory)" if -code == signal.SIGKILL else "")

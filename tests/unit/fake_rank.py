@@ -1,0 +1,97 @@
+"""A rank that does what its script says, without torch: python fake_rank.py SCRIPT --run-dir DIR --attempt N.
+
+SCRIPT is one word for all ranks (`train`) or one for each, comma-separated (`train,crash`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_json
+
+parser = argparse.ArgumentParser()
+parser.add_argument("script")
+parser.add_argument("--run-dir")
+parser.add_argument("--attempt", type=int)
+options = parser.parse_args()
+rank = int(os.environ["RANK"])
+words = options.script.split(",")
+word = words[rank % len(words)]
+run = RunDir(options.run_dir)
+attempt = run.attempt(options.attempt)
+
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(os.environ["MRL_PARENT_PID"]):
+    sys.exit(1)
+
+drained = []
+print(f"rank {rank} is here")
+(attempt.folder / f"pid.{rank}").write_text(str(os.getpid()))
+seen = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+write_json(attempt.folder / f"env.{rank}.json", {name: os.environ.get(name) for name in seen})
+
+
+def fail(error: str, code: int) -> None:
+    trace = f"Traceback (most recent call last):\n  in the fake\n{error}\n"
+    report = {"rank": rank, "host": "here", "step": 3, "phase": "training", "error": error, "traceback": trace}
+    write_json(attempt.error(rank), {**report, "exit_code": code})
+    sys.exit(code)
+
+
+def train(steps: int, seconds: float) -> None:
+    """Steps until the end or a drain; rank 0 records them and the outcome."""
+    signal.signal(signal.SIGUSR1, lambda *_: drained.append(True))
+    first = len([line for line in read_json_lines(run.metrics) if line["step"] > 0]) + 1
+    step = first - 1
+    for step in range(first, steps + 1):
+        if drained:
+            step -= 1
+            break
+        if rank == 0:
+            write_json(attempt.progress, {"phase": "training", "step": step, "steps": steps})
+            line = {"step": step, "mean_reward": step / steps, "loss": 0.1, "throughput/tokens_per_s": 1000.0}
+            line["time/step_s"] = seconds
+            if step in (first, steps):
+                line["eval/held_out/greedy_accuracy"] = step / steps
+            append_json_line(run.metrics, line)
+        time.sleep(seconds)
+    if rank == 0:
+        write_json(attempt.outcome, {"outcome": "drained" if drained else "finished", "step": step})
+    sys.exit(75 if drained else 0)
+
+
+if word == "train":
+    train(steps=int(json.loads(os.environ.get("FAKE_STEPS", "5"))), seconds=0.02)
+elif word == "long":
+    train(steps=10_000, seconds=0.02)
+elif word == "crash":
+    fail("RuntimeError: boom", 1)
+elif word == "misconfigured":
+    fail("ConfigurationError: no such tokenizer", 78)
+elif word == "consequence":
+    time.sleep(0.5)
+    fail("RuntimeError: connection closed by peer", 1)
+elif word == "liar":
+    sys.exit(75)
+elif word == "segfault":
+    os.kill(os.getpid(), signal.SIGSEGV)
+elif word == "stubborn":  # hears nothing and stays
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    time.sleep(600)
+elif word == "late":  # has not installed its handler when the drain comes
+    time.sleep(1)
+    train(steps=10_000, seconds=0.02)
+elif word == "parent":  # ends in order but leaves a child behind
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (attempt.folder / f"child.{rank}").write_text(str(child.pid))
+    train(steps=2, seconds=0.02)
+else:
+    raise SystemExit(f"unknown script {word}")

@@ -1,0 +1,255 @@
+"""The supervisor: starts ranks, relays drains, ends what hangs, judges, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.host.lock import owner_of
+from launcher.host.processes import start_time
+from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
+
+FAKE = str(Path(__file__).with_name("fake_rank.py"))
+
+
+class Supervised:
+    """A supervisor process under test."""
+
+    def __init__(self, run: RunDir, number: int, script: str, *options: str, ranks: int = 2) -> None:
+        self.run, self.attempt = run, run.attempt(number)
+        self.attempt.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(run.root)]
+        command += ["--attempt", str(number), "--ranks", str(ranks), "--device", "cpu", "--grace", "0.5", *options]
+        command += ["--", sys.executable, FAKE, script]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def wait(self, limit: float = 20) -> int:
+        return self.process.wait(timeout=limit)
+
+    def wait_for(self, what: Callable[[], object], limit: float = 15) -> None:
+        deadline = time.monotonic() + limit
+        while not what():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.02)
+
+    def wait_for_ranks(self, ranks: int = 2) -> list[int]:
+        files = [self.attempt.folder / f"pid.{rank}" for rank in range(ranks)]
+        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    @property
+    def end(self) -> dict:
+        return [line for line in read_json_lines(self.run.attempts_ledger) if line["event"] == "end"][-1]
+
+    def survivors(self) -> list[int]:
+        pids = [int(file.read_text()) for file in self.attempt.folder.glob("pid.*")]
+        pids += [int(file.read_text()) for file in self.attempt.folder.glob("child.*")]
+        return [pid for pid in pids if start_time(pid) is not None]
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
+    started: list[Supervised] = []
+
+    def supervise(script: str, *options: str, number: int = 1, ranks: int = 2) -> Supervised:
+        started.append(Supervised(RunDir(tmp_path), number, script, *options, ranks=ranks))
+        return started[-1]
+
+    yield supervise
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_a_finished_attempt_is_recorded_and_done(supervise):
+    run = supervise("train")
+    assert run.wait() == 0
+    assert read_json(run.run.done)["step"] == 5
+    start, end = read_json_lines(run.run.attempts_ledger)
+    assert (start["event"], start["attempt"], start["pid"]) == ("start", 1, run.process.pid)
+    assert (end["outcome"], end["step"], end["error"], end["cause"]) == ("finished", 5, None, None)
+    assert end["seconds"] > 0
+    assert "rank 1 is here" in (run.run.root / "logs" / "latest" / "train.1.log").read_text()
+    assert owner_of(run.run.lock) is None
+
+
+def test_ranks_are_told_who_they_are(supervise, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    run = supervise("train", "--threads", "3")
+    run.wait()
+    assert read_json(run.attempt.folder / "env.1.json") == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "3",
+        "MKL_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def test_one_failing_rank_ends_all_and_its_error_is_the_verdict(supervise):
+    run = supervise("long,crash")
+    assert run.wait() == 1
+    assert (run.end["outcome"], run.end["rank"], run.end["error"]) == ("crashed", 1, "RuntimeError: boom")
+    assert run.survivors() == []
+    assert not run.run.done.exists()
+
+
+def test_of_several_errors_the_first_one_is_the_cause(supervise):
+    run = supervise("consequence,crash", "--grace", "3")
+    run.wait()
+    assert len(run.attempt.errors()) == 2
+    assert run.end["error"] == "RuntimeError: boom"
+
+
+def test_a_bad_configuration_has_its_own_code(supervise):
+    run = supervise("misconfigured")
+    assert run.wait() == 78
+    assert run.end["outcome"] == "misconfigured"
+
+
+def test_a_signal_is_named_where_a_rank_could_not_say_a_word(supervise):
+    run = supervise("long,segfault")
+    assert run.wait() == 1
+    assert run.end["rank"] == 1
+    assert "SIGSEGV" in run.end["error"]
+
+
+def test_leaving_with_75_but_no_outcome_is_a_crash(supervise):
+    run = supervise("liar")
+    assert run.wait() == 1
+    assert "without recording an outcome" in run.end["error"]
+
+
+def test_a_hanging_rank_that_ignores_sigterm_does_not_survive_its_sister(supervise):
+    run = supervise("stubborn,crash")
+    assert run.wait() == 1
+    assert run.survivors() == []
+    assert run.end["error"] == "RuntimeError: boom"
+
+
+def test_what_a_rank_started_ends_with_it(supervise):
+    run = supervise("parent")
+    assert run.wait() == 0
+    assert list(run.attempt.folder.glob("child.*"))
+    run.wait_for(lambda: run.survivors() == [], limit=2)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_drains(supervise, signum):
+    run = supervise("long")
+    run.wait_for_ranks()
+    run.process.send_signal(signum)
+    assert run.wait() == 75
+    assert (run.end["outcome"], run.end["cause"]) == ("drained", signum.name)
+    assert run.end["step"] == read_json(run.attempt.outcome)["step"]
+    assert read_json(run.attempt.drain)["by"] == "supervisor"
+    assert not run.run.done.exists()
+
+
+def ask(attempt: Attempt, seconds: float) -> None:
+    now = time.time()
+    write_json(attempt.drain, {"cause": "test", "by": "test", "at": now, "deadline": now + seconds})
+
+
+def test_a_drain_file_drains(supervise):
+    run = supervise("long")
+    run.wait_for_ranks()
+    ask(run.attempt, 30)
+    assert run.wait() == 75
+    assert run.end["cause"] == "test"
+
+
+def test_a_drain_reaches_ranks_that_were_not_ready_for_it(supervise):
+    run = supervise("late", "--drain-limit", "30")
+    run.wait_for_ranks()
+    ask(run.attempt, 30)
+    assert run.wait() == 75
+
+
+def test_ranks_that_do_not_drain_in_time_are_ended(supervise):
+    run = supervise("stubborn")
+    pids = run.wait_for_ranks()
+    ask(run.attempt, 0.5)
+    assert run.wait() == 1
+    assert "no save within" in run.end["error"]
+    assert not any(map(start_time, pids))
+
+
+def test_a_drain_may_be_hurried(supervise):
+    run = supervise("stubborn")
+    run.wait_for_ranks()
+    ask(run.attempt, 600)
+    time.sleep(0.3)
+    ask(run.attempt, 0)
+    assert run.wait(5) == 1
+
+
+def test_ranks_die_with_a_killed_supervisor_and_the_next_attempt_says_so(supervise):
+    run = supervise("long")
+    pids = run.wait_for_ranks()
+    run.process.kill()
+    run.wait_for(lambda: not any(map(start_time, pids)), limit=5)
+    again = supervise("train", number=2)
+    assert again.wait() == 0
+    lost = [line for line in read_json_lines(run.run.attempts_ledger) if line.get("outcome") == "lost"]
+    assert [line["attempt"] for line in lost] == [1]
+
+
+def test_the_death_of_its_owner_drains(supervise):
+    owner = subprocess.Popen(["sleep", "60"])
+    run = supervise("long", "--owner", f"{owner.pid}:{start_time(owner.pid)}")
+    run.wait_for_ranks()
+    owner.kill()  # and stays a zombie: nobody has asked for it yet
+    assert run.wait() == 75
+    assert "gone" in run.end["cause"]
+    owner.wait()
+
+
+def test_a_run_has_one_owner(supervise):
+    first = supervise("long")
+    first.wait_for_ranks()
+    second = supervise("train", number=1)
+    assert second.wait() == 2
+    assert f"pid {first.process.pid}" in second.process.stderr.read()
+    assert first.process.poll() is None
+
+
+def test_an_attempt_that_was_overtaken_does_not_start(supervise, tmp_path):
+    RunDir(tmp_path).attempt(2).folder.mkdir(parents=True)
+    run = supervise("train", number=1)
+    assert run.wait() == 2
+    assert "overtaken by attempt 2" in run.process.stderr.read()
+
+
+def test_a_finished_run_is_left_alone(supervise, tmp_path):
+    write_json(RunDir(tmp_path).done, {"step": 5})
+    run = supervise("crash")
+    assert run.wait() == 0
+    assert not run.run.attempts_ledger.exists()
+
+
+def test_a_rendezvous_left_behind_is_removed(supervise, tmp_path):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    attempt.rendezvous.write_text("ghosts")
+    run = supervise("train")
+    run.wait()
+    assert not attempt.rendezvous.exists()
+
+
+def test_a_process_is_known_by_pid_and_start():
+    assert start_time(os.getpid()) is not None
+    child = subprocess.Popen(["true"])
+    time.sleep(0.2)
+    assert start_time(child.pid) is None, "a zombie is gone"
+    child.wait()
+    assert json.dumps(start_time(child.pid)) == "null"

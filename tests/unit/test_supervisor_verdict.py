@@ -1,0 +1,40 @@
+"""How an attempt ended is judged by error files, then rank 0's outcome, and only then by exit codes."""
+
+from __future__ import annotations
+
+import signal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.host.verdict import judge
+
+ERROR = {"rank": 1, "step": 7, "error": "boom", "exit_code": 1}
+CODES = st.dictionaries(st.integers(0, 3), st.sampled_from([0, 1, 75, 78, -9, -15]), min_size=1)
+
+
+@given(exits=CODES, outcome=st.sampled_from([None, {"outcome": "drained", "step": 3}]))
+def test_an_error_file_outweighs_everything(exits, outcome):
+    assert judge([ERROR], outcome, exits, None) == ("crashed", 7, "boom", 1)
+
+
+@given(exits=CODES, kind=st.sampled_from(["drained", "finished"]))
+def test_a_recorded_outcome_outweighs_the_exit_codes(exits, kind):
+    assert judge([], {"outcome": kind, "step": 3}, exits, "cleaned up") == (kind, 3, None, None)
+
+
+@given(exits=CODES)
+def test_exit_codes_alone_never_mean_success(exits):
+    assert judge([], None, exits, None).outcome in ("crashed", "misconfigured")
+
+
+def test_the_rank_that_failed_first_is_named():
+    verdict = judge([], None, {2: -signal.SIGKILL, 0: 1}, None)
+    assert verdict.rank == 2
+    assert "SIGKILL (often: out of memory)" in verdict.error
+
+
+def test_ranks_that_we_ended_are_not_blamed():
+    verdict = judge([], None, {}, "Ctrl-C; no save within 60 s")
+    assert verdict.rank is None
+    assert "no save within 60 s" in verdict.error
