@@ -116,11 +116,11 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, progress: Progress
         progress.enter("loading the checkpoint", latest.step)
         run.restore(run_dir.checkpoint(latest.step))
         logger.info("going on after step %d", run.step)
-    record = MetricsWriter(run_dir, config.logging, run.step, attempt.number) if world.rank == 0 else NoRecord()
+    record = MetricsWriter(run_dir, config.logging, latest.step) if world.rank == 0 else NoRecord()
 
     outcome = train(run, checkpointer, record, progress, drain)
     progress.enter("saving", run.step)
-    if outcome == "drained":
+    if outcome == "drained" and run.step > 0:
         save(run, checkpointer, record)
     checkpointer.wait(final=True)
     record.close()

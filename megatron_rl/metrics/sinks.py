@@ -26,15 +26,15 @@ TENSORBOARD_FLUSH_S = 10
 class MetricsWriter:
     """The record of a run. After a restart it is first cut back to the checkpoint the run goes on from."""
 
-    def __init__(self, run_dir: RunDir, config: Logging, last_step: int, attempt: int) -> None:
+    def __init__(self, run_dir: RunDir, config: Logging, last_step: int | None) -> None:
+        """last_step: of the checkpoint the run goes on from; None where it starts from nothing."""
         self.run_dir = run_dir
         self.config = config
+        next_line = 0 if last_step is None else last_step + 1
         for path in (run_dir.metrics, run_dir.evaluations):
-            cut_back(path, last_step)
+            cut_back(path, next_line)
         self._tensorboard = SummaryWriter(
-            str(run_dir.tensorboard),
-            purge_step=last_step + 1 if attempt > 1 else None,
-            flush_secs=TENSORBOARD_FLUSH_S,
+            str(run_dir.tensorboard), purge_step=next_line, flush_secs=TENSORBOARD_FLUSH_S
         )
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -96,10 +96,10 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, value, step)
 
 
-def cut_back(path: Path, last_step: int) -> None:
-    """Drop the lines after `last_step` and a torn last line: the steps they record will be run again."""
+def cut_back(path: Path, next_step: int) -> None:
+    """Drop the lines from `next_step` on and a torn last line: the steps they record will be run again."""
     if path.exists():
-        kept = [line for line in read_json_lines(path) if line["step"] <= last_step]
+        kept = [line for line in read_json_lines(path) if line["step"] < next_step]
         write_atomic(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
 
 
