@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.run_dir import RunDir, write_atomic, write_json
 
 MANIFEST = "manifest.json"
 
@@ -127,17 +127,17 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, keep: int) -> Non
     Raises OSError with the previous checkpoint and `latest` as they were. The rename is the moment of truth: a
     crash before it leaves debris, a crash after it a checkpoint.
     """
-    write_json(folder / MANIFEST, dataclasses.asdict(manifest))
-    _sync_folder(folder)
     target = run_dir.checkpoint(manifest.step)
     replaced = target.with_suffix(".old")
-    # All that needs space on the disk happens before the rename, so that a full one cannot leave a half-moved state.
-    latest = run_dir.latest_checkpoint.with_suffix(".tmp")
-    _write_synced(latest, target.name + "\n")
+    # All that needs space on the disk happens before the rename, so that a full one cannot leave a half-moved state:
+    # the new `latest` waits inside the folder.
+    write_atomic(folder / run_dir.latest_checkpoint.name, target.name + "\n")
+    write_json(folder / MANIFEST, dataclasses.asdict(manifest))
+    _sync_folder(folder)
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
-    latest.replace(run_dir.latest_checkpoint)
+    (target / run_dir.latest_checkpoint.name).replace(run_dir.latest_checkpoint)
     _sync_folder(run_dir.checkpoints)
     shutil.rmtree(replaced, ignore_errors=True)
     _prune(run_dir, manifest.step, keep)
@@ -163,10 +163,7 @@ def clean_up(run_dir: RunDir) -> None:
         else:
             replaced.rename(target)
     for debris in run_dir.checkpoints.glob("*.tmp"):
-        if debris.is_dir():
-            shutil.rmtree(debris)
-        else:
-            debris.unlink()
+        shutil.rmtree(debris)
 
 
 def _prune(run_dir: RunDir, step: int, keep: int) -> None:
@@ -179,13 +176,6 @@ def _prune(run_dir: RunDir, step: int, keep: int) -> None:
             kept += 1
         else:
             discard(folder)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -94,6 +94,7 @@ class _Save:
     started: float
     timeout_s: float
     blocked_s: float = 0.0
+    hang_noted: bool = False
 
     @property
     def withdrawn(self) -> Path:
@@ -169,7 +170,8 @@ class Checkpointer:
             left = save.started + save.timeout_s + 2 * GRACE_S - time.monotonic()
             if futures.wait([future], timeout=max(left, 0.0)).done:
                 self._finish(future)
-            elif self._last is None or self._last.step != save.step:
+            elif not save.hang_noted:
+                save.hang_noted = True
                 self._note(SaveFailed(save.step, f"a write to {save.folder} hangs since {save.timeout_s:g} s"))
         if final and isinstance(self._last, SaveFailed):
             newest = find_latest(self._run_dir).step
@@ -270,19 +272,26 @@ class Checkpointer:
             raise _Abandoned("withdrawn by rank 0, whose log says why")
 
     def _give_up(self, save: _Save, reason: str) -> None:
-        """Give the space back first: the note to rank 0 may need it. Where even that fails, rank 0's deadline ends
-        the save."""
-        with suppress(OSError):
+        """Give the space back, tell rank 0, and wait until it has withdrawn the save: a rank that went on to the next
+        one could meet a disk still full of this one. The note itself may need space that others have yet to free."""
+        note = _failure_file(save.folder, self._rank)
+        with suppress(OSError, _Abandoned):
             for left in save.folder.glob(f"__{self._rank}_*"):
                 left.unlink()
-        with suppress(OSError):
-            if save.withdrawn.exists():
-                shutil.rmtree(save.folder, ignore_errors=True)  # made again after rank 0 had renamed it away
-            else:
-                note = _failure_file(save.folder, self._rank)
-                unnamed = note.with_suffix(".tmp")
-                unnamed.write_text(reason, encoding="utf-8")
-                unnamed.rename(note)
+            for _ in _looks():
+                present = _names(self._run_dir.checkpoints)
+                if save.withdrawn.name in present:
+                    # Where the folder is there too, this rank made it again after rank 0 had renamed it away.
+                    shutil.rmtree(save.folder, ignore_errors=True)
+                    return
+                if save.folder.name not in present:
+                    return
+                if not note.exists():
+                    with suppress(OSError):
+                        unnamed = note.with_suffix(".tmp")
+                        unnamed.write_text(reason, encoding="utf-8")
+                        unnamed.rename(note)
+                save.check("waiting for rank 0 to withdraw", GRACE_S)
 
     def _published(self, save: _Save, manifest: Manifest) -> Published:
         return Published(save.step, manifest.bytes, save.blocked_s, time.monotonic() - save.started)

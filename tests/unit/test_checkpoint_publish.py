@@ -127,7 +127,6 @@ def test_a_start_deletes_what_a_crash_left(run_dir: RunDir) -> None:
     debris = run_dir.checkpoint_under_way(40, "a-2")
     debris.mkdir()
     (debris / "__0_0.distcp").write_bytes(b"half")
-    (run_dir.checkpoints / "latest.tmp").write_text("step-0000")
     clean_up(run_dir)
     assert names(run_dir) == ["latest", "step-000020"]
 

@@ -171,7 +171,7 @@ def test_an_object_saved_by_two_ranks_is_refused(tmp_path: Path) -> None:
     """Else the last one would silently stand for both."""
     state = {"rng": ShardedObject("rng", 1, (1,), (0,))}
     parts = [write_part(tmp_path, HostCopies().take(dict(state)), rank, _go_on) for rank in range(2)]
-    with pytest.raises(ValueError, match="rng.* is saved by more than one rank"):
+    with pytest.raises(ValueError, match=r"rng.* is saved by more than one rank"):
         write_metadata(tmp_path, parts)
 
 

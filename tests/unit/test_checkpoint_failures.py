@@ -1,0 +1,259 @@
+"""A save that fails costs a warning, never the checkpoint before it: full disk, lost rank, hanging file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_helpers import Ranks, checkpointer, outcome, run_ranks, same, sharded_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from megatron_rl.checkpoint import save as save_module
+from megatron_rl.checkpoint.load import load
+from megatron_rl.checkpoint.publish import CheckpointError, find_corruption, find_latest, read_manifest
+from megatron_rl.checkpoint.save import Published, SaveFailed
+from megatron_rl.checkpoint.shards import write_part
+from megatron_rl.run_dir import RunDir
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def big_state(value: float, mib: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    mine = torch.full((mib * MIB // 4 // world_size,), value)
+    return {"weight": ShardedTensor.from_rank_offsets("weight", mine, (0, rank, world_size))}
+
+
+def intact(folder: Path) -> bool:
+    return find_corruption(folder, read_manifest(folder).files) is None
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in RunDir(folder).checkpoints.iterdir())
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_and_the_run_goes_on(small_disk: Path) -> None:
+    saver = checkpointer(small_disk, keep=1)
+    saver.save(20, big_state(1.0, 4), {})
+    assert isinstance(outcome(saver), Published)
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(10 * MIB))
+
+    saver.save(40, big_state(2.0, 4), {})
+    failed = outcome(saver)
+    assert isinstance(failed, SaveFailed)
+    assert failed.step == 40
+    assert "No space left on device" in str(failed)
+    assert "untouched" in str(failed)
+    assert names(small_disk) == ["latest", "step-000020"]
+    assert find_latest(RunDir(small_disk)).step == 20
+    assert intact(RunDir(small_disk).checkpoint(20))
+
+    ballast.unlink()
+    saver.save(60, big_state(3.0, 4), {})
+    assert isinstance(outcome(saver), Published)
+    assert names(small_disk) == ["latest", "step-000060"]
+
+
+@pytest.mark.parametrize("free_kib", [0, 4, 8, 16, 24])
+def test_a_disk_that_fills_up_among_the_small_files_is_no_different(small_disk: Path, free_kib: int) -> None:
+    """Space for the shards, or for some of common.pt, .metadata, manifest.json and `latest`, but not for all."""
+    saver = checkpointer(small_disk, keep=1)
+    saver.save(20, sharded_state(1.0), {})
+    assert isinstance(outcome(saver), Published)
+    _fill(small_disk / "ballast", leave=free_kib << 10)
+    saver.save(40, sharded_state(2.0), {})
+    assert isinstance(outcome(saver), SaveFailed)
+    assert names(small_disk) == ["latest", "step-000020"]
+    assert RunDir(small_disk).latest_checkpoint.read_text() == "step-000020\n"
+    assert intact(RunDir(small_disk).checkpoint(20))
+
+
+def test_a_full_disk_at_the_final_save_is_one_clear_error(small_disk: Path) -> None:
+    saver = checkpointer(small_disk)
+    saver.save(20, sharded_state(1.0), {})
+    saver.wait()
+    _fill(small_disk / "ballast", leave=0)
+    saver.save(40, sharded_state(2.0), {})
+    with pytest.raises(CheckpointError, match=r"of step 40, was not saved: No space left.*newest is that of step 20"):
+        saver.wait(final=True)
+
+
+def _fill(ballast: Path, leave: int) -> None:
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+        file.truncate(max(0, file.tell() // 4096 * 4096 - leave))
+
+
+def _full_disk_on_two_ranks(rank: int, world_size: int, folder: Path) -> Any:
+    saver = checkpointer(folder, keep=1)
+    kinds = []
+    for step, mib in ((20, 2), (40, 40), (60, 2)):
+        saver.save(step, big_state(float(step), mib, rank, world_size), {})
+        saver.wait()
+        kinds += [(type(event).__name__, event.step) for event in saver.poll()]
+    return kinds
+
+
+def test_two_ranks_that_fill_the_disk_together_agree_and_go_on(small_disk: Path) -> None:
+    agreed = [("Published", 20), ("SaveFailed", 40), ("Published", 60)]
+    assert run_ranks(small_disk, 2, _full_disk_on_two_ranks, small_disk) == [agreed, agreed]
+    assert names(small_disk) == ["latest", "step-000060"]
+
+
+def _one_rank_fails(rank: int, world_size: int, folder: Path) -> Any:
+    saver = checkpointer(folder)
+    saver.save(20, sharded_state(1.0, rank, world_size), {})
+    saver.wait()
+
+    def broken(*args: Any) -> Any:
+        write_part(*args)
+        raise OSError(errno.EIO, "Input/output error", "the disk of rank 1")
+
+    if rank == 1:
+        save_module.write_part = broken
+    saver.save(40, sharded_state(2.0, rank, world_size), {})
+    saver.wait()
+    return [str(event) if isinstance(event, SaveFailed) else event.step for event in saver.poll()]
+
+
+def test_the_failure_of_any_rank_is_reported_by_rank_0_at_once(tmp_path: Path) -> None:
+    started = time.monotonic()
+    first, second = run_ranks(tmp_path, 2, _one_rank_fails, tmp_path)
+    assert time.monotonic() - started < 30  # not the time-out
+    assert first[0] == second[0] == 20
+    assert "rank 1: Input/output error: the disk of rank 1" in first[1]
+    assert "Input/output error" in second[1]
+    assert find_latest(RunDir(tmp_path)).step == 20
+
+
+def test_a_start_clears_the_sign_of_a_withdrawn_save(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 2, _one_rank_fails, tmp_path)
+    checkpointer(tmp_path)
+    assert names(tmp_path) == ["latest", "step-000020"]
+
+
+def _one_rank_dies(rank: int, world_size: int, folder: Path) -> Any:
+    saver = checkpointer(folder, timeout_s=2)
+    saver.save(20, sharded_state(1.0, rank, world_size), {})
+    saver.wait()
+    saver.poll()
+    if rank == 1:
+        save_module.write_part = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    saver.save(40, sharded_state(2.0, rank, world_size), {})
+    with pytest.raises(CheckpointError, match="waiting for the shards of rank 1"):
+        saver.wait(final=True)
+
+
+def test_a_rank_that_dies_in_a_save_ends_it_at_the_time_out(tmp_path: Path) -> None:
+    codes = Ranks(tmp_path, 2, _one_rank_dies, tmp_path).join(30)
+    assert codes == [0, -signal.SIGKILL]
+    assert find_latest(RunDir(tmp_path)).step == 20
+    assert intact(RunDir(tmp_path).checkpoint(20))
+
+
+def test_a_save_beyond_the_time_out_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any) -> Any:
+        time.sleep(1.1)
+        return write_part(*args)
+
+    monkeypatch.setattr(save_module, "write_part", slow)
+    saver = checkpointer(tmp_path, timeout_s=1)
+    saver.save(20, sharded_state(1.0), {})
+    failed = outcome(saver)
+    assert isinstance(failed, SaveFailed)
+    assert "not done within save.timeout_s = 1 s" in failed.reason
+    assert names(tmp_path) == []
+
+
+def test_a_write_that_hangs_blocks_the_loop_no_longer_than_the_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system whose server is away. The memory being written is not reused meanwhile, and once
+    the server is back the run saves again."""
+    back = Event()
+
+    def hangs(*args: Any) -> Any:
+        back.wait(20)
+        return write_part(*args)
+
+    monkeypatch.setattr(save_module, "write_part", hangs)
+    monkeypatch.setattr(save_module, "GRACE_S", 0.1)
+    saver = checkpointer(tmp_path, timeout_s=1)
+    saver.save(20, sharded_state(1.0), {})
+    started = time.monotonic()
+    saver.save(40, sharded_state(2.0), {})
+    assert time.monotonic() - started < 3
+    assert [(event.step, "hang" in event.reason) for event in saver.poll()] == [(20, True), (40, True)]
+    back.set()
+    limit = time.monotonic() + 10
+    while not saver.wait() and time.monotonic() < limit:
+        time.sleep(0.01)
+    saver.poll()
+    saver.save(60, sharded_state(3.0), {})
+    assert isinstance(outcome(saver), Published)
+    state, _ = load(RunDir(tmp_path).checkpoint(60), sharded_state(0.0))
+    assert same(state["model"]["split"], sharded_state(3.0)["model"]["split"].data)
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = Event()
+
+    def held(*args: Any) -> Any:
+        go_on.wait(20)
+        return write_part(*args)
+
+    monkeypatch.setattr(save_module, "write_part", held)
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    assert saver.poll() == []  # under way, and poll does not wait
+    go_on.set()
+    saver.save(40, sharded_state(2.0), {})
+    saver.wait(final=True)
+    assert [event.step for event in saver.poll()] == [20, 40]
+
+
+def test_a_fault_of_the_program_is_raised_not_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*args: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(save_module, "write_part", faulty)
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    with pytest.raises(ZeroDivisionError):
+        saver.wait()
