@@ -81,7 +81,7 @@ def _telling(moments: list[str]) -> list[int]:
     """Numbers of all moments but most writes: torch makes dozens of small ones per tensor, all alike."""
     writes = [number for number, event in enumerate(moments, 1) if event == "write"]
     others = [number for number, event in enumerate(moments, 1) if event != "write"]
-    assert len(others) > 5
+    assert len(others) >= 5
     return sorted({*others, *writes[:: max(1, len(writes) // 5)]})
 
 
@@ -101,7 +101,7 @@ def test_a_lone_rank_may_die_at_any_moment(tmp_path: Path, again: int) -> None:
 @pytest.mark.parametrize("doomed", [0, 1])
 def test_one_of_two_ranks_may_die_at_any_moment(tmp_path: Path, doomed: int) -> None:
     moments = run_ranks(tmp_path, 2, _two_saves, tmp_path / "whole", 40, doomed, 0)[doomed]
-    for fatal in _telling(moments)[::4]:
+    for fatal in _telling(moments)[1 :: max(1, len(_telling(moments)) // 3)]:
         folder = tmp_path / f"killed-{fatal}"
         assert Ranks(tmp_path, 2, _two_saves, folder, 40, doomed, fatal).join()[doomed] == -signal.SIGKILL
         _check_what_the_next_start_finds(folder, {20, 40})
