@@ -65,9 +65,6 @@ def install_patches() -> None:
     for name in _MODULES_NAMING_CUDA:
         _replace(name, "torch", _CpuTorch())
     _patch_tensor_type()
-    # torch.Tensor.cuda: DistributedOptimizer gathers its state for a checkpoint through it (0.16.1
-    # distrib_optimizer.py:1089).
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _replace(module_name: str, attribute: str, value: object) -> None:

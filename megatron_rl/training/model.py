@@ -70,6 +70,7 @@ def transformer_config(model: Model, platform: Platform) -> TransformerConfig:
         add_qkv_bias=model.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        calculate_per_token_loss=True,  # DDP sums gradients: the loss is already weighted for the global batch
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **platform.transformer_overrides,

@@ -61,7 +61,7 @@ class PolicyOptimizer:
         )
         for part in self._parts():
             if isinstance(part, DistributedOptimizer):
-                _load_without_step(part)
+                _keep_step(part)
 
     def _parts(self) -> list[Any]:
         return self.megatron.chained_optimizers
@@ -94,10 +94,12 @@ class PolicyOptimizer:
                     # Without a `step` per parameter, which torch's Adam makes in its first update, there is
                     # nothing to load into.
                     part._init_optimizer_states_with_dummy_values()
+        # Every rank saves its own shards: no communication, no gathering on one rank.
         return self.megatron.sharded_state_dict(
-            model_state, is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+            model_state, is_loading=loading, metadata={"distrib_optim_sharding_type": "dp_reshardable"}
         )
 
+    @torch.no_grad()  # the shards are views of the weights
     def load_state(self, state: dict[str, Any]) -> None:
         self.megatron.load_state_dict(state)
         for part in self._parts():
@@ -127,15 +129,16 @@ def unshare_step(adam: torch.optim.Optimizer) -> None:
             state["step"] = state["step"].clone()
 
 
-def _load_without_step(part: DistributedOptimizer) -> None:
-    """Let a shard load although it carries no `step`, which torch's Adam keeps per parameter and megatron-core
-    saves once per parameter group: `_set_main_param_and_optimizer_states` would raise KeyError on it."""
+def _keep_step(part: DistributedOptimizer) -> None:
+    """Let shards load without touching `step`, which torch's Adam keeps per parameter and megatron-core saves once
+    per parameter group: `_set_main_param_and_optimizer_states` (0.16.1 and 0.19.2) copies it from the shard too,
+    which has none (KeyError) or that of the process that loads."""
     original = part._set_main_param_and_optimizer_states
 
     def load(model_param: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
         group, order = part.model_param_group_index_map[model_param]
         main_param = part.optimizer.param_groups[group]["params"][order]
         state = part.optimizer.state[main_param]
-        original(model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+        original(model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
 
     part._set_main_param_and_optimizer_states = load

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.checkpoint.load import load
+from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
@@ -46,9 +47,11 @@ class Run:
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """What a checkpoint holds as tensors, in megatron-core's sharded form."""
         model = self.policy.sharded_state_dict()
+        return {"model": model, "optimizer": self.optimizer.sharded_state(model, loading=loading), "rng": self._rng()}
+
+    def _rng(self) -> ShardedObject:
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        rng = ShardedObject("rng", self.platform.rng_state(), (size,), (rank,))
-        return {"model": model, "optimizer": self.optimizer.sharded_state(model, loading=loading), "rng": rng}
+        return ShardedObject("rng", self.platform.rng_state(), (size,), (rank,))
 
     def progress(self) -> dict[str, int]:
         """What a checkpoint holds as numbers."""
@@ -65,11 +68,16 @@ class Run:
         return evaluate(self.environment, self.engine, self.config.sampling, self.group, self.platform.device)
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of this run. Collective."""
-        state, progress = load(checkpoint, self.sharded_state(loading=True))
+        """Go on from a checkpoint of this run, written by any number of ranks. Collective."""
+        wanted = self.sharded_state(loading=True)
+        if read_manifest(checkpoint).world_size != dist.get_world_size():
+            # The states are those of other ranks. Nothing that training draws rests on them: see inference/randomness.
+            del wanted["rng"]
+        state, progress = load(checkpoint, wanted)
         self.policy.load_state_dict(state["model"])
         self.optimizer.load_state(state["optimizer"])
-        self.platform.set_rng_state(state["rng"])
+        if "rng" in state:
+            self.platform.set_rng_state(state["rng"])
         self.step = progress["step"]
         self.next_ordinal = progress["next_ordinal"]
         self.trainer.policy_version = self.engine.policy_version = progress["policy_version"]
