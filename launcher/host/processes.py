@@ -29,7 +29,7 @@ class RankProcess:
 
     def __init__(self, rank: int, command: List[str], env: Dict[str, str], log: str) -> None:
         self.rank = rank
-        self._code = None  # type: Optional[int]
+        self._code: Optional[int] = None
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 command,

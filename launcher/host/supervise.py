@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from types import FrameType
-from typing import Any, Dict, List, NamedTuple, Optional  # noqa: F401 - Dict: type comments
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from launcher.host.lock import RunIsOwned, RunLock
 from launcher.host.processes import RankProcess, start_time
@@ -35,7 +35,12 @@ TICK = 0.1  # seconds between looks at ranks, owner and drain file
 REMIND = 2.0  # seconds between SIGUSR1s: a rank that is still importing ignores it, a later one finds its handler
 LEAVE_LIMIT = 60.0  # seconds that the other ranks have once the first one left in order
 
-Ultimatum = NamedTuple("Ultimatum", [("at", float), ("reason", str)])  # unix time
+
+class Ultimatum(NamedTuple):
+    """The ranks must be gone at `at` (unix time)."""
+
+    at: float
+    reason: str
 
 
 class Supervisor:
@@ -45,12 +50,12 @@ class Supervisor:
         self.run = run
         self.attempt = attempt
         self.options = options
-        self.ranks = []  # type: List[RankProcess]
-        self.exits = {}  # type: Dict[int, int]
+        self.ranks: List[RankProcess] = []
+        self.exits: Dict[int, int] = {}
         self.own_exits = self.exits  # those before we began to end ranks: only these say anything about a rank
-        self.signal = None  # type: Optional[str]
-        self.drain = None  # type: Optional[Dict[str, Any]]
-        self.ultimatum = None  # type: Optional[Ultimatum]
+        self.signal: Optional[str] = None
+        self.drain: Optional[Dict[str, Any]] = None
+        self.ultimatum: Optional[Ultimatum] = None
         self.reminded_at = 0.0
         self.terminated = False
 

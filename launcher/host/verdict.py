@@ -22,15 +22,14 @@ EXIT_CODES = {
     MISCONFIGURED: EXIT_CONFIG,
 }
 
-Verdict = NamedTuple(
-    "Verdict",
-    [
-        ("outcome", str),
-        ("step", Optional[int]),  # steps that are safe (finished, drained) or where it happened
-        ("error", Optional[str]),  # one line
-        ("rank", Optional[int]),  # whose error it is
-    ],
-)
+
+class Verdict(NamedTuple):
+    """How an attempt ended."""
+
+    outcome: str
+    step: Optional[int]  # safe on disk (finished, drained), or where it happened
+    error: Optional[str]  # one line
+    rank: Optional[int]  # whose error it is
 
 
 def judge(

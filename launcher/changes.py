@@ -1,0 +1,60 @@
+"""Pure: in what two configurations of one run differ, and whether a run may go on with the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from megatron_rl.config import RunConfig
+
+CHANGEABLE = (
+    "training.steps",
+    "evaluation.every",
+    "save.*",
+    "logging.*",
+    "optimizer.learning_rate",
+    "optimizer.min_learning_rate",
+    "optimizer.warmup_steps",
+    "optimizer.decay",
+    "grpo.kl_beta",
+)
+"""What `mrl-submit --change` may alter in a run that has begun; documented in its --help. `grpo.kl_beta` may also
+go from 0 to more and back: the reference model is the run's initial weights, whenever it is first needed."""
+
+FREE = ("cluster",)
+"""Where a run goes on is no property of the run."""
+
+
+class Change(NamedTuple):
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def allowed(self) -> bool:
+        return any(fnmatchcase(self.key, pattern) for pattern in CHANGEABLE)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+
+def changes(old: RunConfig, new: RunConfig) -> list[Change]:
+    """Every key with another value, in the order of the recipe; a key that only one side has counts as None."""
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    keys = [*before, *(key for key in after if key not in before)]
+    return [
+        Change(key, before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) != after.get(key) and key not in FREE
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

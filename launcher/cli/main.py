@@ -1,0 +1,26 @@
+"""mrl: everything around a run but its submission. Each command is one file here, loaded when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+COMMANDS = ("environments",)
+"""Modules of launcher.cli that hold a click command named `command`."""
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"launcher.cli.{name}").command
+        return command
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """GRPO post-training of Megatron models: look after runs. `mrl-submit` starts them."""
