@@ -142,8 +142,11 @@ class Supervisor:
             self.terminated = True
             self.own_exits = dict(self.exits)
             self._send(signal.SIGTERM)
-        elif now >= ultimatum.at + self.options.grace:
+        elif self._hurried() or now >= ultimatum.at + self.options.grace:
             self._send(signal.SIGKILL)
+
+    def _hurried(self) -> bool:
+        return self.drain is not None and self.drain["deadline"] <= self.drain["at"]
 
     def _send(self, signum: int) -> None:
         for process in self.ranks:

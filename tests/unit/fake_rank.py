@@ -50,6 +50,8 @@ def train(steps: int, seconds: float) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: drained.append(True))
     first = len([line for line in read_json_lines(run.metrics) if line["step"] > 0]) + 1
     step = first - 1
+    if rank == 0 and first == 1:
+        append_json_line(run.evaluations, {"step": 0, "eval/held_out/greedy_accuracy": 0.0})
     for step in range(first, steps + 1):
         if drained:
             step -= 1
@@ -58,11 +60,10 @@ def train(steps: int, seconds: float) -> None:
             write_json(attempt.progress, {"phase": "training", "step": step, "steps": steps})
             line = {"step": step, "mean_reward": step / steps, "loss": 0.1, "throughput/tokens_per_s": 1000.0}
             line["time/step_s"] = seconds
-            if step in (first, steps):
-                line["eval/held_out/greedy_accuracy"] = step / steps
             append_json_line(run.metrics, line)
         time.sleep(seconds)
     if rank == 0:
+        append_json_line(run.evaluations, {"step": step, "eval/held_out/greedy_accuracy": step / steps})
         write_json(attempt.outcome, {"outcome": "drained" if drained else "finished", "step": step})
     sys.exit(75 if drained else 0)
 

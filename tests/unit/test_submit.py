@@ -1,0 +1,211 @@
+"""mrl-submit from end to end, through submitit, with ranks that only pretend to train."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.host.lock import owner_of
+from launcher.host.processes import start_time
+from megatron_rl.run_dir import RunDir, read_json, read_json_lines
+
+DRIVER = """
+import sys
+from launcher.backends import local
+local.RANK_COMMAND[:] = [sys.executable, {fake!r}, {script!r}]
+from launcher.cli.submit import main
+sys.argv[0] = "mrl-submit"
+main()
+"""
+FAKE = str(Path(__file__).with_name("fake_rank.py"))
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start mrl-submit in an empty directory, in a process group of its own as a shell would."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    started: list[subprocess.Popen] = []
+
+    def submit(script: str, *arguments: str, **options) -> subprocess.Popen:
+        command = [sys.executable, "-c", DRIVER.format(fake=FAKE, script=script), *arguments]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        started.append(subprocess.Popen(command, **{**streams, **options}))
+        return started[-1]
+
+    yield submit
+    for process in started:
+        process.kill()
+        process.wait()
+    for lock in tmp_path.rglob(".lock"):
+        wait_for(lambda lock=lock: owner_of(lock) is None)
+
+
+def wait_for(what: Callable[[], object], limit: float = 20) -> None:
+    deadline = time.monotonic() + limit
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def rank_pids(root: str, attempt: int = 1) -> list[int]:
+    folder = RunDir(root).attempt(attempt).folder
+    wait_for(lambda: all((folder / f"pid.{rank}").exists() for rank in range(2)))
+    wait_for(lambda: len(read_json_lines(RunDir(root).metrics)) > 2)
+    return [int((folder / f"pid.{rank}").read_text()) for rank in range(2)]
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+def test_a_run_from_start_to_end(submit, tmp_path):
+    code, output = finish(submit("train", "demo", "training.steps=5"))
+    assert code == 0, output
+    (root,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"demo-\d{8}-\d{6}", root.name)
+    assert "step 5/5" in output or "step 1/5" in output
+    assert "finished: 5 steps" in output
+    assert "mean reward:     0.600 (first 5 steps) -> 0.600 (last 5)" in output
+    assert "greedy accuracy: 0.000 -> 1.000 on held_out" in output
+    assert f"tensorboard --logdir {root.relative_to(tmp_path)}/tensorboard" in output
+    assert RunDir(root).done.exists()
+    assert not list((tmp_path / "tmp").iterdir()), "submitit's files are gone"
+
+
+def test_a_crash_shows_the_error_and_the_log(submit):
+    code, output = finish(submit("train,crash", "demo", "--run-dir", "r"))
+    assert code == 1
+    assert "failed: rank 1 in step 3 (training): RuntimeError: boom" in output
+    assert "  | Traceback (most recent call last):" in output
+    assert "log: r/logs/attempt-001/train.1.log" in output
+    assert "resume:      mrl-submit demo --run-dir r" in output
+
+
+def test_a_crash_without_a_word_shows_the_end_of_the_log(submit):
+    code, output = finish(submit("liar,segfault", "demo", "--run-dir", "r"))
+    assert code == 1
+    assert "failed: rank 1: it was killed by SIGSEGV" in output
+    assert "  | rank 1 is here" in output
+
+
+def test_a_configuration_that_the_ranks_refuse_is_bad_input(submit):
+    code, output = finish(submit("misconfigured", "demo", "--run-dir", "r"))
+    assert code == 2
+    assert "ConfigurationError: no such tokenizer" in output
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_is_saved_and_its_hint_resumes_it(submit, signum, monkeypatch):
+    process = submit("long", "demo", "--run-dir", "r", "training.seed=3")
+    rank_pids("r")
+    os.killpg(process.pid, signum)  # as a terminal does: the whole process group gets it
+    code, output = finish(process)
+    assert code == 130
+    assert read_json(RunDir("r").attempt(1).outcome)["outcome"] == "drained"
+    if signum == signal.SIGHUP:
+        assert "saved" not in output, "there is no terminal to say it to"
+        return
+    hint = output.partition("resume:")[2].strip()
+    assert hint == "mrl-submit demo training.seed=3 --run-dir r"
+
+    steps = read_json_lines(RunDir("r").metrics)[-1]["step"]
+    monkeypatch.setenv("FAKE_STEPS", str(steps + 3))
+    code, output = finish(submit("train", *shlex.split(hint)[1:]))
+    assert code == 0, output
+    assert "attempt 2" in output
+    code, output = finish(submit("crash", *shlex.split(hint)[1:]))
+    assert (code, "already finished" in output) == (0, True)
+
+
+def test_a_second_ctrl_c_kills(submit):
+    process = submit("stubborn", "demo", "--run-dir", "r")
+    folder = RunDir("r").attempt(1).folder
+    wait_for(lambda: (folder / "pid.1").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    wait_for(lambda: (folder / "drain.json").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 1
+    assert "killing the ranks" in output
+    assert start_time(int((folder / "pid.1").read_text())) is None
+
+
+def test_a_killed_mrl_submit_takes_nothing_with_it_but_leaves_nothing_running(submit):
+    process = submit("long", "demo", "--run-dir", "r")
+    pids = rank_pids("r")
+    process.kill()
+    wait_for(lambda: not any(map(start_time, pids)))
+    wait_for(lambda: len(read_json_lines(RunDir("r").attempts_ledger)) == 2)
+    assert read_json_lines(RunDir("r").attempts_ledger)[-1]["outcome"] == "drained"
+
+
+def test_a_detached_run_lives_on_and_holds_no_pipe(submit):
+    code, output = finish(submit("long", "demo", "--run-dir", "r", "--detach"))
+    assert code == 0
+    pids = rank_pids("r")
+    time.sleep(0.5)
+    assert all(map(start_time, pids))
+    code, text = finish(submit("long", "demo", "--run-dir", "r"))
+    assert (code, "in use by the supervisor of attempt 1" in text) == (2, True)
+    stop = re.search(r"kill (\d+)", output)
+    os.kill(int(stop[1]), signal.SIGTERM)
+    wait_for(lambda: not any(map(start_time, pids)))
+
+
+def test_a_terminal_sees_a_panel(submit):
+    ours, theirs = pty.openpty()
+    process = submit("train", "demo", "--run-dir", "r", "training.steps=5", stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError:
+        pass  # how a terminal says that nobody writes any more
+    os.close(ours)
+    assert process.wait(timeout=10) == 0
+    assert "╭─" in seen.decode()
+    assert "5/5" in seen.decode()
+
+
+def test_the_users_choice_of_gpus_reaches_the_ranks(submit, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    code, output = finish(submit("train", "demo", "--run-dir", "r", "training.steps=5", "job.device=cuda"))
+    assert code == 0, output
+    assert read_json(RunDir("r").attempt(1).folder / "env.0.json")["CUDA_VISIBLE_DEVICES"] == "5,3"
+
+
+def test_a_dry_run_writes_nothing(submit, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    code, output = finish(submit("crash", "demo", "--dry-run", "grpo.group_size=8"))
+    assert code == 0
+    assert "group_size: 8" in output
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bad_input_is_one_message_a_problem_and_code_2(submit, tmp_path):
+    code, output = finish(submit("crash", "demo", "grpo.group_sizes=8", "training.stepz=1"))
+    assert code == 2
+    assert output.splitlines() == [
+        "error: override 'grpo.group_sizes=8': grpo.group_sizes: unknown key (did you mean group_size?)",
+        "error: override 'training.stepz=1': training.stepz: unknown key (did you mean steps?)",
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_cluster_is_refused(submit):
+    code, output = finish(submit("crash", "demo", "--cluster", "moon"))
+    assert (code, "'moon' is not known" in output) == (2, True)
