@@ -1,0 +1,100 @@
+"""One rank of mrl in `grpo_step.py`: the real training loop, whose record takes turns with the other side.
+
+python grpo_step_ours.py FOLDER      with size.txt in it; rank 0 writes base.pt and prompts.json there
+"""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from grpo_step_sizes import SIZES
+from grpo_step_turns import Turns
+from grpo_step_weights import as_qwen2, lengthen
+
+from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
+from megatron_rl.platform import select
+from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.train_rl import train
+from megatron_rl.training.attention import packed_layout
+from megatron_rl.training.drain import Drain
+from megatron_rl.training.progress import Progress
+from megatron_rl.training.setup import Run, set_up
+from megatron_rl.training.world import World, die_with_parent
+
+PROMPTS = 4096
+
+
+class TakingTurns(MetricsWriter):
+    """The run's usual record; `look` is the last thing the loop does in a step."""
+
+    def __init__(self, run_dir: RunDir, run: Run, turns: Turns) -> None:
+        super().__init__(run_dir, run.config.logging, None)
+        self._turns = turns
+        self._metrics: Mapping[str, Any] = {}
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().step(step, metrics)
+        self._metrics = metrics
+
+    def look(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        super().look(step, groups)
+        self._turns.step_ended(
+            answer_length=self._metrics["answer_length"],
+            generate_s=self._metrics["time/generate_s"],
+            train_s=self._metrics["time/train_s"],
+            # Of rank 0's answers: its share of the batch stands for all.
+            groups=[
+                (len(group.rollouts[0].prompt_tokens), [len(rollout.tokens) for rollout in group.rollouts])
+                for group in groups
+            ],
+        )
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    die_with_parent()
+    world = World.from_environment()
+    turns = Turns() if world.rank == 0 else None
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    size = SIZES[(folder / "size.txt").read_text(encoding="utf-8")]
+    config = size.config()
+    run_dir = RunDir(folder)
+    attempt = run_dir.attempt(1)
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    platform = select(config.job, world.local_rank)
+    group = world.connect(config.job, platform.backend, attempt.rendezvous)
+    run = set_up(config, platform, group)
+    if size.end_bias:
+        lengthen(run.policy, run.engine.end_token, size.end_bias)
+
+    record: MetricsWriter = NoRecord()
+    if turns is not None:
+        export(run, folder)
+        parameters = sum(parameter.numel() for parameter in run.policy.parameters())
+        turns.ready(parameters=parameters, tokens=run.environment.tokenizer.vocab_size)
+        record = TakingTurns(run_dir, run, turns)
+    train(run, Checkpointer(run_dir, config.save), record, Progress(attempt, shared=world.rank == 0), Drain())
+
+
+@torch.no_grad()
+def export(run: Run, folder: Path) -> None:
+    """What the other side starts from: the same weights, with logits to check them by, and the same prompts."""
+    model, tokenizer = run.config.model, run.environment.tokenizer
+    tokens = torch.randint(tokenizer.vocab_size, (12,), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(len(tokens))
+    logits = run.policy(tokens, positions, packed_layout([positions.tolist()], len(tokens), tokens.device))
+    weights = as_qwen2(run.policy, model, tokenizer.vocab_size)
+    torch.save({"weights": weights, "tokens": tokens, "logits": logits}, folder / "base.pt")
+    problems = (run.driver.stream.problem(ordinal) for ordinal in range(PROMPTS))
+    rows = [{"prompt": problem.prompt, "answer": problem.golden["answer"]} for problem in problems]
+    write_json(folder / "prompts.json", rows)
+
+
+if __name__ == "__main__":
+    main()

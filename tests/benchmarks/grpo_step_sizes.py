@@ -1,0 +1,85 @@
+"""What is measured: three models with their batches, and the arithmetic that a step of them needs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from launcher.recipe import load_recipe
+from megatron_rl.config import Model, RunConfig
+
+# So small that the weights, and with them the lengths of the answers, stay what they were at the start, on both
+# sides and however many steps one of them takes. The arithmetic of an update does not depend on it.
+LEARNING_RATE = 1e-12
+
+FIXED = (
+    f"optimizer.learning_rate={LEARNING_RATE}",
+    "optimizer.decay=constant",
+    "training.steps=1000000",  # whoever holds the contestant decides how many
+    "evaluation.every=0",
+    "environment.args.evaluation_problems=1",
+    "save.every=0",
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    title: str
+    steps: int
+    """Of one turn."""
+    changes: tuple[str, ...] = ()
+    """To the demo's recipe, as on the command line of mrl-submit."""
+    end_bias: float = 0.0
+    """How much smaller the end token's logit is than it is by chance; see `grpo_step_weights.lengthen`."""
+
+    def config(self) -> RunConfig:
+        return load_recipe("demo", FIXED + self.changes).config
+
+
+SIZES = {
+    "demo": Size("the demo", steps=20),
+    "small": Size(
+        "wider and deeper",
+        steps=8,
+        changes=("model.num_layers=4", "model.hidden_size=128", "model.ffn_hidden_size=256"),
+    ),
+    "long": Size(
+        "long-tailed answers",
+        steps=1,
+        changes=(
+            "model.num_layers=6",
+            "model.hidden_size=256",
+            "model.ffn_hidden_size=768",
+            "model.max_position_embeddings=288",
+            "model.init=from-scratch",
+            "environment.args.max_terms=8",
+            "sampling.max_new_tokens=256",
+            "grpo.prompts_per_step=8",
+        ),
+        end_bias=1.2,
+    ),
+}
+
+
+def floating_point_operations(model: Model, tokens: int, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
+    """Least operations of one GRPO step: two per multiply-add, matrix products and attention, nothing else.
+
+    tokens: size of the vocabulary without padding.
+    groups: (prompt length, answer lengths) of each group.
+
+    A group's prompt needs one forward, and so does each token of an answer but the last, which predicts nothing;
+    the logits are needed once per answer token. Query i attends to i + 1 keys. Generation is one such forward;
+    training a second one (on policy it gives the old log-probs too) and a backward of twice its work.
+    """
+    head_size = model.hidden_size // model.num_attention_heads
+    qkv = model.hidden_size * (model.hidden_size + 2 * model.num_query_groups * head_size)
+    layer = qkv + model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size
+    forward = 0.0
+    for prompt, answers in groups:
+        places = prompt + sum(length - 1 for length in answers)
+        seen = _triangle(prompt) + sum(_triangle(prompt + n - 1) - _triangle(prompt) for n in answers)
+        forward += model.num_layers * (2 * layer * places + 4 * model.hidden_size * seen)
+        forward += 2 * model.hidden_size * tokens * sum(answers)
+    return forward * (1 + 3)
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
