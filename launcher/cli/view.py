@@ -63,7 +63,8 @@ class PlainView(View):
             self._phase = status.phase
             self.say(f"[{clock(now - self._began)}] {status.phase}")
         fresh = status.step != self._shown_step and status.rows
-        if fresh and (status.step >= self._shown_step + LINE_EVERY_STEPS or now >= self._shown_at + LINE_EVERY_S):
+        due = status.step >= self._shown_step + LINE_EVERY_STEPS or now >= self._shown_at + LINE_EVERY_S
+        if fresh and (due or status.step == status.steps):
             self._shown_step, self._shown_at = status.step, now
             self.say(step_line(status))
 

@@ -76,7 +76,7 @@ def test_a_run_from_start_to_end(submit, tmp_path):
     assert code == 0, output
     (root,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"demo-\d{8}-\d{6}", root.name)
-    assert "step 5/5" in output or "step 1/5" in output
+    assert "step 5/5  reward 1.000  loss 0.1000  1,000 tokens/s" in output
     assert "finished: 5 steps" in output
     assert "mean reward:     0.600 (first 5 steps) -> 0.600 (last 5)" in output
     assert "greedy accuracy: 0.000 -> 1.000 on held_out" in output
