@@ -1,0 +1,108 @@
+"""A run that resumes draws the curve of one that was never interrupted: real model, real optimizers, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import checkpointer, run_ranks
+from megatron.core import parallel_state
+
+from megatron_rl.checkpoint.load import load
+from megatron_rl.config import Job, Model, Optimizer
+from megatron_rl.platform import select
+from megatron_rl.run_dir import RunDir
+from megatron_rl.training.model import build_policy
+from megatron_rl.training.optimizer import PolicyOptimizer
+
+SAVED, LAST = 3, 7
+
+
+class Training:
+    """Updates on a loss that depends on weights, update and rank, so that no error averages out."""
+
+    def __init__(self, rank: int, world_size: int, distributed: bool, dtype: str) -> None:
+        parallel_state.initialize_model_parallel()
+        self.rank, self.world_size = rank, world_size
+        model = Model(
+            num_layers=2,
+            hidden_size=32,
+            ffn_hidden_size=48,
+            num_attention_heads=4,
+            num_query_groups=2,
+            max_position_embeddings=32,
+            vocab_multiple=16,
+            dtype=dtype,
+            init="from-scratch",
+        )
+        torch.manual_seed(1)
+        self.policy = build_policy(model, 16, select(Job(device="cpu")))
+        # Without clipping: the norm is summed over shards, so its last bit would depend on the number of ranks.
+        config = Optimizer(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=distributed)
+        self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
+
+    def update(self, number: int) -> str:
+        """Weights after it, digested."""
+        self.optimizer.zero_grad()
+        loss = torch.zeros(())
+        for index, weight in enumerate(self.policy.parameters()):
+            # Of one rank's draw, whatever the number of ranks: each takes its share of it.
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(100 * number + index))
+            loss = loss + ((weight.float() - 0.1 * noise) ** 2 * noise).sum() / self.world_size
+        loss.backward()
+        assert self.optimizer.update(number).applied
+        digest = hashlib.sha256()
+        for weight in self.policy.parameters():
+            digest.update(weight.detach().float().numpy().tobytes())
+        return digest.hexdigest()
+
+    def state(self, loading: bool) -> dict[str, Any]:
+        model = self.policy.sharded_state_dict()
+        return {"model": model, "optimizer": self.optimizer.sharded_state(model, loading=loading)}
+
+
+def _undisturbed(rank: int, world_size: int, folder: Path, distributed: bool, dtype: str) -> list[str]:
+    training = Training(rank, world_size, distributed, dtype)
+    saver = checkpointer(folder)
+    digests = []
+    for number in range(LAST):
+        digests.append(training.update(number))
+        if number + 1 == SAVED:
+            saver.save(SAVED, training.state(loading=False), {})  # goes on behind the next updates
+    saver.wait(final=True)
+    return digests[SAVED:]
+
+
+def _resumed(
+    rank: int, world_size: int, folder: Path, distributed: bool, dtype: str, with_optimizer: bool = True
+) -> list[str]:
+    training = Training(rank, world_size, distributed, dtype)
+    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state(loading=True))
+    training.policy.load_state_dict(state["model"])
+    if with_optimizer:
+        training.optimizer.load_state(state["optimizer"])
+    return [training.update(number) for number in range(SAVED, LAST)]
+
+
+@pytest.mark.parametrize(("distributed", "dtype"), [(True, "fp32"), (True, "bf16"), (False, "fp32")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_equals_undisturbed(tmp_path: Path, ranks: int, distributed: bool, dtype: str) -> None:
+    undisturbed = run_ranks(tmp_path, ranks, _undisturbed, tmp_path, distributed, dtype)
+    assert len(set(undisturbed[0])) == LAST - SAVED
+    assert run_ranks(tmp_path, ranks, _resumed, tmp_path, distributed, dtype) == undisturbed
+
+
+def test_the_comparison_sees_an_optimizer_that_was_not_loaded(tmp_path: Path) -> None:
+    undisturbed = run_ranks(tmp_path, 1, _undisturbed, tmp_path, True, "fp32")
+    assert run_ranks(tmp_path, 1, _resumed, tmp_path, True, "fp32", False) != undisturbed
+
+
+@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 2), (2, 1)])
+def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
+    """The loss is the same for all ranks, and halving and adding halves is exact: so the bits are the same too."""
+    (undisturbed, *_) = run_ranks(tmp_path, save_ranks, _undisturbed, tmp_path, True, "fp32")
+    for resumed in run_ranks(tmp_path, load_ranks, _resumed, tmp_path, True, "fp32"):
+        assert resumed == undisturbed
