@@ -153,15 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _leave(attempt: Attempt, world: World, progress: Progress, error: Exception) -> None:
     """Say what happened where, then exit without another word to the other ranks."""
-    code = EXIT_CONFIG if isinstance(error, ConfigurationError) else EXIT_CRASHED
-    trace = "".join(traceback.format_exception(error))
-    logger.error("rank %d failed in step %d (%s)\n%s", world.rank, progress.step, progress.phase, trace)
+    misconfigured = isinstance(error, ConfigurationError)  # its message is all the user needs
+    trace = "" if misconfigured else "".join(traceback.format_exception(error))
+    line = f"{type(error).__name__}: {error}".partition("\n")[0]
+    logger.error("rank %d failed in step %d (%s): %s\n%s", world.rank, progress.step, progress.phase, line, trace)
+    code = EXIT_CONFIG if misconfigured else EXIT_CRASHED
     fields: dict[str, Any] = {
         "rank": world.rank,
         "host": socket.gethostname(),
         "step": progress.step,
         "phase": progress.phase,
-        "error": f"{type(error).__name__}: {error}".partition("\n")[0],
+        "error": line,
         "traceback": trace,
         "exit_code": code,
     }

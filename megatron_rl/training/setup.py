@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.checkpoint.load import load
-from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
@@ -92,7 +91,7 @@ def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup) -> R
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     policy = initial_policy(config, environment, tokenizer, platform, writer=dist.get_rank() == 0)
-    reference = copy.deepcopy(policy).requires_grad_(False) if config.grpo.kl_beta > 0 else None
+    reference = frozen_copy(policy, config, tokenizer, platform) if config.grpo.kl_beta > 0 else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
@@ -100,6 +99,13 @@ def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup) -> R
     trainer = Trainer(policy, optimizer, reference, config, platform, group)
     torch.manual_seed(config.training.seed)
     return Run(config, platform, group, environment, policy, optimizer, engine, driver, trainer)
+
+
+def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:
+    """The same weights in a model of its own, without gradients."""
+    copy = build_policy(config.model, tokenizer.vocab_size, platform)
+    copy.load_state_dict(policy.state_dict())
+    return copy.requires_grad_(False)
 
 
 def initial_policy(
@@ -113,6 +119,9 @@ def initial_policy(
         supervised.teach(policy, config, environment, tokenizer, platform, writer=writer)
     elif model.init == "checkpoint":
         assert model.checkpoint is not None  # checked by the configuration
-        state, _ = load(Path(model.checkpoint), {"model": policy.sharded_state_dict()})
+        try:
+            state, _ = load(Path(model.checkpoint), {"model": policy.sharded_state_dict()})
+        except CheckpointError as error:
+            raise ConfigurationError(f"model.checkpoint: {error}") from error
         policy.load_state_dict(state["model"])
     return policy
