@@ -77,5 +77,6 @@ def results(status: Status) -> list[str]:
             f"mean reward:     {mean(first):.3f} (first {len(first)} steps) -> {mean(last):.3f} (last {len(last)})"
         )
     for name, (before, after) in sorted(status.accuracies().items()):
-        lines.append(f"greedy accuracy: {before:.3f} -> {after:.3f} on {name}")
+        trained = f" -> {after:.3f}" if len(status.evaluations) > 1 else " before training"
+        lines.append(f"greedy accuracy: {before:.3f}{trained} on {name}")
     return lines
