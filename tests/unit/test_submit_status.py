@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def test_the_phase_is_what_rank_0_last_said(tmp_path: Path):
     attempt = run.attempt(1)
     reader = Reader(run, attempt, steps=10)
     assert reader.poll().phase == "starting"
-    os.makedirs(attempt.folder)
+    attempt.folder.mkdir(parents=True)
     write_json(attempt.progress, {"phase": "evaluating", "step": 0})
     assert reader.poll().phase == "evaluating"
 
