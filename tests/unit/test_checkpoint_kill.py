@@ -82,7 +82,7 @@ def _telling(moments: list[str]) -> list[int]:
     writes = [number for number, event in enumerate(moments, 1) if event == "write"]
     others = [number for number, event in enumerate(moments, 1) if event != "write"]
     assert len(others) >= 5
-    return sorted({*others, *writes[:: max(1, len(writes) // 5)]})
+    return sorted({*others, *writes[:: max(1, len(writes) // 3)]})
 
 
 @pytest.mark.parametrize("again", [40, 20])
