@@ -51,7 +51,7 @@ class Turns:
 
 
 class ContestantFailed(RuntimeError):
-    """A contestant ended or did not answer in time; the message says where its output is."""
+    """A contestant ended or did not answer in time; the message ends with the last it said."""
 
 
 class Contestant:
@@ -67,13 +67,14 @@ class Contestant:
         threads: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts `ranks` processes `python script folder` with `threads` threads each, and with RANK, LOCAL_RANK and
-        WORLD_SIZE where they are several."""
+        """Starts `ranks` processes `python script folder` with `threads` threads each, and with RANK,
+        WORLD_SIZE and the like where they are several."""
         self.name = name
         self._logs = [folder / f"{name.replace(' ', '-')}.{rank}.log" for rank in range(ranks)]
         self._processes = []
         for rank, log in enumerate(self._logs):
-            world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            world = {name: str(number) for name, number in place.items()} if ranks > 1 else {}
             variables = {
                 "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads),
@@ -85,8 +86,8 @@ class Contestant:
                     subprocess.Popen(
                         [sys.executable, script, folder],
                         env=os.environ | variables | world | dict(environment or {}),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
+                        stdin=subprocess.DEVNULL if rank else subprocess.PIPE,
+                        stdout=output if rank else subprocess.PIPE,
                         stderr=output,
                         text=True,
                     )
