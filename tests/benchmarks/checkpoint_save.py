@@ -4,6 +4,9 @@
 
 One rank, the same tensors for all, turns interleaved, medians. The first save of the process is told apart: there
 megatron-core starts its helper processes and we touch the host memory for the first time.
+
+On a CPU megatron-core's async save copies nothing: it forks, and the kernel copies the pages that training changes.
+On a GPU it copies like ours.
 """
 
 from __future__ import annotations
