@@ -17,6 +17,10 @@ from megatron_rl.rollout.pipeline import RolloutBatch
 from megatron_rl.training.optimizer import Update
 
 
+class AllAnswersLost(RuntimeError):
+    """Nothing of a step could be scored: the environment is broken, and going on would train on nothing."""
+
+
 class StepReport:
     """Clocks and tallies of one step on one rank."""
 
@@ -43,8 +47,13 @@ class StepReport:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> dict[str, Any]:
-        """The step's line for metrics.jsonl, the same on every rank. Collective."""
+        """The step's line for metrics.jsonl, the same on every rank. Collective.
+
+        Raises AllAnswersLost.
+        """
         total = self.tally.reduce(group, device)
+        if not total["answers"]:
+            raise AllAnswersLost(f"no answer of step {self.step} could be scored: {failures_by_reason(batch, group)}")
         seconds = time.perf_counter() - self._started
         metrics: dict[str, Any] = {
             **rollout_metrics(total),
@@ -70,8 +79,6 @@ class StepReport:
 def rollout_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """What the answers looked like, from the reduced tally of `Trainer.train`."""
     answers = total["answers"]
-    if not answers:
-        return {"failed_rollouts": total["failed"]}
     mean = total["reward"] / answers
     return {
         "mean_reward": mean,
