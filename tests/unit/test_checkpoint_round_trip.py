@@ -163,7 +163,7 @@ def test_a_hole_between_the_parts_is_refused(tmp_path: Path) -> None:
     third = ShardedTensor.from_rank_offsets("weight", torch.zeros(4), (0, 0, 3))
     another = ShardedTensor.from_rank_offsets("weight", torch.zeros(4), (0, 2, 3))
     parts = [write_part(tmp_path, HostCopies().take({"w": w}), rank, _go_on) for rank, w in enumerate([third, another])]
-    with pytest.raises(ValueError, match="invalid fill|global plan"):
+    with pytest.raises(ValueError, match=r"invalid fill|global plan"):
         write_metadata(tmp_path, parts)
 
 
