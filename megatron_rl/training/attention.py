@@ -100,25 +100,27 @@ def packed_layout(sequences: Sequence[Sequence[int]], tokens: int, device: torch
     """Layout of sequences given as places of packed tokens; every packed token is in at least one of them.
 
     Lengths are rounded up to a common grid (an eighth of the next power of two), so that many different
-    lengths make few buckets and at most an eighth of the attention is padding.
+    lengths make few buckets and less than a fifth of a bucket is padding.
     """
     by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
     for places in sequences:
         by_length[bucket_length(len(places))].append(places)
-    rows: list[Tensor] = []
-    outputs = torch.empty(tokens, dtype=torch.long)
     buckets = []
+    read: list[int] = []  # packed tokens ...
+    places_read: list[int] = []  # ... and where their results stand
     start = 0
     for length, members in sorted(by_length.items()):
         flat: list[int] = []
         for places in members:
+            read.extend(places)
+            # Not those of the padding, which stands for a real token but has seen all that follow it.
+            places_read.extend(range(start + len(flat), start + len(flat) + len(places)))
             flat.extend(places)
             flat.extend([places[0]] * (length - len(places)))
-        index = torch.tensor(flat, dtype=torch.long)
-        outputs[index] = torch.arange(start, start + len(flat))
-        rows.append(index)
-        buckets.append(Bucket(index.to(device), length))
+        buckets.append(Bucket(torch.tensor(flat, dtype=torch.long, device=device), length))
         start += len(flat)
+    outputs = torch.empty(tokens, dtype=torch.long)
+    outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(places_read, dtype=torch.long)
     return PackedLayout(tuple(buckets), outputs.to(device))
 
 

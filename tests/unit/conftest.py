@@ -1,0 +1,31 @@
+"""One megatron-core world of one rank, shared by all tests of a process that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def platform() -> Any:
+    from megatron_rl.config import Job
+    from megatron_rl.platform import select
+
+    return select(Job(device="cpu", gpus_per_node=1, threads_per_rank=1))
+
+
+@pytest.fixture(scope="session")
+def group(platform: Any) -> Iterator[Any]:
+    """The data-parallel group of the one rank."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield parallel_state.get_data_parallel_group()
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

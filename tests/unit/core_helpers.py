@@ -1,0 +1,195 @@
+"""What the tests of the numerical core share: a tiny policy, rollouts that look sampled, and the same model in
+`transformers`, whose forward is the independent witness."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.agent.api import Problem, Rollout, RolloutGroup
+from megatron_rl.config import Model, RunConfig
+from megatron_rl.platform import Platform
+from megatron_rl.rollout.pipeline import RolloutBatch
+from megatron_rl.training.attention import packed_layout
+from megatron_rl.training.model import Policy, build_policy
+from megatron_rl.training.setup import Run, set_up
+
+CPU = torch.device("cpu")
+ALPHABET = "0123456789+-="
+VOCAB = len(ALPHABET) + 2  # end-of-text and padding
+END = len(ALPHABET)
+PADDED_VOCAB = 16
+
+
+def tiny_model(**fields: Any) -> Model:
+    return Model(
+        **{
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "max_position_embeddings": 48,
+            "vocab_multiple": PADDED_VOCAB,
+            "rope_base": 10000.0,
+            "layernorm_epsilon": 1e-6,
+            "tied_embeddings": True,
+            "dtype": "fp32",
+            "init": "from-scratch",
+            **fields,
+        }
+    )
+
+
+def tiny_run(**sections: dict[str, Any]) -> RunConfig:
+    """A recipe for one rank; `sections` are laid over its sections."""
+    recipe: dict[str, Any] = {
+        "name": "tiny",
+        "job": {"nodes": 1, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
+        "model": tiny_model().model_dump(),
+        "tokenizer": {"type": "characters", "alphabet": ALPHABET},
+        "environment": {"name": "arithmetic", "args": {"evaluation_problems": 8}},
+        "sampling": {"max_new_tokens": 3},
+        "grpo": {"prompts_per_step": 4, "group_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"steps": 4},
+    }
+    for name, fields in sections.items():
+        recipe[name] = recipe.get(name, {}) | fields
+    return RunConfig.model_validate(recipe)
+
+
+def tiny_policy(platform: Platform, model: Model | None = None, scale: float = 0.3) -> Policy:
+    """Random weights, the biases and norms included; `scale` makes its distributions far from uniform."""
+    platform.seed(5)
+    policy = build_policy(model or tiny_model(), VOCAB, platform)
+    stir(policy, scale)
+    return policy
+
+
+def build_run(config: RunConfig, platform: Platform, group: Any) -> Run:
+    """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
+    run = set_up(config, platform, group)
+    stir(run.policy, 0.3)
+    run.optimizer.megatron.reload_model_params()
+    if run.trainer.reference is not None:
+        stir(run.trainer.reference, 0.3, seed=12)
+    return run
+
+
+@torch.no_grad()
+def stir(policy: Policy, scale: float, seed: int = 11) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in policy.parameters():
+        weight += (scale * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+
+
+@torch.no_grad()
+def full_forward(policy: Policy, tokens: Sequence[int]) -> Tensor:
+    """[tokens, vocab] logits of one sequence on its own, no cache and nothing shared."""
+    layout = packed_layout([range(len(tokens))], len(tokens), CPU)
+    return policy(torch.tensor(tokens), torch.arange(len(tokens)), layout)
+
+
+def answer_log_probs(policy: Policy, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """[answer] log-probs of the answer's tokens, by a full forward."""
+    logits = full_forward(policy, [*prompt, *answer])[len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+
+
+# Rollouts
+
+
+def rollout(prompt: list[int], answer: list[int], reward: float = 0.0, **fields: Any) -> Rollout:
+    defaults = {"log_probs": [-1.0] * len(answer), "text": "", "finish_reason": "stop", "policy_version": 0}
+    return Rollout(prompt_tokens=prompt, tokens=answer, reward=reward, **(defaults | fields))
+
+
+def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7) -> list[RolloutGroup]:
+    """Groups of prompts and answers of mixed lengths, with rewards that mostly differ."""
+    draw = random.Random(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return [draw.randrange(VOCAB) for _ in range(draw.randint(low, high))]
+
+    def answer(prompt: list[int]) -> Rollout:
+        answer = tokens(1, longest)
+        cut = len(answer) == longest
+        log_probs = [-draw.uniform(0.1, 4.0) for _ in answer]
+        return rollout(
+            prompt, answer, draw.choice([0.0, 0.5, 1.0]), log_probs=log_probs, finish_reason="length" if cut else "stop"
+        )
+
+    made = []
+    for ordinal in range(groups):
+        prompt = tokens(1, 9)
+        made.append(RolloutGroup(ordinal, Problem("", {}), [answer(prompt) for _ in range(group_size)], {}))
+    return made
+
+
+def batch_of(groups: list[RolloutGroup], first: int, last: int) -> RolloutBatch:
+    """The share [first, last) of a recorded batch."""
+    return RolloutBatch(groups[first:last], list(range(first, last)), 0, len(groups))
+
+
+# The same model in transformers
+
+
+def witness(policy: Policy, model: Model) -> Qwen2ForCausalLM:
+    """Qwen2 of `transformers` with the policy's weights."""
+    config = Qwen2Config(
+        vocab_size=PADDED_VOCAB,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_query_groups,
+        max_position_embeddings=model.max_position_embeddings,
+        rms_norm_eps=model.layernorm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
+        tie_word_embeddings=model.tied_embeddings,
+        attn_implementation="eager",
+    )
+    twin = Qwen2ForCausalLM(config).float()
+    theirs = dict(twin.named_parameters())
+    ours = in_their_names(policy, model, lambda weight: weight.detach().float())
+    assert theirs.keys() == ours.keys()
+    with torch.no_grad():
+        for name, weight in theirs.items():
+            weight.copy_(ours[name])
+    return twin
+
+
+def in_their_names(policy: Policy, model: Model, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """`of(parameter)`, which may be the weight or its gradient, under the names and shapes of Qwen2."""
+    ours = {name: of(weight) for name, weight in policy.named_parameters()}
+    head = model.hidden_size // model.num_attention_heads
+    per_group = model.num_attention_heads // model.num_query_groups
+    theirs = {
+        "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
+        "model.norm.weight": ours["decoder.final_layernorm.weight"],
+    }
+    if not model.tied_embeddings:
+        theirs["lm_head.weight"] = ours["output_layer.weight"]
+    for i in range(model.num_layers):
+        layer, their_layer = f"decoder.layers.{i}", f"model.layers.{i}"
+        theirs[f"{their_layer}.input_layernorm.weight"] = ours[f"{layer}.input_layernorm.weight"]
+        theirs[f"{their_layer}.post_attention_layernorm.weight"] = ours[f"{layer}.pre_mlp_layernorm.weight"]
+        theirs[f"{their_layer}.self_attn.o_proj.weight"] = ours[f"{layer}.self_attention.linear_proj.weight"]
+        theirs[f"{their_layer}.mlp.down_proj.weight"] = ours[f"{layer}.mlp.linear_fc2.weight"]
+        gate, up = ours[f"{layer}.mlp.linear_fc1.weight"].chunk(2)
+        theirs[f"{their_layer}.mlp.gate_proj.weight"], theirs[f"{their_layer}.mlp.up_proj.weight"] = gate, up
+        # megatron-core keeps each group's query heads, key and value together.
+        for kind in ("weight", "bias"):
+            qkv = ours[f"{layer}.self_attention.linear_qkv.{kind}"]
+            grouped = qkv.view(model.num_query_groups, (per_group + 2) * head, -1)
+            q, k, v = (part.reshape(-1, *qkv.shape[1:]) for part in grouped.split([per_group * head, head, head], 1))
+            theirs[f"{their_layer}.self_attn.q_proj.{kind}"] = q
+            theirs[f"{their_layer}.self_attn.k_proj.{kind}"] = k
+            theirs[f"{their_layer}.self_attn.v_proj.{kind}"] = v
+    return theirs
