@@ -25,7 +25,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -237,15 +237,14 @@ class Checkpointer:
         return [pickle.loads(_part_file(save.folder, rank).read_bytes()) for rank in range(1, self._world_size)]
 
     def _withdraw(self, save: _Save) -> None:
-        """Tell the other ranks, by a rename that needs no space on the disk, and give the space back."""
+        """Give the space back, then tell the other ranks, by a rename that needs none."""
         if self._world_size == 1:
             discard(save.folder)
             return
         with suppress(OSError):
+            _delete(save.folder.glob("__0_*"))
             save.folder.rename(save.withdrawn)
-        for left in save.withdrawn.glob("*"):
-            with suppress(OSError):
-                left.unlink()
+            _delete(save.withdrawn.glob("*"))
         # The empty folder stays as the sign; it goes with the next publication or start.
         self._withdrawn += [save.withdrawn, save.folder]
 
@@ -276,8 +275,7 @@ class Checkpointer:
         one could meet a disk still full of this one. The note itself may need space that others have yet to free."""
         note = _failure_file(save.folder, self._rank)
         with suppress(OSError, _Abandoned):
-            for left in save.folder.glob(f"__{self._rank}_*"):
-                left.unlink()
+            _delete(save.folder.glob(f"__{self._rank}_*"))
             for _ in _looks():
                 present = _names(self._run_dir.checkpoints)
                 if save.withdrawn.name in present:
@@ -303,6 +301,11 @@ def _part_file(folder: Path, rank: int) -> Path:
 
 def _failure_file(folder: Path, rank: int) -> Path:
     return folder / f"failed.{rank:05d}"
+
+
+def _delete(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> set[str]:

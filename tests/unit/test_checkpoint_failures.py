@@ -126,6 +126,7 @@ def _full_disk_on_two_ranks(rank: int, world_size: int, folder: Path) -> Any:
     for step, mib in ((20, 2), (40, 40), (60, 2)):
         saver.save(step, big_state(float(step), mib, rank, world_size), {})
         saver.wait()
+        dist.barrier()  # as every training step between two saves has
         kinds += [(type(event).__name__, event.step) for event in saver.poll()]
     return kinds
 
