@@ -1,8 +1,8 @@
 """Pure: what an attempt left behind -> how it ended.
 
 An exit code alone proves nothing: a good drain can end in 137 when the batch system cleans up, and a crash beside
-drained ranks can look like 75. So error files are believed first, then rank 0's outcome, and the codes only say
-what went wrong when neither exists.
+drained ranks can look like 75. So a rank that was killed without a word is the cause of whatever its sisters report;
+else error files are believed first, then rank 0's outcome, and the codes only say what went wrong when neither exists.
 """
 
 import signal
@@ -14,6 +14,10 @@ FINISHED = "finished"
 DRAINED = "drained"
 CRASHED = "crashed"
 MISCONFIGURED = "misconfigured"
+
+# Signals that end a rank before it can say a word, and that no other rank's failure brings about (SIGABRT may be one:
+# communication libraries abort when a peer is gone).
+MUTE_ENDS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 EXIT_CODES = {
     FINISHED: EXIT_FINISHED,
@@ -42,6 +46,11 @@ def judge(
         exits: rank -> exit code of those that ended by themselves, in that order; negative: a signal.
         ended_by_us: why the supervisor ended the ranks, where it did.
     """
+    reported = {error.get("rank") for error in errors}
+    for rank, code in exits.items():
+        # The sisters of a rank that was killed write errors about lost connections: it is the cause, not they.
+        if -code in MUTE_ENDS and rank not in reported and (errors or outcome is None):
+            return Verdict(CRASHED, errors[0].get("step") if errors else None, _unreported(code), rank)
     if errors:
         first = errors[0]
         kind = MISCONFIGURED if first.get("exit_code") == EXIT_CONFIG else CRASHED
@@ -51,11 +60,15 @@ def judge(
     for rank, code in exits.items():
         if code not in (EXIT_FINISHED, EXIT_DRAINED):
             kind = MISCONFIGURED if code == EXIT_CONFIG else CRASHED
-            return Verdict(kind, None, "it {} without an error report".format(in_words(code)), rank)
+            return Verdict(kind, None, _unreported(code), rank)
     if ended_by_us:
         return Verdict(CRASHED, None, "stopped before it had saved: {}".format(ended_by_us), None)
     codes = sorted(set(exits.values()))
     return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes), None)
+
+
+def _unreported(code: int) -> str:
+    return "it {} without an error report".format(in_words(code))
 
 
 def in_words(code: int) -> str:

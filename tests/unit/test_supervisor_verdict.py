@@ -7,13 +7,16 @@ import signal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.verdict import judge
+from launcher.host.verdict import CRASHED, judge
 
 ERROR = {"rank": 1, "step": 7, "error": "boom", "exit_code": 1}
 CODES = st.dictionaries(st.integers(0, 3), st.sampled_from([0, 1, 75, 78, -9, -15]), min_size=1)
 
 
-@given(exits=CODES, outcome=st.sampled_from([None, {"outcome": "drained", "step": 3}]))
+@given(
+    exits=CODES.filter(lambda exits: -9 not in exits.values()),
+    outcome=st.sampled_from([None, {"outcome": "drained", "step": 3}]),
+)
 def test_an_error_file_outweighs_everything(exits, outcome):
     assert judge([ERROR], outcome, exits, None) == ("crashed", 7, "boom", 1)
 
@@ -38,3 +41,16 @@ def test_ranks_that_we_ended_are_not_blamed():
     verdict = judge([], None, {}, "Ctrl-C; no save within 60 s")
     assert verdict.rank is None
     assert "no save within 60 s" in verdict.error
+
+
+def test_a_killed_rank_is_the_cause_of_the_errors_its_sisters_report():
+    sister = {"rank": 0, "step": 7, "error": "RuntimeError: Connection closed by peer", "exit_code": 1}
+    verdict = judge([sister], None, {1: -signal.SIGKILL, 0: 1}, None)
+    assert (verdict.outcome, verdict.rank, verdict.step) == (CRASHED, 1, 7)
+    assert "SIGKILL" in verdict.error
+
+
+def test_an_abort_may_be_the_consequence_of_another_ranks_error():
+    cause = {"rank": 0, "step": 7, "error": "ValueError: bad", "exit_code": 1}
+    verdict = judge([cause], None, {0: 1, 1: -signal.SIGABRT}, None)
+    assert (verdict.rank, verdict.error) == (0, "ValueError: bad")
