@@ -28,7 +28,7 @@ class Size:
     changes: tuple[str, ...] = ()
     """To the demo's recipe, as on the command line of mrl-submit."""
     end_bias: float = 0.0
-    """How much smaller the end token's logit is than it is by chance; see `grpo_step_weights.lengthen`."""
+    """Makes answers longer than by chance; see `grpo_step_weights.lengthen`."""
 
     def config(self) -> RunConfig:
         return load_recipe("demo", FIXED + self.changes).config
@@ -54,7 +54,7 @@ SIZES = {
             "sampling.max_new_tokens=256",
             "grpo.prompts_per_step=8",
         ),
-        end_bias=1.2,
+        end_bias=2.2,
     ),
 }
 

@@ -10,10 +10,10 @@ from megatron_rl.training.model import Policy
 def lengthen(policy: Policy, end_token: int, end_bias: float) -> None:
     """Give the answers of a policy with random weights and tied embeddings a long-tailed length.
 
-    Channel 0 of every embedding is made large, so that it dominates the last hidden state, which then is nearly
-    sqrt(hidden size) in it whatever the tokens were. The end token's output weight there is made smaller: its logit
-    falls by `end_bias`, everywhere alike, and the lengths are geometric with a mean of about
-    exp(end_bias) * (vocabulary size). The end token is never an input, so nothing else changes.
+    Channel 0 of every embedding is made large, so that it is large in the last hidden state too, whatever the tokens
+    were: about half the square root of the hidden size. The end token's output weight there is made smaller, so its
+    logit is some `end_bias` / 2 below that of the others, everywhere alike, and the lengths are geometric. The end
+    token is never an input, so nothing else changes.
     """
     weight = policy.embedding.word_embeddings.weight
     with torch.no_grad():
