@@ -1,0 +1,95 @@
+"""Two ranks train like one: the same recorded rollouts give the same losses and the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import run_ranks
+from core_helpers import CPU, batch_of, build_run, random_groups, tiny_run
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_rl.config import Job
+from megatron_rl.metrics.tally import Tally
+from megatron_rl.platform import select
+from megatron_rl.rollout.stream import shares
+
+STEPS = 3
+
+CASES: dict[str, dict[str, Any]] = {
+    "one update": {"grpo": {"prompts_per_step": 5, "group_size": 4}},
+    "one update, plain optimizer": {
+        "grpo": {"prompts_per_step": 5, "group_size": 4, "reduction": "sequence"},
+        "optimizer": {"learning_rate": 3e-3, "distributed": False},
+    },
+    "three updates, two passes": {
+        "grpo": {"prompts_per_step": 6, "group_size": 4, "global_batch": 8, "iterations": 2},
+    },
+    "three updates, two passes, everything on": {
+        "grpo": {
+            "prompts_per_step": 6,
+            "group_size": 4,
+            "global_batch": 8,
+            "iterations": 2,
+            "reduction": "sequence",
+            "kl_beta": 0.1,
+            "importance_cap": 2.0,
+            "entropy_coefficient": 0.01,
+            "overlong": {"mode": "mask"},
+        },
+        "optimizer": {"learning_rate": 3e-3, "distributed": False},
+    },
+    # One group an update: in each of them one of the ranks has nothing to do.
+    "updates that leave a rank empty": {
+        "grpo": {"prompts_per_step": 3, "group_size": 4, "global_batch": 4, "kl_beta": 0.1, "importance_cap": 2.0},
+    },
+}
+
+
+def losses_and_weights(rank: int, ranks: int, group: Any, case: dict[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
+    """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
+    sections = {"optimizer": {"learning_rate": 3e-3}, "sampling": {"max_new_tokens": 7}, **case}
+    config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
+    run = build_run(config, select(Job(device="cpu")), group)
+    tallied = []
+    for step in range(1, STEPS + 1):
+        groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)
+        share = shares(0, len(groups), ranks)[rank]
+        tally = Tally()
+        updates = run.trainer.train(batch_of(groups, share.start, share.stop), step, tally)
+        total = dict(tally.reduce(group, CPU))
+        for number in ("log_probs_s", "packed_tokens"):
+            del total[number]  # seconds, and how prompts were shared: the layout's own
+        tallied.append(total | {f"grad_norm/{i}": update.grad_norm for i, update in enumerate(updates)})
+    return tallied, torch.cat([weight.detach().flatten() for weight in run.policy.parameters()])
+
+
+def all_cases(rank: int, ranks: int) -> list[tuple[list[dict[str, Any]], Tensor]]:
+    parallel_state.initialize_model_parallel()
+    group = parallel_state.get_data_parallel_group()
+    return [losses_and_weights(rank, ranks, group, case) for case in CASES.values()]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[list[dict[str, Any]], Tensor]]]:
+    """For each case, what rank 0 and rank 1 saw; started once for all cases."""
+    results = run_ranks(tmp_path_factory.mktemp("ranks"), 2, all_cases)
+    return dict(zip(CASES, zip(*results, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_like_one(name: str, on_two_ranks: Any, platform: Any, group: Any) -> None:
+    expected, expected_weights = losses_and_weights(0, 1, group, CASES[name])
+    for tallied, weights in on_two_ranks[name]:
+        for step, (ours, theirs) in enumerate(zip(tallied, expected, strict=True)):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_two_ranks_hold_the_same_bits(name: str, on_two_ranks: Any) -> None:
+    (one_tally, one_weights), (other_tally, other_weights) = on_two_ranks[name]
+    assert one_tally == other_tally
+    assert torch.equal(one_weights, other_weights)
