@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,55 +123,64 @@ class Engine:
 
     def _admit(self) -> None:
         """Fill free rows: prefill waiting prompts once each and sample the first token of every new row."""
-        tokens: list[int] = []
-        sequences: list[range] = []
-        new: list[tuple[_Job, range, int]] = []  # job, samples, which prompt
-        free = self.config.max_batch - len(self._rows)
-        while self._waiting and free and len(tokens) < self.config.prefill_tokens:
-            job = self._waiting[0]
-            samples = range(job.admitted, min(job.request.num_samples, job.admitted + free))
-            sequences.append(range(len(tokens), len(tokens) + len(job.request.prompt_tokens)))
-            tokens.extend(job.request.prompt_tokens)
-            new.append((job, samples, len(sequences) - 1))
-            free -= len(samples)
-            job.admitted = samples.stop
-            if job.admitted == job.request.num_samples:
-                self._waiting.popleft()
+        admitted = self._choose()
+        rows = slice(len(self._rows), len(self._rows) + sum(len(samples) for _, samples in admitted))
+        self._rows.extend((job, sample_index) for job, samples in admitted for sample_index in samples)
+        prompts = [job.request.prompt_tokens for job, _ in admitted]
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ends = lengths.cumsum(0)
+        prompt = torch.repeat_interleave(torch.tensor([len(samples) for _, samples in admitted]))  # [rows]
+        length = lengths[prompt]
 
-        first_row = len(self._rows)
-        source: list[int] = []
-        target: list[int] = []
-        prompt_of_row: list[int] = []
-        for job, samples, prompt in new:
-            for sample_index in samples:
-                place = len(self._rows) * self.max_length
-                source.extend(sequences[prompt])
-                target.extend(range(place, place + len(sequences[prompt])))
-                prompt_of_row.append(prompt)
-                self._rows.append((job, sample_index))
-            self._set_rows(slice(len(self._rows) - len(samples), len(self._rows)), job.request, samples)
-
-        positions = [position for sequence in sequences for position in range(len(sequence))]
+        # Every token of a prompt goes to each of its rows: [copied] places in the packed prompts and in the cache.
+        within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
+        source = torch.repeat_interleave((ends - lengths)[prompt], length) + within
+        target = torch.repeat_interleave(torch.arange(rows.start, rows.stop) * self.max_length, length) + within
+        tokens = [token for tokens in prompts for token in tokens]
+        sequences = [range(end - len(tokens), end) for tokens, end in zip(prompts, ends.tolist(), strict=True)]
         layout = PrefillLayout(
             packed=packed_layout(sequences, len(tokens), self.device),
             cache=self._cache,
-            source=torch.tensor(source, device=self.device),
-            target=torch.tensor(target, device=self.device),
+            source=source.to(self.device),
+            target=target.to(self.device),
         )
-        last = torch.tensor([sequence.stop - 1 for sequence in sequences], device=self.device)
         logits = self.policy(
-            torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device), layout, last
+            torch.tensor(tokens, device=self.device),
+            torch.tensor([position for tokens in prompts for position in range(len(tokens))], device=self.device),
+            layout,
+            (ends - 1).to(self.device),
         )
-        rows = slice(first_row, len(self._rows))
-        self._take(rows, logits.index_select(0, torch.tensor(prompt_of_row, device=self.device)))
-
-    def _set_rows(self, rows: slice, request: GenerationRequest, samples: range) -> None:
-        limit = request.sampling.max_new_tokens
-        self._position[rows] = len(request.prompt_tokens) - 1
+        self._position[rows] = (length - 1).to(self.device)
         self._count[rows] = 0
-        self._limit[rows] = limit
-        self._sampling.set(rows, request.sampling)
-        self._uniforms[rows, :limit] = torch.from_numpy(uniforms(request.key, samples, limit)).to(self.device)
+        self._set_sampling(rows, admitted)
+        self._take(rows, logits.index_select(0, prompt.to(self.device)))
+
+    def _choose(self) -> list[tuple[_Job, range]]:
+        """Waiting requests, and which of their samples, for the free rows."""
+        admitted: list[tuple[_Job, range]] = []
+        free, tokens = self.config.max_batch - len(self._rows), 0
+        while self._waiting and free and tokens < self.config.prefill_tokens:
+            job = self._waiting[0]
+            samples = range(job.admitted, min(job.request.num_samples, job.admitted + free))
+            admitted.append((job, samples))
+            free -= len(samples)
+            tokens += len(job.request.prompt_tokens)
+            job.admitted = samples.stop
+            if job.admitted == job.request.num_samples:
+                self._waiting.popleft()
+        return admitted
+
+    def _set_sampling(self, rows: slice, admitted: list[tuple[_Job, range]]) -> None:
+        """Parameters, limits and random numbers of new rows; neighbours with the same parameters together."""
+        first = rows.start
+        for sampling, jobs in groupby(admitted, key=lambda entry: entry[0].request.sampling):
+            limit = sampling.max_new_tokens
+            numbers = np.concatenate([uniforms(job.request.key, samples, limit) for job, samples in jobs])
+            same = slice(first, first + len(numbers))
+            self._limit[same] = limit
+            self._sampling.set(same, sampling)
+            self._uniforms[same, :limit] = torch.from_numpy(numbers).to(self.device)
+            first = same.stop
 
     # Decoding
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.agent.api import RolloutGroup
@@ -91,9 +92,13 @@ class MetricsWriter:
         self._tensorboard.close()
 
     def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, int | float):
-                self._tensorboard.add_scalar(name, value, step)
+        """One event for all: SummaryWriter.add_scalar makes one each, which costs the step milliseconds."""
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float)
+        ]
+        self._tensorboard._get_file_writer().add_summary(Summary(value=values), step)
 
 
 def cut_back(path: Path, next_step: int) -> None:

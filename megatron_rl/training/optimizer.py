@@ -83,6 +83,8 @@ class PolicyOptimizer:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.clip_grad, grad_norm)
         for group in self.megatron.param_groups:
             group["lr"] = rate
+            # megatron-core leaves this to its scheduler, which is not used here: norms and biases do not decay.
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
         return Update(grad_norm, rate, applied=True)
 
