@@ -155,15 +155,16 @@ def _leave(attempt: Attempt, world: World, progress: Progress, error: Exception)
     """Say what happened where, then exit without another word to the other ranks."""
     misconfigured = isinstance(error, ConfigurationError)  # its message is all the user needs
     trace = "" if misconfigured else "".join(traceback.format_exception(error))
-    line = f"{type(error).__name__}: {error}".partition("\n")[0]
-    logger.error("rank %d failed in step %d (%s): %s\n%s", world.rank, progress.step, progress.phase, line, trace)
+    said = f"{type(error).__name__}: {error}"
+    summary = said if misconfigured else said.partition("\n")[0]
+    logger.error("rank %d failed in step %d (%s): %s\n%s", world.rank, progress.step, progress.phase, summary, trace)
     code = EXIT_CONFIG if misconfigured else EXIT_CRASHED
     fields: dict[str, Any] = {
         "rank": world.rank,
         "host": socket.gethostname(),
         "step": progress.step,
         "phase": progress.phase,
-        "error": line,
+        "error": summary,
         "traceback": trace,
         "exit_code": code,
     }

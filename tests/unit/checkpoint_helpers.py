@@ -19,11 +19,7 @@ from megatron_rl.checkpoint.save import Checkpointer, Published, SaveFailed
 from megatron_rl.config import Save
 from megatron_rl.run_dir import RunDir
 
-# Forked from a server that has imported torch and megatron-core once: a rank starts in milliseconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["megatron_rl.checkpoint.load", "megatron_rl.checkpoint.save", "megatron_rl.training.optimizer"]
-)
+_CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 
 
 def checkpointer(folder: Path, **config: Any) -> Checkpointer:

@@ -1,11 +1,25 @@
-"""One megatron-core world of one rank, shared by all tests of a process that ask for it."""
+"""What is slow to make and shared by all tests: imported packages, and a megatron-core world of one rank."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# Ranks that tests start are forked from a server that has imported all this once: seconds become milliseconds.
+multiprocessing.set_forkserver_preload(
+    [
+        "hypothesis",
+        "megatron_rl.environments.arithmetic",
+        "megatron_rl.train_rl",
+        "pytest",
+        "reasoning_gym.arithmetic.chain_sum",
+        "tensorboard.backend.event_processing.event_accumulator",
+        "transformers.models.qwen2.modeling_qwen2",
+    ]
+)
 
 
 @pytest.fixture(scope="session")

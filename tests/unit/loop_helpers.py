@@ -1,0 +1,121 @@
+"""Whole runs for tests: ranks that are processes in `megatron_rl.train_rl`, watched and, at will, harmed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from core_helpers import tiny_model, tiny_run
+
+from megatron_rl.run_dir import RunDir, read_json_lines
+
+_CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
+VARYING = ("time/", "throughput/", "system/")
+
+
+def loop_recipe(**sections: dict[str, Any]) -> dict[str, Any]:
+    """Two ranks, two updates a step, every metric present; rewards differ because the model was taught a little."""
+    taught = {"steps": 40, "batch_size": 16, "learning_rate": 3e-3}
+    defaults: dict[str, dict[str, Any]] = {
+        "job": {"gpus_per_node": 2, "collective_timeout_s": 30},
+        "model": tiny_model(init="supervised", supervised=taught).model_dump(),
+        "grpo": {"prompts_per_step": 5, "group_size": 4, "iterations": 2, "kl_beta": 0.05, "importance_cap": 2.0},
+        "training": {"steps": 24},
+        "evaluation": {"every": 8},
+        "save": {"every": 4},
+        "logging": {"samples_every": 6, "histograms_every": 6},
+    }
+    for name, fields in sections.items():
+        defaults[name] = defaults.get(name, {}) | fields
+    return tiny_run(**defaults).model_dump()
+
+
+def prepare(root: Path, recipe: dict[str, Any]) -> RunDir:
+    root.mkdir(parents=True)
+    run_dir = RunDir(root)
+    run_dir.resolved.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return run_dir
+
+
+class Attempt:
+    """One start of all ranks. `sabotage(rank)` runs in each of them before anything else."""
+
+    def __init__(self, run_dir: RunDir, cache: Path, ranks: int = 2, sabotage: Callable[[int], None] | None = None):
+        self.run_dir = run_dir
+        self.number = run_dir.last_attempt() + 1
+        self.files = run_dir.attempt(self.number)
+        arguments = ["--run-dir", str(run_dir.root), "--attempt", str(self.number)]
+        self.processes = []
+        for rank in range(ranks):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "MRL_CACHE": str(cache),
+            }
+            args = (environment, run_dir.root / f"log.{self.number}.{rank}", arguments, sabotage)
+            self.processes.append(_CONTEXT.Process(target=_rank, args=args, daemon=True))
+        for process in self.processes:
+            process.start()
+
+    def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
+        """Until the record holds `step`."""
+        deadline = time.monotonic() + timeout_s
+        while not any(line["step"] >= step for line in read_json_lines(self.run_dir.metrics)):
+            assert all(process.is_alive() for process in self.processes), f"ended before step {step}\n{self.logs()}"
+            assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s\n{self.logs()}"
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks; none of them had finished."""
+        for process in self.processes:
+            process.kill()
+        assert self.exit_codes() == [-9] * len(self.processes), self.logs()
+
+    def exit_codes(self, timeout_s: float = 90.0) -> list[int | None]:
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [process.exitcode for process in self.processes]
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.run_dir.root.glob(f"log.{self.number}.*")))
+
+
+def reproducible(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Metrics and evaluations without what may differ between runs."""
+    steps, evaluations = (
+        [
+            {name: value for name, value in line.items() if not name.startswith(VARYING)}
+            for line in read_json_lines(path)
+        ]
+        for path in (run_dir.metrics, run_dir.evaluations)
+    )
+    return steps, evaluations
+
+
+def read_error(attempt: Attempt, rank: int) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(attempt.files.error(rank).read_text(encoding="utf-8"))
+    return error
+
+
+def _rank(environment: dict[str, str], log: Path, arguments: list[str], sabotage: Callable[[int], None] | None) -> None:
+    os.environ.update(environment, MRL_PARENT_PID=str(os.getppid()))
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, sys.stdout.fileno())
+    os.dup2(file, sys.stderr.fileno())
+    from megatron_rl.train_rl import main
+
+    if sabotage is not None:
+        sabotage(int(environment["RANK"]))
+    main(arguments)

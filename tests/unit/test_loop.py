@@ -1,0 +1,257 @@
+"""Whole runs on two ranks: what they record, and that whatever interrupts them leaves the same record."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_helpers import Attempt, loop_recipe, prepare, read_error, reproducible
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.metrics.names import STEP_METRICS
+from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, RunDir, read_json, read_json_lines
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
+    """A finished run, started as the launcher starts it."""
+    run_dir = prepare(tmp_path_factory.mktemp("runs") / "undisturbed", loop_recipe())
+    command = [sys.executable, "-m", "megatron_rl.train_rl", "--run-dir", str(run_dir.root), "--attempt", "1"]
+    ranks = []
+    for rank in ("0", "1"):
+        environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MRL_CACHE": str(cache)}
+        log = (run_dir.root / f"log.{rank}").open("wb")
+        ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], (run_dir.root / "log.0").read_text()[-3000:]
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def scalars(undisturbed: RunDir) -> EventAccumulator:
+    return EventAccumulator(str(undisturbed.tensorboard), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+
+
+# The record
+
+
+def test_there_is_one_line_a_step_with_registered_names_and_finite_numbers(undisturbed: RunDir) -> None:
+    lines = read_json_lines(undisturbed.metrics)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert line.keys() - {"step"} <= STEP_METRICS.keys()
+        assert all(math.isfinite(value) for value in line.values() if isinstance(value, int | float))
+    expected = {"mean_reward", "loss", "grad_norm", "entropy", "kl", "importance_weight", "time/log_probs_s"}
+    assert all(expected <= line.keys() for line in lines)
+
+
+def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
+    for line in read_json_lines(undisturbed.metrics):
+        step = line["step"]
+        assert (line["first_ordinal"], line["next_ordinal"]) == (5 * step - 5, 5 * step)
+        assert line["policy_version"] == 2 * step  # two passes
+        assert line["staleness"] == line["staleness_max"] == 0
+        assert line["inference_logprob_difference_max"] < 1e-4  # training and engine agree on every sampled token
+        assert 0 <= line["mean_reward"] <= 1
+        assert 1 <= line["answer_length_min"] <= line["answer_length"] <= line["answer_length_max"] <= 3
+        assert line["failed_rollouts"] == line["skipped_updates"] == 0
+        assert line["packed_tokens_ratio"] < 0.6  # four answers share a prompt
+        phases = line["time/generate_s"] + line["time/train_s"]
+        assert 0 < phases <= line["time/step_s"]
+    rewards = {line["mean_reward"] for line in read_json_lines(undisturbed.metrics)}
+    assert len(rewards) > 2  # else nothing here was trained
+
+
+def test_evaluations_come_before_in_between_and_after(undisturbed: RunDir) -> None:
+    lines = read_json_lines(undisturbed.evaluations)
+    assert [line["step"] for line in lines] == [0, 8, 16, 24]
+    for line in lines:
+        assert line.keys() == {"step", "eval/trained/greedy_accuracy", "eval/held_out/greedy_accuracy"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mean_reward",
+        "answer_length",
+        "entropy",
+        "clip_fraction",
+        "kl",
+        "grad_norm",
+        "throughput/tokens_per_s",
+        "time/generate_s",
+        "time/train_s",
+        "time/log_probs_s",
+    ],
+)
+def test_tensorboard_shows_what_the_record_holds(undisturbed: RunDir, scalars: EventAccumulator, name: str) -> None:
+    events = scalars.Scalars(name)
+    record = read_json_lines(undisturbed.metrics)
+    assert [event.step for event in events] == [line["step"] for line in record]
+    assert [event.value for event in events] == pytest.approx([line[name] for line in record], rel=1e-6)
+
+
+def test_tensorboard_shows_histograms_and_evaluations(scalars: EventAccumulator) -> None:
+    assert {"histograms/rewards", "histograms/answer_lengths"} <= set(scalars.Tags()["histograms"])
+    assert [event.step for event in scalars.Scalars("eval/held_out/greedy_accuracy")] == [0, 8, 16, 24]
+
+
+def test_sample_rollouts_can_be_read(undisturbed: RunDir) -> None:
+    assert [undisturbed.samples(step).exists() for step in (1, 6, 7, 12)] == [True, True, False, True]
+    text = undisturbed.samples(12).read_text()
+    assert text.startswith("prompt 55: '")
+    assert "reward" in text
+
+
+def test_a_finished_run_says_so(undisturbed: RunDir) -> None:
+    assert read_json(undisturbed.attempt(1).outcome) == {"outcome": "finished", "step": STEPS}
+    assert undisturbed.checkpoint_steps()[0] == STEPS
+    assert not undisturbed.attempt(1).errors()
+
+
+# Interruptions
+
+
+def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
+    """SIGKILL to all ranks a random moment after some step, three times, then to the end."""
+    run_dir = prepare(tmp_path / "killed", loop_recipe())
+    moments = random.Random(7)
+    for step in (1, 9, 18):
+        attempt = Attempt(run_dir, cache)
+        attempt.wait_for_step(step + moments.randrange(3))
+        time.sleep(moments.uniform(0.0, 0.03))
+        attempt.kill()
+    last = Attempt(run_dir, cache)
+    assert last.exit_codes() == [0, 0], last.logs()
+    assert reproducible(run_dir) == reproducible(undisturbed)
+    events = EventAccumulator(str(run_dir.tensorboard), size_guidance={"scalars": 0}).Reload().Scalars("mean_reward")
+    assert [event.step for event in events] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_one_rank_drains_all_and_the_record_goes_on(
+    undisturbed: RunDir, tmp_path: Path, cache: Path, number: signal.Signals
+) -> None:
+    run_dir = prepare(tmp_path / "drained", loop_recipe())
+    first = Attempt(run_dir, cache)
+    first.wait_for_step(6)
+    os.kill(first.processes[1].pid, number)
+    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
+    outcome = read_json(first.files.outcome)
+    assert outcome["outcome"] == "drained"
+    assert 6 <= outcome["step"] < STEPS
+    assert run_dir.checkpoint_steps()[0] == outcome["step"]
+    assert read_json_lines(run_dir.metrics)[-1]["step"] == outcome["step"]  # nothing done twice
+    second = Attempt(run_dir, cache)
+    assert second.exit_codes() == [0, 0], second.logs()
+    assert reproducible(run_dir) == reproducible(undisturbed)
+
+
+# Failures
+
+
+def test_a_failing_rank_says_what_happened_and_takes_the_others_along(tmp_path: Path, cache: Path) -> None:
+    run_dir = prepare(tmp_path / "failing", loop_recipe())
+    attempt = Attempt(run_dir, cache, sabotage=_fail_in_step_3_of_rank_1)
+    assert attempt.exit_codes() == [EXIT_CRASHED] * 2, attempt.logs()
+    error = read_error(attempt, 1)
+    assert (error["rank"], error["step"], error["phase"]) == (1, 3, "training")
+    assert error["error"] == "RuntimeError: the device fell off the bus"
+    assert "in fails" in error["traceback"]
+    assert error["exit_code"] == EXIT_CRASHED
+    assert read_json(attempt.files.outcome) is None
+    assert [line["step"] for line in read_json_lines(run_dir.metrics)] == [1, 2]
+
+
+def test_gradients_that_stay_not_finite_stop_the_run_before_anything_bad_is_saved(tmp_path: Path, cache: Path) -> None:
+    run_dir = prepare(tmp_path / "not-finite", loop_recipe(save={"every": 1}))
+    attempt = Attempt(run_dir, cache, ranks=1, sabotage=_spoil_gradients_from_step_3)
+    assert attempt.exit_codes() == [EXIT_CRASHED], attempt.logs()
+    assert read_error(attempt, 0)["error"].startswith("GradientsNotFinite: 3 updates in a row")
+    lines = read_json_lines(run_dir.metrics)
+    assert [(line["step"], line["skipped_updates"], "grad_norm" in line) for line in lines] == [
+        (1, 0, True),
+        (2, 0, True),
+        (3, 2, False),
+    ]
+    assert lines[2]["policy_version"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"environment": {"name": "arithmetics"}}, "did you mean 'arithmetic'"),
+        ({"environment": {"args": {"max_digits": 0}}}, "max_digits"),
+        ({"tokenizer": {"alphabet": "0123456789"}}, "tokenizer.alphabet"),
+        ({"environment": {"args": {"min_digits": 30, "max_digits": 30}}}, "model.max_position_embeddings 48"),
+    ],
+    ids=["unknown environment", "bad argument", "missing character", "prompt too long"],
+)
+def test_a_recipe_that_cannot_run_exits_with_the_configuration_code(
+    tmp_path: Path, cache: Path, sections: dict[str, Any], complaint: str
+) -> None:
+    recipe = loop_recipe(job={"gpus_per_node": 1}, model={"init": "from-scratch"}, **sections)
+    attempt = Attempt(prepare(tmp_path / "run", recipe), cache, ranks=1)
+    assert attempt.exit_codes() == [EXIT_CONFIG], attempt.logs()
+    assert complaint in read_error(attempt, 0)["error"]
+
+
+def test_another_megatron_core_is_one_clear_error(tmp_path: Path, cache: Path) -> None:
+    attempt = Attempt(prepare(tmp_path / "run", loop_recipe()), cache, ranks=1, sabotage=_expect_another_megatron_core)
+    assert attempt.exit_codes() == [EXIT_CONFIG], attempt.logs()
+    error = read_error(attempt, 0)["error"]
+    assert "is not supported: install 'megatron-core>=0.1.0,<0.2'" in error
+
+
+# What is done to the ranks, in their own processes
+
+
+def _fail_in_step_3_of_rank_1(rank: int) -> None:
+    from megatron_rl.training.trainer import Trainer
+
+    train = Trainer.train
+
+    def fails(self: Any, batch: Any, step: int, tally: Any) -> Any:
+        if rank == 1 and step == 3:
+            raise RuntimeError("the device fell off the bus")
+        return train(self, batch, step, tally)
+
+    Trainer.train = fails  # type: ignore[method-assign]
+
+
+def _spoil_gradients_from_step_3(rank: int) -> None:
+    from megatron_rl.training.trainer import Trainer
+
+    train = Trainer.train
+
+    def spoiled(self: Any, batch: Any, step: int, tally: Any) -> Any:
+        if step == 3:
+            self.policy.decoder.final_layernorm.weight.register_hook(lambda gradient: gradient * math.nan)
+        return train(self, batch, step, tally)
+
+    Trainer.train = spoiled  # type: ignore[method-assign]
+
+
+def _expect_another_megatron_core(rank: int) -> None:
+    from megatron_rl import platform
+
+    platform.SUPPORTED_MEGATRON = ((0, 1, 0), (0, 2, 0))
