@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.api import Rollout
-from megatron_rl.training.attention import PackedLayout, packed_layout
+from megatron_rl.training.attention import PackedLayout, Tree, tree_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,10 @@ class _Pack:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.sequences: list[list[int]] = []
         self.select: list[int] = []
         self.answer_tokens: list[int] = []
         self.prompt: list[int] | None = None
-        self.prompt_places: list[int] = []
+        self.trees: list[Tree] = []
 
     def cost(self, rollout: Rollout) -> int:
         """Packed tokens the rollout would add."""
@@ -73,22 +72,23 @@ class _Pack:
         return len(rollout.tokens) - 1 + (0 if shared else len(rollout.prompt_tokens))
 
     def add(self, rollout: Rollout, start: int) -> None:
+        """start: place of the rollout's first answer token among all of the rank's."""
         prompt, answer = rollout.prompt_tokens, rollout.tokens
-        prompt_is_new = prompt != self.prompt
-        if prompt_is_new:
+        if prompt != self.prompt:
             self.prompt = prompt
-            self.prompt_places = self._append(prompt, first_position=0)
+            self.trees.append(Tree(len(self.tokens), len(prompt), []))
+            self._append(prompt, first_position=0)
+        tree = self.trees[-1]
         places = self._append(answer[:-1], first_position=len(prompt))
-        # An answer of one token adds no packed token: the prompt it is predicted from attends within any other
-        # answer's sequence, or once on its own.
-        if places or prompt_is_new:
-            self.sequences.append(self.prompt_places + places)
-        self.select.append(self.prompt_places[-1])
+        # The last answer token predicts nothing, so an answer of one token adds none to the packed ones.
+        if places:
+            tree.answers.append(len(places))
+        self.select.append(tree.first + tree.prompt - 1)
         self.select.extend(places)
         self.answer_tokens.extend(range(start, start + len(answer)))
 
-    def _append(self, tokens: list[int], first_position: int) -> list[int]:
-        places = list(range(len(self.tokens), len(self.tokens) + len(tokens)))
+    def _append(self, tokens: list[int], first_position: int) -> range:
+        places = range(len(self.tokens), len(self.tokens) + len(tokens))
         self.tokens.extend(tokens)
         self.positions.extend(range(first_position, first_position + len(tokens)))
         return places
@@ -97,7 +97,7 @@ class _Pack:
         return MicroBatch(
             tokens=torch.tensor(self.tokens, device=device),
             positions=torch.tensor(self.positions, device=device),
-            layout=packed_layout(self.sequences, len(self.tokens), device),
+            layout=tree_layout(self.trees, len(self.tokens), device),
             select=torch.tensor(self.select, device=device),
             answer_tokens=torch.tensor(self.answer_tokens, device=device),
         )

@@ -13,11 +13,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+LONGEST_MASKED_TREE = 128
+"""Tokens up to which a masked row beats one causal sequence per answer: it is quadratic in all answers together, they
+pay a kernel's fixed cost each. Measured on a CPU."""
 
 
 class Layout(Protocol):
@@ -55,12 +60,46 @@ class CoreAttention(torch.nn.Module):
         return out.unsqueeze(1)
 
 
-def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i."""
+def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
+    """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i, or those that `visible` says."""
     out = scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=visible,
+        is_causal=visible is None,
+        enable_gqa=True,
     )
     return out.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A prompt and several short answers to it, one after the other in the packed tokens."""
+
+    first: int
+    """Place of its first token."""
+    prompt: int
+    """Tokens of the prompt."""
+    answers: list[int]
+    """Tokens of each answer."""
+
+    @property
+    def length(self) -> int:
+        return self.prompt + sum(self.answers)
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention takes it as one row under a mask."""
+        return len(self.answers) > 1 and self.length <= LONGEST_MASKED_TREE
+
+    def branches(self) -> list[list[int]]:
+        """The places of the prompt followed by each answer; of the prompt alone where there is none."""
+        prompt = list(range(self.first, self.first + self.prompt))
+        starts = accumulate(self.answers, initial=self.first + self.prompt)
+        return [prompt + list(range(start, start + n)) for start, n in zip(starts, self.answers, strict=False)] or [
+            prompt
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +109,8 @@ class Bucket:
     rows: Tensor
     """[batch * length] index of the packed token at each place."""
     length: int
+    visible: Tensor | None = None
+    """[batch, 1, length, length] which keys each query sees; None: all up to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +133,32 @@ class PackedLayout:
                 x.index_select(0, bucket.rows).view(-1, bucket.length, x.shape[1], x.shape[2])
                 for x in (query, key, value)
             )
-            parts.append(attend_causally(q, k, v).reshape(bucket.rows.shape[0], -1))
+            parts.append(attend(q, k, v, bucket.visible).reshape(bucket.rows.shape[0], -1))
         return torch.cat(parts).index_select(0, self.outputs)
 
 
-def packed_layout(sequences: Sequence[Sequence[int]], tokens: int, device: torch.device) -> PackedLayout:
-    """Layout of sequences given as places of packed tokens; every packed token is in at least one of them.
+def packed_layout(
+    sequences: Sequence[Sequence[int]], tokens: int, device: torch.device, trees: Sequence[Tree] = ()
+) -> PackedLayout:
+    """Layout of sequences given as places of packed tokens, and of trees.
 
-    Lengths are rounded up to a common grid (an eighth of the next power of two), so that many different
-    lengths make few buckets and less than a fifth of a bucket is padding.
+    Every packed token is in at least one of them. Lengths of sequences are rounded up to a common grid (an eighth of
+    the next power of two), so that many different lengths make few buckets and less than a fifth of a bucket is
+    padding. All trees make one bucket.
     """
     by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
     for places in sequences:
         by_length[bucket_length(len(places))].append(places)
+    dense = [(length, members, None) for length, members in sorted(by_length.items())]
+    if trees:
+        length = max(tree.length for tree in trees)
+        whole = [range(tree.first, tree.first + tree.length) for tree in trees]
+        dense.append((length, whole, tree_visibility(trees, length).to(device)))
     buckets = []
     read: list[int] = []  # packed tokens ...
     places_read: list[int] = []  # ... and where their results stand
     start = 0
-    for length, members in sorted(by_length.items()):
+    for length, members, visible in dense:
         flat: list[int] = []
         for places in members:
             read.extend(places)
@@ -117,11 +166,32 @@ def packed_layout(sequences: Sequence[Sequence[int]], tokens: int, device: torch
             places_read.extend(range(start + len(flat), start + len(flat) + len(places)))
             flat.extend(places)
             flat.extend([places[0]] * (length - len(places)))
-        buckets.append(Bucket(torch.tensor(flat, dtype=torch.long, device=device), length))
+        buckets.append(Bucket(torch.tensor(flat, dtype=torch.long, device=device), length, visible))
         start += len(flat)
     outputs = torch.empty(tokens, dtype=torch.long)
     outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(places_read, dtype=torch.long)
     return PackedLayout(tuple(buckets), outputs.to(device))
+
+
+def tree_layout(trees: Sequence[Tree], tokens: int, device: torch.device) -> PackedLayout:
+    """Layout of packed tokens that are trees, each attended to in the cheaper of two ways.
+
+    A short tree is one row under a mask. In a long one most of such a row would be masked: there each answer makes a
+    causal sequence with its prompt, which is gathered once per answer.
+    """
+    sequences = [branch for tree in trees if not tree.masked for branch in tree.branches()]
+    return packed_layout(sequences, tokens, device, [tree for tree in trees if tree.masked])
+
+
+def tree_visibility(trees: Sequence[Tree], length: int) -> Tensor:
+    """[trees, 1, length, length] bool: a token sees the prompt and its own answer, both up to itself."""
+    branch = torch.full((len(trees), length), -1)  # 0 prompt, 1.. answers, -1 padding
+    for row, tree in enumerate(trees):
+        sizes = torch.tensor([tree.prompt, *tree.answers])
+        branch[row, : tree.length] = torch.repeat_interleave(sizes)
+    earlier = torch.ones(length, length, dtype=torch.bool).tril()
+    of_key = branch[:, None, :]
+    return (earlier & ((of_key == 0) | (of_key == branch[:, :, None])))[:, None]
 
 
 def bucket_length(length: int) -> int:
