@@ -60,6 +60,27 @@ class CoreAttention(torch.nn.Module):
         return out.unsqueeze(1)
 
 
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """A layout whose queries and keys are first turned by their positions (RoPE, arXiv 2104.09864).
+
+    megatron-core would turn queries and keys one after the other and compute the same sines again in every layer.
+    """
+
+    layout: Layout
+    cosines: Tensor
+    """[tokens, 1, head_size]"""
+    sines: Tensor
+    qkv_format: str = "sbhd"
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        both = torch.cat((query, key), dim=1)
+        first, second = both.chunk(2, dim=-1)
+        both = both * self.cosines + torch.cat((-second, first), dim=-1) * self.sines
+        query, key = both.split((query.shape[1], key.shape[1]), dim=1)
+        return self.layout.attend(layer, query, key, value)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
     """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i, or those that `visible` says."""
     out = scaled_dot_product_attention(
@@ -149,7 +170,9 @@ def packed_layout(
     by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
     for places in sequences:
         by_length[bucket_length(len(places))].append(places)
-    dense = [(length, members, None) for length, members in sorted(by_length.items())]
+    dense: list[tuple[int, Sequence[Sequence[int]], Tensor | None]] = [
+        (length, members, None) for length, members in sorted(by_length.items())
+    ]
     if trees:
         length = max(tree.length for tree in trees)
         whole = [range(tree.first, tree.first + tree.length) for tree in trees]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.config import Model
 from megatron_rl.platform import Platform
-from megatron_rl.training.attention import CoreAttention, Layout
+from megatron_rl.training.attention import CoreAttention, Layout, Rotated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -32,9 +32,8 @@ class Policy(GPTModel):
         that pad the embedding: no token stands behind them.
         """
         hidden = self.embedding(tokens[None], positions[None])  # [tokens, 1, hidden]
-        hidden = self.decoder(
-            hidden, attention_mask=None, rotary_pos_emb=self._rotations[positions], packed_seq_params=layout
-        )
+        rotated = Rotated(layout, self._cosines[positions], self._sines[positions])
+        hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=None, packed_seq_params=rotated)
         if select is not None:
             hidden = hidden.index_select(0, select)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -42,12 +41,14 @@ class Policy(GPTModel):
         return logits.squeeze(1)[:, : self._tokens]
 
     def prepare(self, tokens: int, device: torch.device) -> None:
-        """Note the size of the vocabulary without padding and tabulate the rotary angles, [max positions, 1, 1,
-        head size], in fp32 (arXiv 2104.09864)."""
+        """Note the size of the vocabulary without padding and tabulate the rotations, [max positions, 1, head size],
+        computed in fp32 and kept in the model's dtype."""
         self._tokens = tokens
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
         angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
-        self._rotations = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        self._cosines = angles.cos().to(self.config.params_dtype)
+        self._sines = angles.sin().to(self.config.params_dtype)
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

@@ -18,7 +18,7 @@ from megatron_rl.training.model import Policy
 
 TOKENS = st.integers(0, VOCAB - 1)
 PROMPT = st.lists(TOKENS, min_size=1, max_size=12)
-ANSWER = st.lists(TOKENS, min_size=1, max_size=12)
+ANSWER = st.one_of(st.lists(TOKENS, min_size=1, max_size=12), st.lists(TOKENS, min_size=24, max_size=36))
 GROUP = st.tuples(PROMPT, st.lists(ANSWER, min_size=1, max_size=5))
 
 
@@ -32,7 +32,7 @@ def batches(draw: st.DrawFn) -> list[Rollout]:
     ]
 
 
-LIMIT = st.integers(1, 80)
+LIMIT = st.integers(1, 250)
 
 
 @pytest.fixture(scope="module")
