@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import os
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -117,11 +119,13 @@ def _write(path: Path, policy: Policy) -> None:
     """A cache that cannot be written costs the next run some seconds, not this one its life."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     weights = {name: tensor for name, tensor in policy.state_dict().items() if torch.is_tensor(tensor)}
+    content = io.BytesIO()
+    torch.save(weights, content)  # to memory: on a full disk it would raise a RuntimeError that names none
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(weights, temporary)
+        temporary.write_bytes(content.getvalue())
         temporary.replace(path)
     except OSError as error:
         logger.warning("the base model could not be cached in %s: %s", path.parent, error)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
