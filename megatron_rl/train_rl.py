@@ -98,6 +98,18 @@ def save_metrics(outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
     return metrics
 
 
+def agree_on_checkpoint(run_dir: RunDir, rank: int) -> int | None:
+    """Step of the newest good checkpoint, as rank 0 sees it: caches of a network file system differ. Collective."""
+    found: list[int | None] = [None]
+    if rank == 0:
+        latest = find_latest(run_dir)
+        for line in latest.passed_over:
+            logger.warning(line)
+        found = [latest.step]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def run_rank(run_dir: RunDir, attempt: Attempt, world: World, progress: Progress) -> Outcome:
     """Everything between start and exit of a rank."""
     drain = Drain()
@@ -109,14 +121,12 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, progress: Progress
     if config.model.init == "supervised":
         progress.enter("teaching the base model", 0)
     run = set_up(config, platform, group)
-    latest = find_latest(run_dir)
-    for line in latest.passed_over:
-        logger.warning(line)
-    if latest.step is not None:
-        progress.enter("loading the checkpoint", latest.step)
-        run.restore(run_dir.checkpoint(latest.step))
-        logger.info("going on after step %d", run.step)
-    record = MetricsWriter(run_dir, config.logging, latest.step) if world.rank == 0 else NoRecord()
+    last_step = agree_on_checkpoint(run_dir, world.rank)
+    if last_step is not None:
+        progress.enter("loading the checkpoint", last_step)
+        run.restore(run_dir.checkpoint(last_step))
+        logger.info("going on after step %d", last_step)
+    record = MetricsWriter(run_dir, config.logging, last_step) if world.rank == 0 else NoRecord()
 
     outcome = train(run, checkpointer, record, progress, drain)
     progress.enter("saving", run.step)

@@ -111,7 +111,7 @@ class Engine:
             if not job.done.done():
                 job.done.set_exception(error)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> None:
         """Admit what fits, then one token for every row."""
         if self._rows:

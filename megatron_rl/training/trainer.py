@@ -44,7 +44,7 @@ class Answers:
     """1 where the answer carries loss, 0 where it is masked as overlong."""
     advantages: Tensor
     signal: Tensor
-    """[groups] whether the rewards differ."""
+    """[groups] whether the rewards, before any overlong penalty, differ: what dynamic sampling goes by."""
     rollout_of_token: Tensor
     """[answer tokens]"""
     targets: Tensor
