@@ -72,13 +72,13 @@ def tiny_policy(platform: Platform, model: Model | None = None, scale: float = 0
     return policy
 
 
-def build_run(config: RunConfig, platform: Platform, group: Any) -> Run:
+def build_run(config: RunConfig, platform: Platform, group: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
     run = set_up(config, platform, group)
-    stir(run.policy, 0.3)
+    stir(run.policy, scale)
     run.optimizer.megatron.reload_model_params()
     if run.trainer.reference is not None:
-        stir(run.trainer.reference, 0.3, seed=12)
+        stir(run.trainer.reference, scale, seed=12)
     return run
 
 
