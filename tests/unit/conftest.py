@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# Before torch is imported: threads that wait for each other on busy cores make small tensors slow.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Ranks that tests start are forked from a server that has imported all this once: seconds become milliseconds.
 multiprocessing.set_forkserver_preload(
