@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 import yaml
+from pydantic import ValidationError
 
 from megatron_rl.checkpoint.publish import find_latest
 from megatron_rl.checkpoint.save import Checkpointer, Published
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _leave(attempt: Attempt, world: World, progress: Progress, error: Exception) -> None:
     """Say what happened where, then exit without another word to the other ranks."""
-    misconfigured = isinstance(error, ConfigurationError)  # its message is all the user needs
+    misconfigured = isinstance(error, ConfigurationError | ValidationError)  # its message is all the user needs
     trace = "" if misconfigured else "".join(traceback.format_exception(error))
     said = f"{type(error).__name__}: {error}"
     summary = said if misconfigured else said.partition("\n")[0]
