@@ -82,7 +82,9 @@ class MetricsWriter:
         write_atomic(path, "".join(_as_text(group) for group in shown))
 
     def sync(self) -> None:
-        """Bring the record to the disk: a checkpoint must never be newer than it."""
+        """Bring the record to the disk: a checkpoint must never be newer than it. TensorBoard's events wait in a
+        queue until then, and a killed run would lose those of steps it never repeats."""
+        self._tensorboard.flush()
         for path in (self.run_dir.metrics, self.run_dir.evaluations):
             if path.exists():
                 with path.open("rb") as file:
