@@ -234,6 +234,7 @@ class Checkpointer:
             if not missing:
                 break
             save.check(f"waiting for the shards of rank {', '.join(map(str, missing))}")
+        # Written by the other ranks of this run: who else can write here can change the checkpoints themselves.
         return [pickle.loads(_part_file(save.folder, rank).read_bytes()) for rank in range(1, self._world_size)]
 
     def _withdraw(self, save: _Save) -> None:
