@@ -22,8 +22,8 @@ CHANGEABLE = (
 """What `mrl-submit --change` may alter in a run that has begun; documented in its --help. `grpo.kl_beta` may also
 go from 0 to more and back: the reference model is the run's initial weights, whenever it is first needed."""
 
-FREE = ("cluster",)
-"""Where a run goes on is no property of the run."""
+FREE = ("cluster", "image.*", "code.*", "job.time_limit", "job.spare_nodes")
+"""Where and in what surroundings a run goes on is no property of the run."""
 
 
 class Change(NamedTuple):
@@ -46,7 +46,7 @@ def changes(old: RunConfig, new: RunConfig) -> list[Change]:
     return [
         Change(key, before.get(key), after.get(key))
         for key in keys
-        if before.get(key) != after.get(key) and key not in FREE
+        if before.get(key) != after.get(key) and not any(fnmatchcase(key, pattern) for pattern in FREE)
     ]
 
 

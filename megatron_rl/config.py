@@ -27,9 +27,13 @@ class Section(BaseModel):
 
 class Job(Section):
     nodes: PositiveInt = 1
-    """Nodes of the allocation."""
+    """Nodes that work; `spare_nodes` are allocated beside them."""
     gpus_per_node: PositiveInt = 8
     """Ranks per node: one per GPU, or plain processes where `device` is `cpu`."""
+    spare_nodes: NonNegativeInt = 0
+    """Further nodes of the allocation, which stand in for those that fail the health check (Slurm)."""
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")] | None = None
+    """Slurm's --time of one attempt, such as 4:00:00 or 1-00:00:00; default: the cluster profile's."""
     device: Literal["cpu", "cuda"] = "cuda"
     """What the ranks compute on."""
     threads_per_rank: PositiveInt = 1
@@ -41,6 +45,60 @@ class Job(Section):
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+
+class TrainingLayout(Section):
+    """How the training world is cut. What is left over is data parallel."""
+
+    tp: PositiveInt = 1
+    """Tensor parallel size."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    cp: PositiveInt = 1
+    """Context parallel size."""
+    ep: PositiveInt = 1
+    """Expert parallel size: ranks, taken from the data-parallel ones, that share the experts of a layer."""
+    sequence_parallel: bool = False
+    """Split the activations between the tensor-parallel regions too (`tp` > 1)."""
+
+
+class InferenceLayout(Section):
+    """How the ranks that generate are cut into replicas."""
+
+    nodes: PositiveInt | None = None
+    """Nodes that only generate (`mode: partitioned`); they are the last ones."""
+    tp: PositiveInt | None = None
+    """Tensor parallel size of a replica; default: that of training."""
+    pp: PositiveInt = 1
+    """Pipeline stages of a replica."""
+
+
+class Placement(Section):
+    """Which rank does what."""
+
+    mode: Literal["colocated", "partitioned"] = "colocated"
+    """colocated: all ranks train, and generate in between. partitioned: the nodes are split between the two."""
+    training: TrainingLayout = TrainingLayout()
+    inference: InferenceLayout = InferenceLayout()
+    tp_across_nodes: bool = False
+    """Allow tensor-parallel groups that are larger than a node: slow without a fabric that spans nodes."""
+
+
+class Image(Section):
+    """The container image, where the cluster has containers."""
+
+    reference: str | None = None
+    """[REGISTRY#]IMAGE[:TAG] or the path of a squashfs file; default: the cluster profile's."""
+    import_on: Literal["login", "compute"] = "compute"
+    """Where it is imported, once, into the shared cache: where you type mrl-submit, or on the job's first node."""
+
+
+class Code(Section):
+    """What runs beside mrl itself: an environment of yours, for example."""
+
+    include: list[str] | None = None
+    """Directories whose snapshot the job imports from; default: the git repository of the current directory, when the
+    recipe lies in it."""
 
 
 class Supervised(Section):
@@ -284,6 +342,9 @@ class RunConfig(Section):
     cluster: str | None = None
     """Cluster profile this recipe is meant for; `local` runs on this machine."""
     job: Job = Job()
+    placement: Placement = Placement()
+    image: Image = Image()
+    code: Code = Code()
     model: Model
     tokenizer: Tokenizer
     environment: Environment
@@ -296,12 +357,19 @@ class RunConfig(Section):
     save: Save = Save()
     logging: Logging = Logging()
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the training world, rounded down where the sizes do not divide: the placement refuses those."""
+        layout, apart = self.placement.training, self.placement.inference.nodes or 0
+        nodes = self.job.nodes - (apart if self.placement.mode == "partitioned" else 0)
+        return nodes * self.job.gpus_per_node // (layout.tp * layout.pp * layout.cp)
+
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        if self.grpo.prompts_per_step < self.job.world_size:
+        if self.grpo.prompts_per_step < self.data_parallel_size:
             raise ValueError(
-                f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.job.world_size} "
-                "data-parallel ranks (job.nodes * job.gpus_per_node): every rank needs at least one prompt"
+                f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.data_parallel_size} "
+                "data-parallel replicas (training ranks / (tp * pp * cp)): each one needs at least one prompt"
             )
         if self.sampling.max_new_tokens >= self.model.max_position_embeddings:
             raise ValueError(

@@ -38,6 +38,37 @@ class RunDir:
         return self.root / "changes.jsonl"
 
     @property
+    def plan(self):
+        """Who does what: launcher.placement's plan as JSON."""
+        return self.root / "plan.json"
+
+    @property
+    def script(self):
+        """The sbatch script of this run; submitting it again goes on with the run."""
+        return self.root / "job.sbatch"
+
+    @property
+    def code(self):
+        """Snapshot of the code that runs, first on the ranks' PYTHONPATH."""
+        return self.root / "code"
+
+    @property
+    def code_record(self):
+        """Where the snapshot came from: {sources: [{path, commit, dirty, ...}], at}. Written last."""
+        return self.code / "SNAPSHOT.json"
+
+    @property
+    def job(self):
+        """{job_id, cluster, submitted_at, by}: the Slurm job that owns this run, or was the last to."""
+        return self.root / "job.json"
+
+    @property
+    def batch_log(self):
+        """Output of the batch script, all attempts in one. Beside the run directory, because Slurm opens it before the
+        job can create anything."""
+        return self.root.with_name(self.root.name + ".log")
+
+    @property
     def lock(self):
         """flock of the one owner; its text says who that is."""
         return self.root / ".lock"
@@ -123,6 +154,19 @@ class Attempt:
     def progress(self):
         """{phase, step, ...}: what rank 0 is doing now, for the live view; replaced, never appended."""
         return self.folder / "progress.json"
+
+    @property
+    def nodes(self):
+        """{steps: {step name: [hosts]}, spare: [hosts], bad: {host: reason}}: which node does what."""
+        return self.folder / "nodes.json"
+
+    def health(self, host):
+        """{ok, problems: [...], ...}: what the health check found on one node."""
+        return self.folder / "health" / "{}.json".format(host)
+
+    def address(self, name):
+        """{host, port}: where a listener of this attempt can be reached, such as `training` (its rendezvous)."""
+        return self.folder / "addresses" / "{}.json".format(name)
 
     @property
     def rendezvous(self):
