@@ -369,7 +369,7 @@ class RunConfig(Section):
         if self.grpo.prompts_per_step < self.data_parallel_size:
             raise ValueError(
                 f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.data_parallel_size} "
-                "data-parallel replicas (training ranks / (tp * pp * cp)): each one needs at least one prompt"
+                "data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs at least one prompt"
             )
         if self.sampling.max_new_tokens >= self.model.max_position_embeddings:
             raise ValueError(
