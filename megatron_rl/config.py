@@ -115,7 +115,7 @@ class Supervised(Section):
 
 
 class Model(Section):
-    """A Qwen2.5-shaped GPT: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+    """A GPT as Qwen2.5, Qwen3 and Llama 3 are: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
 
     num_layers: PositiveInt
     hidden_size: PositiveInt
@@ -123,28 +123,44 @@ class Model(Section):
     num_attention_heads: PositiveInt
     num_query_groups: PositiveInt
     """Key/value heads; must divide `num_attention_heads`."""
+    head_dim: PositiveInt | None = None
+    """Size of one attention head; default: hidden_size / num_attention_heads."""
     max_position_embeddings: PositiveInt
-    """Longest prompt plus answer, in tokens."""
+    """Positions that the model knows, in tokens."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding before it is padded; default: the tokenizer's size, which published weights often exceed."""
     vocab_multiple: PositiveInt = 128
     """The embedding is padded to a multiple of this many rows."""
     rope_base: PositiveFloat = 1e6
+    rope_scaling: Annotated[float, Field(gt=1)] | None = None
+    """Factor by which Llama 3.1 stretches the slow rotary positions (wavelengths over 2048 of 8192 positions)."""
     layernorm_epsilon: PositiveFloat = 1e-5
     qkv_bias: bool = True
+    qk_norm: bool = False
+    """RMSNorm over every query and key head before they are turned (Qwen3)."""
     tied_embeddings: bool = False
     """Share the input embedding with the output layer."""
+    num_experts: PositiveInt | None = None
+    """Experts of every layer, in place of its one feed-forward network; default: none."""
+    experts_per_token: PositiveInt | None = None
+    """Experts that see a token (`num_experts`)."""
+    expert_ffn_hidden_size: PositiveInt | None = None
+    """Width of one expert (`num_experts`)."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    init: Literal["from-scratch", "checkpoint", "supervised"] = "checkpoint"
+    init: Literal["from-scratch", "checkpoint", "huggingface", "supervised"] = "checkpoint"
     """Where the first weights come from."""
     init_seed: NonNegativeInt = 1
     """Seed of random weights (`init: from-scratch`)."""
     checkpoint: str | None = None
     """Checkpoint directory (`.../checkpoints/step-000040`) whose weights start the run (`init: checkpoint`)."""
+    huggingface: str | None = None
+    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of the weights that start it (`init: huggingface`)."""
     supervised: Supervised = Supervised()
     """Used with `init: supervised`."""
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> Model:
-        if self.hidden_size % self.num_attention_heads:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
             )
@@ -153,14 +169,27 @@ class Model(Section):
                 f"num_attention_heads {self.num_attention_heads} is not divisible by "
                 f"num_query_groups {self.num_query_groups}"
             )
-        if (self.hidden_size // self.num_attention_heads) % 2:
-            raise ValueError(
-                f"head size {self.hidden_size // self.num_attention_heads} "
-                "(hidden_size / num_attention_heads) must be even: rotary positions turn pairs"
-            )
+        if self.head_size % 2:
+            origin = "head_dim" if self.head_dim else "hidden_size / num_attention_heads"
+            raise ValueError(f"head size {self.head_size} ({origin}) must be even: rotary positions turn pairs")
+        self._experts_fit()
         if self.init == "checkpoint" and self.checkpoint is None:
             raise ValueError("init: checkpoint needs model.checkpoint, the checkpoint directory to start from")
+        if self.init == "huggingface" and self.huggingface is None:
+            raise ValueError("init: huggingface needs model.huggingface, the weights' name on the hub or directory")
         return self
+
+    def _experts_fit(self) -> None:
+        sizes = {"experts_per_token": self.experts_per_token, "expert_ffn_hidden_size": self.expert_ffn_hidden_size}
+        for name, size in sizes.items():
+            if (size is None) != (self.num_experts is None):
+                raise ValueError(f"num_experts and {name} belong together: give both or neither")
+        if self.experts_per_token and self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 class Tokenizer(Section):
@@ -168,14 +197,14 @@ class Tokenizer(Section):
     alphabet: str = ""
     """The characters that are tokens (`type: characters`); end-of-text and padding are added."""
     path: str | None = None
-    """Directory of a Hugging Face tokenizer (`type: huggingface`)."""
+    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of a Hugging Face tokenizer (`type: huggingface`)."""
 
     @model_validator(mode="after")
     def _complete(self) -> Tokenizer:
         if self.type == "characters" and (not self.alphabet or len(set(self.alphabet)) != len(self.alphabet)):
             raise ValueError("type: characters needs alphabet, a string of distinct characters")
         if self.type == "huggingface" and self.path is None:
-            raise ValueError("type: huggingface needs path, the directory of the tokenizer")
+            raise ValueError("type: huggingface needs path, the tokenizer's name on the hub or directory")
         return self
 
 
@@ -298,6 +327,8 @@ class Optimizer(Section):
     """Largest gradient norm; 0 does not clip."""
     distributed: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and sum gradients in fp32, whatever `model.dtype` is."""
     max_nonfinite_updates: PositiveInt = 3
     """Updates with a non-finite gradient are skipped and counted; this many in a row stop the run."""
 
@@ -309,11 +340,17 @@ class Training(Section):
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384
     """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own."""
+    sequence_length: PositiveInt | None = None
+    """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, attention, or whole layers."""
 
 
 class Evaluation(Section):
     every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    prompts: PositiveInt | None = None
+    """Problems of each evaluation set at most, the first ones; default: all."""
 
 
 class Save(Section):
@@ -358,6 +395,11 @@ class RunConfig(Section):
     logging: Logging = Logging()
 
     @property
+    def sequence_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.training.sequence_length or self.model.max_position_embeddings
+
+    @property
     def data_parallel_size(self) -> int:
         """Replicas of the training world, rounded down where the sizes do not divide: the placement refuses those."""
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
@@ -369,12 +411,18 @@ class RunConfig(Section):
         if self.grpo.prompts_per_step < self.data_parallel_size:
             raise ValueError(
                 f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.data_parallel_size} "
-                "data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs at least one prompt"
+                "data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs a prompt"
             )
-        if self.sampling.max_new_tokens >= self.model.max_position_embeddings:
+        if self.sequence_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"training.sequence_length {self.sequence_length} exceeds "
+                f"model.max_position_embeddings {self.model.max_position_embeddings}"
+            )
+        if self.sampling.max_new_tokens >= self.sequence_length:
+            limit = "training.sequence_length" if self.training.sequence_length else "model.max_position_embeddings"
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "
-                f"model.max_position_embeddings {self.model.max_position_embeddings}"
+                f"{limit} {self.sequence_length}"
             )
         if self.grpo.overlong.buffer > self.sampling.max_new_tokens:
             raise ValueError(

@@ -165,13 +165,8 @@ class Attempt:
         return self.folder / "health" / "{}.json".format(host)
 
     def address(self, name):
-        """{host, port}: where a listener of this attempt can be reached, such as `training` (its rendezvous)."""
+        """{host, port}: where a listener of this attempt can be reached, such as `train` (its rendezvous)."""
         return self.folder / "addresses" / "{}.json".format(name)
-
-    @property
-    def rendezvous(self):
-        """File store through which the ranks of one machine find each other."""
-        return self.folder / "rendezvous"
 
     def error(self, rank):
         return self.folder / "error.{}.json".format(rank)

@@ -117,7 +117,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, progress: Progress
     drain.listen()
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     platform = select(config.job, world.local_rank)
-    group = world.connect(config.job, platform.backend, attempt.rendezvous)
+    group = world.connect(config.job, platform.backend, attempt.address("train"))
     checkpointer = Checkpointer(run_dir, config.save)
     if config.model.init == "supervised":
         progress.enter("teaching the base model", 0)

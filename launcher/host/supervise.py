@@ -216,8 +216,8 @@ def main(arguments: Optional[List[str]] = None) -> int:
     attempt.logs.mkdir(parents=True, exist_ok=True)
     _own_output(str(attempt.log(0, role="supervisor")))
     _point_latest(attempt)
-    if attempt.rendezvous.exists():
-        attempt.rendezvous.unlink()  # in a store left behind the ranks would meet ghosts
+    if attempt.address("train").exists():
+        attempt.address("train").unlink()  # at an address left behind the ranks would meet ghosts
     verdict = Supervisor(run, attempt, options).supervise()
     print("attempt {}: {}".format(attempt.number, verdict))
     lock.release()

@@ -45,7 +45,6 @@ class PrefillLayout:
     """[copied] packed token ..."""
     target: Tensor
     """[copied] ... and its place, row * length + position, in the cache."""
-    qkv_format: str = "sbhd"
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.cache.keys[layer - 1].flatten(0, 1).index_copy_(0, self.target, key.index_select(0, self.source))
@@ -64,7 +63,6 @@ class DecodeLayout:
     """Longest sequence, the new token included."""
     visible: Tensor | None
     """[rows, 1, 1, length] which cached tokens each row may see; None where all rows are equally long."""
-    qkv_format: str = "sbhd"
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, heads, head_size = query.shape

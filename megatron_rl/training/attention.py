@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ pay a kernel's fixed cost each. Measured on a CPU."""
 
 
 class Layout(Protocol):
-    qkv_format: str
-    """Read by megatron-core: anything but `thd` leaves [tokens, 1, heads, head_size] as they are."""
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer (counted from 1).
 
@@ -38,47 +35,23 @@ class Layout(Protocol):
         ...
 
 
-class CoreAttention(torch.nn.Module):
-    """Fills the `core_attention` slot of megatron-core's SelfAttention."""
-
-    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
-        super().__init__()
-        self.layer = layer_number
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None = None,
-        /,
-        *,
-        packed_seq_params: Layout,
-        **_: Any,
-    ) -> Tensor:
-        out = packed_seq_params.attend(self.layer, query.squeeze(1), key.squeeze(1), value.squeeze(1))
-        return out.unsqueeze(1)
-
-
 @dataclass(frozen=True, slots=True)
-class Rotated:
-    """A layout whose queries and keys are first turned by their positions (RoPE, arXiv 2104.09864).
+class Rotation:
+    """Turns queries and keys by their positions (RoPE, arXiv 2104.09864), both at once and with the same sines in
+    every layer, where megatron-core would take one after the other and compute the sines again."""
 
-    megatron-core would turn queries and keys one after the other and compute the same sines again in every layer.
-    """
-
-    layout: Layout
     cosines: Tensor
     """[tokens, 1, head_size]"""
     sines: Tensor
-    qkv_format: str = "sbhd"
+    """[tokens, 1, head_size], those of the first half negated."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def turn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Each [tokens, heads, head_size]."""
         both = torch.cat((query, key), dim=1)
-        first, second = both.chunk(2, dim=-1)
-        both = both * self.cosines + torch.cat((-second, first), dim=-1) * self.sines
+        half = both.shape[-1] // 2
+        both = torch.addcmul(both * self.cosines, both.roll(half, dims=-1), self.sines)
         query, key = both.split((query.shape[1], key.shape[1]), dim=1)
-        return self.layout.attend(layer, query, key, value)
+        return query, key
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -145,7 +118,6 @@ class PackedLayout:
     buckets: tuple[Bucket, ...]
     outputs: Tensor
     """[tokens] where, in the concatenated bucket outputs, the result for each packed token stands."""
-    qkv_format: str = "sbhd"
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = []

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.config import Model
 from megatron_rl.platform import Platform
-from megatron_rl.training.attention import CoreAttention, Layout, Rotated
+from megatron_rl.training.attention import Layout, Rotation
+from megatron_rl.training.layers import layer_spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -32,8 +30,8 @@ class Policy(GPTModel):
         that pad the embedding: no token stands behind them.
         """
         hidden = self.embedding(tokens[None], positions[None])  # [tokens, 1, hidden]
-        rotated = Rotated(layout, self._cosines[positions], self._sines[positions])
-        hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=None, packed_seq_params=rotated)
+        rotation = Rotation(self._cosines[positions], self._sines[positions])
+        hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
         if select is not None:
             hidden = hidden.index_select(0, select)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -46,9 +44,9 @@ class Policy(GPTModel):
         self._tokens = tokens
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
         angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        self._cosines = angles.cos().to(self.config.params_dtype)
-        self._sines = angles.sin().to(self.config.params_dtype)
+        cosines, sines = angles.cos(), angles.sin()
+        self._cosines = torch.cat((cosines, cosines), dim=-1)[:, None].to(self.config.params_dtype)
+        self._sines = torch.cat((-sines, sines), dim=-1)[:, None].to(self.config.params_dtype)
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
@@ -83,11 +81,10 @@ def build_policy(model: Model, vocab_size: int, platform: Platform) -> Policy:
 
     vocab_size: the tokenizer's; the embedding is padded to a multiple of `model.vocab_multiple`.
     """
-    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    config = transformer_config(model, platform)
     policy = Policy(
-        config=transformer_config(model, platform),
-        transformer_layer_spec=spec,
+        config=config,
+        transformer_layer_spec=layer_spec(config),
         vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.config import Job
+from megatron_rl.training.rendezvous import meet
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -25,20 +26,27 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """RANK, WORLD_SIZE and LOCAL_RANK, as set by the launcher; alone where they are not."""
+        """RANK, WORLD_SIZE and LOCAL_RANK; Slurm's counterparts in a step of ours (MRL_STEP), where an image may have
+        its own idea of the former; alone where there are none."""
+        if "MRL_STEP" in os.environ:
+            return cls(
+                rank=int(os.environ["SLURM_PROCID"]),
+                size=int(os.environ["SLURM_NTASKS"]),
+                local_rank=int(os.environ["SLURM_LOCALID"]),
+            )
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
 
-    def connect(self, job: Job, backend: str, rendezvous: Path) -> dist.ProcessGroup:
-        """Meet the other ranks through a file, set up megatron-core's groups, return the data-parallel one.
+    def connect(self, job: Job, backend: str, address: Path) -> dist.ProcessGroup:
+        """Meet the other ranks (see rendezvous.meet), set up megatron-core's groups, return the data-parallel one.
 
         Every collective is bounded by `job.collective_timeout_s`.
         """
         timeout = timedelta(seconds=job.collective_timeout_s)
-        store = dist.FileStore(str(rendezvous), self.size)
+        store = meet(address, self.rank, self.size, timeout)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         parallel_state.initialize_model_parallel(
             distributed_timeout_minutes=max(1, -(-job.collective_timeout_s // 60)),

@@ -68,7 +68,7 @@ def main() -> None:
     attempt = run_dir.attempt(1)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     platform = select(config.job, world.local_rank)
-    group = world.connect(config.job, platform.backend, attempt.rendezvous)
+    group = world.connect(config.job, platform.backend, attempt.address("train"))
     run = set_up(config, platform, group)
     if size.end_bias:
         lengthen(run.policy, run.engine.end_token, size.end_bias)

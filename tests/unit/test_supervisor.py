@@ -237,13 +237,14 @@ def test_a_finished_run_is_left_alone(supervise, tmp_path):
     assert not run.run.attempts_ledger.exists()
 
 
-def test_a_rendezvous_left_behind_is_removed(supervise, tmp_path):
+def test_an_address_left_behind_is_removed(supervise, tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.folder.mkdir(parents=True)
-    attempt.rendezvous.write_text("ghosts")
+    attempt.address("train").parent.mkdir(parents=True)
+    attempt.address("train").write_text("ghosts")
     run = supervise("train")
     run.wait()
-    assert not attempt.rendezvous.exists()
+    assert not attempt.address("train").exists()
 
 
 def test_a_process_is_known_by_pid_and_start():
