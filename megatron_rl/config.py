@@ -128,7 +128,7 @@ class Model(Section):
     max_position_embeddings: PositiveInt
     """Positions that the model knows, in tokens."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding before it is padded; default: the tokenizer's size, which published weights often exceed."""
+    """Rows of the embedding before padding; default: as many as the tokenizer has tokens, which may be fewer."""
     vocab_multiple: PositiveInt = 128
     """The embedding is padded to a multiple of this many rows."""
     rope_base: PositiveFloat = 1e6
