@@ -1,0 +1,106 @@
+"""Read-only questions to git about one directory of a work tree.
+
+Nothing here takes a lock on the user's repository, obeys the GIT_* variables of a hook that started us, or depends on
+the user's git configuration of colours, external diffs and untracked files.
+"""
+
+import os
+import re
+import subprocess
+from typing import List, NamedTuple, Optional
+
+CALL_LIMIT = 120.0  # seconds for one answer of git: a cold work tree on a busy network file system is slow
+
+
+class GitError(Exception):
+    """git is there and refuses; the message is its own."""
+
+
+class WorkTree(NamedTuple):
+    """Where a directory stands in a repository."""
+
+    top: str
+    commit: Optional[str]  # None before the first commit
+
+
+def work_tree(path: str) -> Optional[WorkTree]:
+    """The work tree that holds `path`; None where there is none, no git, or where it ignores this directory."""
+    path = os.path.realpath(path)
+    if not below_a_repository(path):  # saves starting git for every installed package
+        return None
+    try:
+        answer = _run(path, "rev-parse", "--show-toplevel", "HEAD")
+    except FileNotFoundError:
+        return None
+    lines = answer.stdout.decode("utf-8", "surrogateescape").split("\n")
+    if answer.returncode != 0 and not lines[0]:
+        raise GitError(_complaint(answer))
+    top = lines[0]
+    commit = lines[1] if len(lines) > 1 and re.match("^[0-9a-f]{40,64}$", lines[1]) else None
+    if os.path.realpath(top) != path and _run(top, "check-ignore", "--quiet", path).returncode == 0:
+        return None  # such as a virtual environment inside a checkout
+    return WorkTree(top, commit)
+
+
+def tracked(path: str) -> List[str]:
+    """Tracked files below `path`, relative to it; a submodule is one entry."""
+    return _names(_ask(path, "ls-files", "-z"))
+
+
+def untracked(path: str) -> List[str]:
+    """Files below `path` that are neither tracked nor ignored; a repository of its own is one entry, with a slash."""
+    return _names(_ask(path, "ls-files", "-z", "--others", "--exclude-standard"))
+
+
+def dirty(path: str) -> bool:
+    """Whether anything below `path` differs from the commit, untracked files included."""
+    return bool(_ask(path, "status", "--porcelain", "--untracked-files=normal", "--", "."))
+
+
+def diff(path: str) -> bytes:
+    """Tracked changes below `path` against the commit, as text."""
+    return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".")
+
+
+def below_a_repository(path: str) -> bool:
+    """Whether `path` or a directory above it holds a `.git`."""
+    while not os.path.exists(os.path.join(path, ".git")):
+        parent = os.path.dirname(path)
+        if parent == path:
+            return False
+        path = parent
+    return True
+
+
+def _names(output: bytes) -> List[str]:
+    return [os.fsdecode(name) for name in output.split(b"\0") if name]
+
+
+def _ask(path: str, *arguments: str) -> bytes:
+    answer = _run(path, *arguments)
+    if answer.returncode != 0:
+        raise GitError(_complaint(answer))
+    return answer.stdout
+
+
+def _run(path: str, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env.update(GIT_OPTIONAL_LOCKS="0", LC_ALL="C")
+    command = ["git", "-c", "core.fsmonitor=false", "-C", path]
+    command.extend(arguments)
+    try:
+        return subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=CALL_LIMIT,
+        )
+    except subprocess.TimeoutExpired:
+        raise GitError("git {} did not answer within {:.0f} s".format(arguments[0], CALL_LIMIT)) from None
+
+
+def _complaint(answer: "subprocess.CompletedProcess[bytes]") -> str:
+    text = answer.stderr.decode("utf-8", "replace").strip()
+    return " ".join(text.split()) or "git left with exit code {}".format(answer.returncode)
