@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.cli.follow import log_tail
-from launcher.cli.status import RECENT, Status, clock, mean
+from launcher.cli.record import RECENT, Status, clock, mean
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, MISCONFIGURED
 from megatron_rl.run_dir import (
     EXIT_CRASHED,

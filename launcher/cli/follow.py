@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from launcher.backends.local import Submitted
-from launcher.cli.status import Reader
+from launcher.cli.record import Reader
 from launcher.cli.view import View
 from launcher.host.lock import owner_of
 from megatron_rl.run_dir import Attempt, RunDir, read_json_lines, write_json

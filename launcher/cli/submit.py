@@ -13,7 +13,7 @@ from launcher.backends import local
 from launcher.changes import CHANGEABLE
 from launcher.cli.ending import EXIT_CODES, account, results
 from launcher.cli.follow import Follower, Interruptions, Lost
-from launcher.cli.status import Reader
+from launcher.cli.record import Reader
 from launcher.cli.view import choose_view
 from launcher.errors import BadInput
 from launcher.preparation import Prepared, check, new_run_dir, prepare

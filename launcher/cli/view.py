@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from launcher.cli.status import RECENT, Row, Status, accuracies, clock, mean, sparkline
+from launcher.cli.record import RECENT, Row, Status, accuracies, clock, mean, sparkline
 
 LINE_EVERY_STEPS = 20
 LINE_EVERY_S = 5.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.ending import results
-from launcher.cli.status import BARS, Reader, Status, clock, sparkline
+from launcher.cli.record import BARS, Reader, Status, clock, sparkline
 from megatron_rl.run_dir import RunDir, append_json_line, write_atomic, write_json
 
 
