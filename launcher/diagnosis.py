@@ -39,7 +39,8 @@ def known_keys(schema: Mapping[str, Any]) -> dict[Path, Mapping[str, Any]]:
         for name, child in node.get("properties", {}).items():
             resolved = _resolve(child, schema)
             found[(*path, name)] = resolved
-            visit(resolved, (*path, name))
+            for option in resolved.get("anyOf", [resolved]):  # a section that may be null
+                visit(option, (*path, name))
 
     visit(schema, ())
     return found
@@ -69,16 +70,31 @@ def _sentence(
         return f"{where}: {name}: unknown key{did_you_mean(path, known)}"
     if kind in ("value_error", "assertion_error"):
         message = str(detail["ctx"]["error"])
-        where = _where_of(message, path, locate, prefix)
+        where = where_named(message, locate, path, prefix)
         return f"{where}: {name}: {message}" if name else f"{where}: {message}"
-    field = next((known[path[:end]] for end in range(len(path), 0, -1) if path[:end] in known), schema)
+    field = _schema_of(path, known, schema)
     if kind == "missing":
         return f"{where}: {name}: missing; expected {expected(field)}"
-    return f"{where}: {name or 'the recipe'}: expected {expected(field)}, got {_shown(detail['input'])}"
+    quotes = field.get("type") == "string" and isinstance(detail["input"], int | float)
+    return (
+        f"{where}: {name or 'the recipe'}: expected {expected(field)}, got {_shown(detail['input'])}"
+        + quotes * " (put it in quotes)"
+    )
 
 
-def _where_of(message: str, section: Path, locate: Locate, prefix: Path) -> str:
-    """A section is wrong as a whole: point at the key that its message names, at one that was overridden first."""
+def _schema_of(path: Path, known: Mapping[Path, Mapping[str, Any]], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the value at `path`, which may be an item of a list or mapping; of the nearest key around it otherwise."""
+    for end in range(len(path), 0, -1):
+        if path[:end] in known:
+            field = known[path[:end]]
+            items = field.get("items") or field.get("additionalProperties")
+            return items if end == len(path) - 1 and isinstance(items, Mapping) else field
+    return schema
+
+
+def where_named(message: str, locate: Locate, section: Path = (), prefix: Path = ()) -> str:
+    """A section, or more than one, is wrong as a whole: point at the key that the message names, at one that was
+    overridden first."""
     here, _ = locate((*prefix, *section))
     named = []
     for word in re.findall(r"[A-Za-z_][\w.]*", message):
@@ -91,6 +107,8 @@ def _where_of(message: str, section: Path, locate: Locate, prefix: Path) -> str:
 
 def expected(schema: Mapping[str, Any]) -> str:
     """A JSON schema in words: `an integer > 0 or null`."""
+    if "words" in schema:
+        return str(schema["words"])
     if "anyOf" in schema:
         return " or ".join(expected(option) for option in schema["anyOf"])
     if "enum" in schema:
@@ -109,6 +127,8 @@ def expected(schema: Mapping[str, Any]) -> str:
 
 
 def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "anyOf" in node:
+        return {**node, "anyOf": [_resolve(option, schema) for option in node["anyOf"]]}
     reference = node.get("$ref")
     return schema["$defs"][reference.rsplit("/", 1)[1]] if reference else node
 

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from launcher.diagnosis import diagnose, did_you_mean, known_keys
+from launcher.diagnosis import Locate, diagnose, did_you_mean, known_keys, where_named
+from launcher.documents import locator, parse, read_text
 from launcher.errors import BadInput
 from launcher.located_yaml import Located, YamlProblems, read
 from megatron_rl.agent.registry import environment_class
@@ -24,6 +25,8 @@ from megatron_rl.config import RunConfig
 
 _FREE_FORM = ("environment", "args")
 """Keys below this section belong to the environment, so RunConfig does not know them."""
+
+_SECTIONS = "sections such as model: and grpo:, see the recipe demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +59,27 @@ def load_recipe(asked: str, overrides: Sequence[str] = ()) -> Recipe:
         BadInput: with every problem found, each with its file and line or the override it came from.
     """
     file, text = _read_text(asked)
-    document = _parse(file, text)
+    document = parse(file, text, _SECTIONS)
     parsed = _parse_overrides(overrides)
     values = _apply(document.value, parsed)
-
-    def locate(path: tuple[str, ...]) -> tuple[str, bool]:
-        for override in reversed(parsed):
-            if path[: len(override.path)] == override.path:
-                return f"override {override.text!r}", True
-        for end in range(len(path), 0, -1):
-            if path[:end] in document.lines:
-                return f"{file}:{document.lines[path[:end]]}", False
-        return file, False
-
+    locate = _locator(file, document, parsed)
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise BadInput(diagnose(error, RunConfig, locate)) from error
     _check_environment(config, locate)
     return Recipe(asked, text, tuple(overrides), config)
+
+
+def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
+    """The error for values that are each right and do not fit together, or the cluster.
+
+    Args:
+        problems: sentences that name the keys they are about in full, the one to blame first: `job.nodes 5 is ...`.
+    """
+    file, _ = _read_text(recipe.asked)
+    locate = _locator(file, parse(file, recipe.text, _SECTIONS), _parse_overrides(recipe.overrides))
+    return BadInput(f"{where_named(problem, locate)}: {problem}" for problem in problems)
 
 
 def shipped_recipes() -> list[str]:
@@ -86,7 +91,10 @@ def shipped_recipes() -> list[str]:
 def dump_resolved(config: RunConfig) -> str:
     """resolved.yaml: the recipe with every default written out; reads back as the same RunConfig."""
     head = "# Every value of this run, defaults included. Written by mrl-submit; the ranks read this file.\n"
-    return head + yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    if set(text) & set("\x85\u2028\u2029"):  # line breaks to YAML, which PyYAML writes raw and reads back as others
+        text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+    return head + text
 
 
 def read_resolved(path: Path) -> RunConfig:
@@ -95,15 +103,11 @@ def read_resolved(path: Path) -> RunConfig:
     Raises:
         BadInput: it was damaged, or written by a version of mrl with other keys.
     """
-    document = _parse(str(path), path.read_text(encoding="utf-8"))
+    document = parse(str(path), path.read_text(encoding="utf-8"), _SECTIONS)
     try:
         return RunConfig.model_validate(document.value)
     except ValidationError as error:
-
-        def locate(key: tuple[str, ...]) -> tuple[str, bool]:
-            return (f"{path}:{document.lines[key]}" if key in document.lines else str(path)), False
-
-        raise BadInput(diagnose(error, RunConfig, locate)) from error
+        raise BadInput(diagnose(error, RunConfig, locator(str(path), document))) from error
 
 
 def _read_text(asked: str) -> tuple[str, str]:
@@ -115,24 +119,20 @@ def _read_text(asked: str) -> tuple[str, str]:
             hint = f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(names)}"
             raise BadInput(f"no recipe is called {asked!r} and no file either; {hint}")
         return f"{asked}.yaml", (files("launcher.recipes") / f"{asked}.yaml").read_text(encoding="utf-8")
-    try:
-        return asked, path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{asked}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{asked}: is not UTF-8 text (byte {error.start})") from error
+    return asked, read_text(path)
 
 
-def _parse(file: str, text: str) -> Located:
-    try:
-        document = read(text)
-    except YamlProblems as error:
-        raise BadInput(
-            f"{file}:{line}: {what}" if line is not None else f"{file}: {what}" for line, what in error.problems
-        ) from error
-    if not isinstance(document.value, dict):
-        raise BadInput(f"{file}: expected a mapping of sections such as model: and grpo:, see the recipe demo")
-    return document
+def _locator(file: str, document: Located, overrides: Sequence[_Override]) -> Locate:
+    """Where a key was given: by the last override of it, else in the file."""
+    in_file = locator(file, document)
+
+    def locate(path: tuple[str, ...]) -> tuple[str, bool]:
+        for override in reversed(overrides):
+            if path[: len(override.path)] == override.path:
+                return f"override {override.text!r}", True
+        return in_file(path)
+
+    return locate
 
 
 def _parse_overrides(texts: Sequence[str]) -> list[_Override]:
