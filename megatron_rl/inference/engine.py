@@ -175,7 +175,8 @@ class Engine:
         first = rows.start
         for sampling, jobs in groupby(admitted, key=lambda entry: entry[0].request.sampling):
             limit = sampling.max_new_tokens
-            numbers = np.concatenate([uniforms(job.request.key, samples, limit) for job, samples in jobs])
+            keys, sample_indices = zip(*((job.request.key, i) for job, samples in jobs for i in samples), strict=True)
+            numbers = uniforms(np.array(keys, dtype=np.uint64), sample_indices, limit)
             same = slice(first, first + len(numbers))
             self._limit[same] = limit
             self._sampling.set(same, sampling)

@@ -180,10 +180,10 @@ def tree_layout(trees: Sequence[Tree], tokens: int, device: torch.device) -> Pac
 
 def tree_visibility(trees: Sequence[Tree], length: int) -> Tensor:
     """[trees, 1, length, length] bool: a token sees the prompt and its own answer, both up to itself."""
-    branch = torch.full((len(trees), length), -1)  # 0 prompt, 1.. answers, -1 padding
-    for row, tree in enumerate(trees):
-        sizes = torch.tensor([tree.prompt, *tree.answers])
-        branch[row, : tree.length] = torch.repeat_interleave(sizes)
+    sizes = [[tree.prompt, *tree.answers] for tree in trees]
+    branch = torch.tensor(  # 0 prompt, 1.. answers, -1 padding
+        [[i for i, size in enumerate(row) for _ in range(size)] + [-1] * (length - sum(row)) for row in sizes]
+    )
     earlier = torch.ones(length, length, dtype=torch.bool).tril()
     of_key = branch[:, None, :]
     return (earlier & ((of_key == 0) | (of_key == branch[:, :, None])))[:, None]

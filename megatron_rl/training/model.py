@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.config import Model
 from megatron_rl.platform import Platform
 from megatron_rl.training.attention import Layout, Rotation
-from megatron_rl.training.layers import layer_spec
+from megatron_rl.training.layers import packed_layer_spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -84,7 +84,7 @@ def build_policy(model: Model, vocab_size: int, platform: Platform) -> Policy:
     config = transformer_config(model, platform)
     policy = Policy(
         config=config,
-        transformer_layer_spec=layer_spec(config),
+        transformer_layer_spec=packed_layer_spec(config),
         vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),

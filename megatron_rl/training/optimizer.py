@@ -62,6 +62,9 @@ class PolicyOptimizer:
         for part in self._parts():
             if isinstance(part, DistributedOptimizer):
                 _keep_step(part)
+            if isinstance(part.optimizer, torch.optim.Adam):  # neither Transformer Engine's nor Apex's, both fused
+                for group in part.optimizer.param_groups:
+                    group["fused"] = True
 
     def _parts(self) -> list[Any]:
         return self.megatron.chained_optimizers
