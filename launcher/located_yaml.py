@@ -1,7 +1,8 @@
 """YAML read safely, with the line of every key, so that any later complaint can point at it.
 
 Differs from PyYAML's SafeLoader where a recipe would be misread in silence: `1e-3` is a number (YAML 1.1 wants
-`1.0e-3`), a bare `=` is text, and a key given twice is an error instead of the last one winning.
+`1.0e-3`), `4:00:00` is text (YAML 1.1 makes it 14400), a bare `=` is text, and a key given twice is an error instead
+of the last one winning.
 """
 
 from __future__ import annotations
@@ -31,16 +32,23 @@ class Located:
     lines: dict[Path, int]
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {
-        first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items() if first != "="
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        if first != "="
     }
 
 
+_DIGITS = list("-+.0123456789")
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+)$"), _DIGITS)
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
+    _FLOAT,
+    re.compile(r"^[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
+    _DIGITS,
 )
 
 

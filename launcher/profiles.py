@@ -157,7 +157,7 @@ class Clusters:
     _locate: Locate
 
     def names(self) -> list[str]:
-        return sorted({*self.own, *self.shipped}) + [LOCAL]
+        return [*sorted({*self.own, *self.shipped}), LOCAL]
 
     def choose(self, cli: str | None, environ: Mapping[str, str], recipe_cluster: str | None) -> str:
         """The name of the cluster: --cluster, MRL_CLUSTER, the recipe's `cluster`, `default:` of the file, the only
@@ -297,7 +297,9 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> P
     changed: dict[str, Any] = {"run_root": run_root}
     if profile.container is not None:
         image, mounts = profile.container.image, profile.container.mounts
-        container = {"mounts": [expanded(mount, "container", "mounts", str(i)) for i, mount in enumerate(mounts)]}
+        container: dict[str, Any] = {
+            "mounts": [expanded(mount, "container", "mounts", str(i)) for i, mount in enumerate(mounts)]
+        }
         # A reference may hold a dollar of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
         if re.match(r"~?/|\$(\w+|\{\w+\})/", image):
             container["image"] = expanded(image, "container", "image")
