@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
+import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from launcher.host.lock import RunIsOwned, RunLock
 from launcher.recipe import Recipe, dump_resolved, read_resolved
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, write_atomic
+
+RUNS = "runs"
+"""Where runs are made that were given no directory: below the current one, or below a cluster's run_root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +29,23 @@ class Prepared:
     """What `--change` altered."""
 
 
-def new_run_dir(name: str, now: time.struct_time) -> Path:
-    """runs/NAME-DATE-TIME below the current directory, made, and never one that was there."""
-    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+def run_name(name: str, now: time.struct_time) -> str:
+    """NAME-DATE-TIME."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+
+
+def new_run_dir(name: str, parent: Path) -> Path:
+    """PARENT/NAME, or NAME-2 and so on: made, and never one that was there."""
+    stem = parent / name
     with _disk_errors(stem):
-        stem.parent.mkdir(exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
         for path in [stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))]:
             try:
                 path.mkdir()
                 return path
             except FileExistsError:
                 continue
-    raise BadInput(f"{stem}: too many runs were started in this second; give one with --run-dir")
+    raise BadInput(f"{stem}: too many runs of this name were started at once; give a directory with --run-dir")
 
 
 def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
@@ -46,23 +54,62 @@ def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
     Raises:
         BadInput: the directory is in use, foreign or unwritable, or its run was asked for with other values.
     """
+    with opened(recipe, root, change) as (run, finished, altered):
+        if finished:
+            return Prepared(run, None, ())
+        attempt = run.attempt(run.last_attempt() + 1)
+        attempt.folder.mkdir(parents=True)
+        attempt.logs.mkdir(parents=True, exist_ok=True)
+        return Prepared(run, attempt, altered)
+
+
+@contextmanager
+def opened(recipe: Recipe, root: Path, change: bool) -> Iterator[tuple[RunDir, bool, tuple[Change, ...]]]:
+    """Hold `root` with what was asked for written into it; when the caller fails, everything is as it was before.
+
+    Yields:
+        The run; whether it is finished, so that there is nothing to do; what `change` altered.
+
+    Raises:
+        BadInput: the directory is in use, foreign or unwritable, or its run was asked for with other values.
+    """
     run = RunDir(root)
     _refuse_foreign(run)
     with _disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(run):
+        with _locked(run), _put_back_on_failure(run):
             altered: list[Change] = []
             if run.resolved.exists():
                 altered = _accept_changes(run, recipe.config, change)
-                if read_json(run.done) is not None and not altered:
-                    return Prepared(run, None, ())
-            attempt = run.attempt(run.last_attempt() + 1)
-            if altered:
-                _record_changes(run, altered, attempt.number)
-            _write_recipe(run, recipe)
-            attempt.folder.mkdir(parents=True)
-            attempt.logs.mkdir(parents=True, exist_ok=True)
-            return Prepared(run, attempt, tuple(altered))
+            finished = read_json(run.done) is not None and not altered
+            if not finished:
+                if altered:
+                    _record_changes(run, altered, run.last_attempt() + 1)
+                _write_recipe(run, recipe)
+            yield run, finished, tuple(altered)
+
+
+@contextmanager
+def _put_back_on_failure(run: RunDir) -> Iterator[None]:
+    files = (run.recipe, run.resolved, run.plan, run.script, run.changes, run.done)
+    before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+    fresh = [path.name for path in run.root.iterdir()] == [run.lock.name]
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        if not succeeded and fresh:
+            shutil.rmtree(run.root, ignore_errors=True)
+            if run.root.parent.name == RUNS:
+                with suppress(OSError):  # other runs are in there
+                    run.root.parent.rmdir()
+        elif not succeeded:
+            for path, text in before.items():
+                if text is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    write_atomic(path, text)
 
 
 def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
@@ -106,9 +153,11 @@ def _reached(run: RunDir) -> int:
 
 
 def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> None:
+    from getpass import getuser  # seldom needed, and slow to import
+
     line = {
         "at": time.time(),
-        "by": getpass.getuser(),
+        "by": getuser(),
         "attempt": attempt,
         "changes": {one.key: [one.old, one.new] for one in altered},
     }

@@ -1,6 +1,6 @@
-"""What Slurm knows of a job, from squeue, scontrol and sacct; correct with and without an accounting database.
+"""What Slurm knows of jobs, from squeue and sacct; correct with and without an accounting database.
 
-squeue and scontrol know a job until MinJobAge after its end (300 s by default), sacct for ever, where there is a
+squeue knows a job until MinJobAge after its end (300 s by default), sacct for ever, where there is a
 slurmdbd. So a job that squeue does not list is looked up in sacct, and is gone when neither has it. A Slurm that cannot
 be asked makes a job "unknown", which is never "gone": its run may still be going on.
 """
@@ -91,15 +91,6 @@ def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
     return {one: found.get(one, JobState(one, "", "gone")) for one in ids}
 
 
-def read_details(job_id: str) -> dict[str, str]:
-    """scontrol's record of a job that is still in the queue, key by key; empty where there is none to be had."""
-    try:
-        answer = call(["scontrol", "show", "job", "-o", job_id])
-    except SlurmSilent:
-        return {}
-    return parse_scontrol(answer.out) if answer.code == 0 else {}
-
-
 def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
     form = ",".join(f"{name}:{width}" for name, width in SQUEUE_FIELDS.items())
     answer = call(["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"])
@@ -174,24 +165,6 @@ def parse_sacct(text: str) -> list[JobState]:
         before = newest.get(job_id)
         newest[job_id] = replace(job, restarts=before.restarts + 1) if before else job
     return list(newest.values())
-
-
-def parse_scontrol(line: str) -> dict[str, str]:
-    """`scontrol show job -o`: Key=Value pairs, whose values may hold spaces and equals signs."""
-    record: dict[str, str] = {}
-    last = ""
-    for word in line.split(" "):
-        key, equals, value = word.partition("=")
-        if equals and _is_key(key):
-            last = key
-            record[key] = value
-        elif last:
-            record[last] += f" {word}"
-    return {key: value.strip() for key, value in record.items() if value.strip() not in ("", "(null)", "N/A", "None")}
-
-
-def _is_key(word: str) -> bool:
-    return word[:1].isupper() and all(part.isalnum() or part in "/:_" for part in word)
 
 
 def moment(text: str) -> float | None:

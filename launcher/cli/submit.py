@@ -16,7 +16,7 @@ from launcher.cli.follow import Follower, Interruptions, Lost
 from launcher.cli.record import Reader
 from launcher.cli.view import choose_view
 from launcher.errors import BadInput
-from launcher.preparation import Prepared, check, new_run_dir, prepare
+from launcher.preparation import RUNS, Prepared, check, new_run_dir, prepare, run_name
 from launcher.recipe import Recipe, dump_resolved, load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
@@ -68,7 +68,7 @@ def main(
     if dry_run:
         explain(asked, run_dir, change)
         return
-    root = run_dir or new_run_dir(asked.config.name, time.localtime())
+    root = run_dir or new_run_dir(run_name(asked.config.name, time.localtime()), Path(RUNS))
     prepared = prepare(asked, root, change)
     resume = shlex.join(["mrl-submit", asked.asked, *asked.overrides, "--run-dir", str(root)])
     context.exit(start(asked.config, prepared, resume, detach))

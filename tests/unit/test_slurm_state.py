@@ -16,9 +16,7 @@ from launcher.backends.slurm_state import (
     SQUEUE_FIELDS,
     moment,
     parse_sacct,
-    parse_scontrol,
     parse_squeue,
-    read_details,
     read_jobs,
 )
 
@@ -103,18 +101,6 @@ def test_accounting_shows_the_newest_attempt_and_counts_the_others():
     assert job.exit_code is None
 
 
-def test_scontrol_values_may_hold_spaces_and_equals_signs():
-    record = parse_scontrol(
-        "JobId=1 JobName=a b=c Account=(null) Dependency=afterany:1(unfulfilled) NtasksPerN:B:S:C=0:0:*:* "
-        "Command=/home/my runs/job.sbatch WorkDir=/ Power= \n"
-    )
-    assert record["JobName"] == "a b=c"
-    assert record["Dependency"] == "afterany:1(unfulfilled)"
-    assert record["Command"] == "/home/my runs/job.sbatch"
-    assert "Account" not in record
-    assert "Power" not in record
-
-
 @pytest.mark.parametrize("text", ["Unknown", "N/A", "", "None", "(null)"])
 def test_a_time_that_is_none(text):
     assert moment(text) is None
@@ -156,7 +142,6 @@ def test_no_squeue_at_all_makes_a_job_unknown(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     job = read_jobs(["7"])["7"]
     assert (job.kind, job.reason) == ("unknown", "no squeue here (No such file or directory)")
-    assert read_details("7") == {}
 
 
 def test_a_silent_command_is_ended_in_time(fake):

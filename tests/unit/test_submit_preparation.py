@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import BadInput
 from launcher.host.lock import RunLock
-from launcher.preparation import Prepared, new_run_dir, prepare
+from launcher.preparation import Prepared, new_run_dir, opened, prepare
 from launcher.recipe import load_recipe, read_resolved
 from megatron_rl.run_dir import RunDir, read_json_lines, write_json
 
@@ -132,9 +131,28 @@ def test_a_run_in_use_names_its_owner(tmp_path):
     assert "the supervisor of attempt 1 (pid " in text
 
 
-def test_new_run_directories_are_never_shared(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    now = time.localtime()
-    paths = [new_run_dir("demo", now) for _ in range(3)]
-    assert len(set(paths)) == 3
-    assert str(paths[0]).startswith("runs/demo-")
+def test_new_run_directories_are_never_shared(tmp_path):
+    paths = [new_run_dir("demo-1", tmp_path / "runs") for _ in range(3)]
+    assert [path.name for path in paths] == ["demo-1", "demo-1-2", "demo-1-3"]
+
+
+def fail(root: Path, *overrides: str, change: bool = False) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        opened(load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides]), root, change),
+    ):
+        raise KeyboardInterrupt
+
+
+def test_a_failure_leaves_no_new_run_behind(tmp_path):
+    fail(new_run_dir("demo", tmp_path / "runs"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_an_old_run_as_it_was(tmp_path):
+    ask(tmp_path)
+    run = finish(tmp_path, 800)
+    before = {path: path.read_text() for path in (run.resolved, run.recipe, run.done)}
+    fail(tmp_path, "training.steps=900", change=True)
+    assert {path: path.read_text() for path in before} == before
+    assert not run.changes.exists()
