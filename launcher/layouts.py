@@ -1,0 +1,291 @@
+"""Pure: which parallel sizes are possible, why the others are not, and the nearest ones that are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from megatron_rl.config import Job, Model, Placement
+
+NEAREST = 3
+
+
+class LayoutError(Exception):
+    """The layout is impossible. `problems` are sentences that name recipe keys in full, the one to blame first: what
+    does not fit, with the arithmetic; the last one ends with the nearest layouts that work."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What `job` and `placement` say, as numbers."""
+
+    nodes: int
+    gpus_per_node: int
+    partitioned: bool
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    sequence_parallel: bool
+    inference_nodes: int
+    """Nodes that only generate; 0 where all ranks do both."""
+    asked_inference_tp: int | None
+    inference_pp: int
+    tp_across_nodes: bool
+
+    @classmethod
+    def of(cls, job: Job, placement: Placement) -> Sizes:
+        training, inference = placement.training, placement.inference
+        return cls(
+            nodes=job.nodes,
+            gpus_per_node=job.gpus_per_node,
+            partitioned=placement.mode == "partitioned",
+            tp=training.tp,
+            pp=training.pp,
+            cp=training.cp,
+            ep=training.ep,
+            sequence_parallel=training.sequence_parallel,
+            inference_nodes=inference.nodes or 0,
+            asked_inference_tp=inference.tp,
+            inference_pp=inference.pp,
+            tp_across_nodes=placement.tp_across_nodes,
+        )
+
+    @property
+    def inference_tp(self) -> int:
+        return self.asked_inference_tp or self.tp
+
+    @property
+    def training_nodes(self) -> int:
+        return self.nodes - self.inference_nodes
+
+    @property
+    def training_world(self) -> int:
+        return self.training_nodes * self.gpus_per_node
+
+    @property
+    def generating(self) -> int:
+        """Ranks that generate."""
+        return (self.inference_nodes or self.nodes) * self.gpus_per_node
+
+    @property
+    def model_size(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        return self.training_world // self.model_size
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.training_world // (self.tp * self.ep * self.pp)
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one inference replica."""
+        return self.inference_tp * self.inference_pp
+
+    @property
+    def replicas(self) -> int:
+        return self.generating // self.replica_size
+
+
+def check(sizes: Sizes, node_gpus: int | None, model: Model | None) -> tuple[str, ...]:
+    """Why the layout is impossible; empty where it is not. Later rules presuppose the earlier ones."""
+    for rules in (_node(sizes, node_gpus), _split(sizes), _training(sizes), _generating(sizes), _fits(sizes, model)):
+        problems = tuple(rules)
+        if problems:
+            return problems
+    return ()
+
+
+def _node(s: Sizes, node_gpus: int | None) -> Iterator[str]:
+    if node_gpus is not None and s.gpus_per_node > node_gpus:
+        ranks = s.nodes * s.gpus_per_node
+        yield (
+            f"job.gpus_per_node {s.gpus_per_node} is more than the {node_gpus} GPUs that a node of this cluster has; "
+            f"{s.nodes} x {s.gpus_per_node} = {ranks} ranks need {-(-ranks // node_gpus)} such nodes"
+        )
+
+
+def _split(s: Sizes) -> Iterator[str]:
+    if not s.partitioned and s.inference_nodes:
+        yield (
+            f"placement.inference.nodes {s.inference_nodes} belongs to placement.mode partitioned: "
+            "colocated, all nodes train and generate"
+        )
+    elif s.partitioned and not s.inference_nodes:
+        yield f"placement.mode partitioned needs placement.inference.nodes: how many of the {s.nodes} only generate"
+    elif s.training_nodes < 1:
+        yield (
+            f"placement.inference.nodes {s.inference_nodes} of job.nodes {s.nodes} leaves "
+            f"{s.nodes} - {s.inference_nodes} = {s.training_nodes} to train"
+        )
+
+
+def _training(s: Sizes) -> Iterator[str]:
+    key, world = "placement.training", s.training_world
+    if world % s.model_size:
+        yield (
+            f"{key}.tp {s.tp} x pp {s.pp} x cp {s.cp} = {s.model_size} does not divide the "
+            f"{s.training_nodes} x {s.gpus_per_node} = {world} ranks that train ({_remainder(world, s.model_size)})"
+        )
+    elif s.cp * s.dp % s.ep:
+        yield (
+            f"{key}.ep {s.ep} does not divide cp x dp = {s.cp} x {s.dp} = {s.cp * s.dp}, the ranks that share experts "
+            f"({_remainder(s.cp * s.dp, s.ep)})"
+        )
+    if s.training_nodes > 1:
+        yield from _across_nodes(f"{key}.tp", s.tp, s)
+    if s.sequence_parallel and s.tp == 1:
+        yield f"{key}.sequence_parallel splits activations between tensor-parallel ranks, and {key}.tp is 1"
+
+
+def _generating(s: Sizes) -> Iterator[str]:
+    key, size = "placement.inference", s.replica_size
+    if s.generating % size:
+        nodes = s.inference_nodes or s.nodes
+        yield (
+            f"{key}.tp {s.inference_tp} x pp {s.inference_pp} = {size} does not divide the "
+            f"{nodes} x {s.gpus_per_node} = {s.generating} ranks that generate ({_remainder(s.generating, size)})"
+        )
+    elif s.partitioned and s.gpus_per_node % size and size % s.gpus_per_node:
+        yield (
+            f"{key}.tp {s.inference_tp} x pp {s.inference_pp} = {size} is neither whole nodes nor an equal share of "
+            f"one, of {s.gpus_per_node} GPUs ({_remainder(max(size, s.gpus_per_node), min(size, s.gpus_per_node))})"
+        )
+    yield from _across_nodes(f"{key}.tp", s.inference_tp, s)
+
+
+def _across_nodes(key: str, tp: int, s: Sizes) -> Iterator[str]:
+    if s.gpus_per_node % tp and not s.tp_across_nodes:
+        yield (
+            f"{key} {tp} does not divide job.gpus_per_node {s.gpus_per_node} "
+            f"({_remainder(s.gpus_per_node, tp)}): tensor-parallel groups would cross nodes"
+        )
+
+
+def _fits(s: Sizes, model: Model | None) -> Iterator[str]:
+    """megatron-core shards weights evenly, or not at all."""
+    if model is None:
+        return
+    for key, tp in (("placement.training.tp", s.tp), ("placement.inference.tp", s.inference_tp)):
+        if key.endswith("inference.tp") and tp == s.tp:
+            continue
+        for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple"):
+            yield from _divides(key, tp, f"model.{name}", getattr(model, name))
+        if tp % model.num_query_groups:  # more ranks than key/value heads: each is on several
+            yield from _divides(key, tp, "model.num_query_groups", model.num_query_groups)
+    for key, pp in (("placement.training.pp", s.pp), ("placement.inference.pp", s.inference_pp)):
+        yield from _divides(key, pp, "model.num_layers", model.num_layers)
+
+
+def _divides(key: str, size: int, of: str, value: int) -> Iterator[str]:
+    if value % size:
+        yield f"{key} {size} does not divide {of} {value} ({_remainder(value, size)})"
+
+
+def _remainder(value: int, size: int) -> str:
+    return f"{value} = {value // size} x {size} + {value % size}"
+
+
+_KEYS = {
+    "nodes": "job.nodes",
+    "gpus_per_node": "job.gpus_per_node",
+    "partitioned": "placement.mode",
+    "tp": "placement.training.tp",
+    "pp": "placement.training.pp",
+    "cp": "placement.training.cp",
+    "ep": "placement.training.ep",
+    "sequence_parallel": "placement.training.sequence_parallel",
+    "inference_nodes": "placement.inference.nodes",
+    "asked_inference_tp": "placement.inference.tp",
+    "inference_pp": "placement.inference.pp",
+    "tp_across_nodes": "placement.tp_across_nodes",
+}
+
+
+def nearest(sizes: Sizes, node_gpus: int | None, model: Model | None) -> list[str]:
+    """The cheapest changes that make the layout possible, as overrides: `placement.training.tp=4 (dp 6, 6 replicas)`.
+
+    Tries every change of one or two keys, and of three only where none of these works.
+    """
+    moves = {name: list(_moves(name, sizes, node_gpus)) for name in _KEYS}
+    found: list[tuple[float, dict[str, Any]]] = []
+    for keys in (1, 2, 3):
+        if keys == 3 and found:
+            break
+        for names in combinations(_KEYS, keys):
+            for values in product(*(moves[name] for name in names)):
+                changes = dict(zip(names, values, strict=True))
+                candidate = replace(sizes, **changes)
+                if not check(candidate, node_gpus, model):
+                    found.append((_distance(sizes, candidate), changes))
+    found.sort(key=lambda entry: entry[0])
+    kept: list[dict[str, Any]] = []
+    for _, changes in found:
+        # More than what suffices is worth saying only where less of the model would have to fit on a rank.
+        sufficient = [less for less in kept if less.items() <= changes.items()]
+        if all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
+            kept.append(changes)
+        if len(kept) == NEAREST:
+            break
+    return [_as_overrides(changes, replace(sizes, **changes)) for changes in kept]
+
+
+def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:
+    return max(0.0, math.log2(sizes.model_size / replace(sizes, **changes).model_size))
+
+
+def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> Iterator[int | bool]:
+    """Other values of one key that are worth trying."""
+    value = getattr(sizes, name)
+    if isinstance(value, bool):
+        if name != "partitioned" or sizes.nodes > 1:
+            yield not value
+    elif name == "nodes":
+        yield from (n for n in range(max(1, value - 8), value + 9) if n != value)
+    elif name == "gpus_per_node":
+        yield from (n for n in range(1, (node_gpus or value) + 1) if n != value)
+    elif name == "inference_nodes":
+        low = max(0, value - 8) if value else 0
+        yield from (n for n in range(low, min(low + 17, sizes.nodes)) if n != value)
+    elif value is not None:
+        yield from (n for n in sorted({*range(1, 17), *(2**k for k in range(5, 8))}) if n != value)
+
+
+def _distance(old: Sizes, new: Sizes) -> float:
+    """How unlike what was asked: the ratios of the sizes, and of what each rank then holds of the model."""
+    total = 0.0
+    for name in _KEYS:
+        before, after = getattr(old, name), getattr(new, name)
+        if isinstance(before, bool):
+            total += 2.0 * (before != after)
+        elif before != after:
+            if name == "inference_nodes":  # half of the nodes where none were asked for
+                before, after = before or old.nodes / 2, after or 1
+            odd = name not in ("nodes", "inference_nodes") and after & (after - 1) != 0
+            total += abs(math.log2(after / before)) + 0.1 + odd / 2
+    return total + abs(math.log2(new.model_size / old.model_size)) / 2
+
+
+def _as_overrides(changes: dict[str, Any], new: Sizes) -> str:
+    shown = []
+    for name, value in changes.items():
+        if name == "partitioned":
+            text = "partitioned" if value else "colocated"
+        elif name == "inference_nodes" and not value:
+            text = "null"
+        else:
+            text = str(value).lower()
+        shown.append(f"{_KEYS[name]}={text}")
+    return f"{' '.join(shown)} (dp {new.dp}, {new.replicas} inference replica{'s' * (new.replicas != 1)})"

@@ -1,0 +1,178 @@
+"""Pure: nodes x GPUs x {colocated, partitioned} -> role, node, GPU and parallel coordinates of every rank.
+
+Ranks are numbered node by node. Within the training world, and within the worlds that generate, coordinates are
+those that megatron-core gives (its rank order tp-cp-ep-dp-pp): tensor parallel neighbours are adjacent ranks, pipeline
+stages are furthest apart.
+
+    colocated     all ranks train, and generate in between with the layout `placement.inference`: replica k is the k-th
+                  data-parallel rank of that layout over the same world. One step.
+    partitioned   the first nodes train, the last `placement.inference.nodes` generate. Each inference replica is a
+                  world of its own and a step of its own, so that losing one takes no other along. A replica is whole
+                  nodes, or one of several that share a node (`Step.gpu_offset`).
+
+Spare nodes have no ranks: they stand in for others when the job starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from launcher.layouts import LayoutError, Sizes, check, nearest
+from megatron_rl.config import Job, Model, Placement
+
+__all__ = ["Infer", "LayoutError", "Plan", "Rank", "Step", "Train", "place", "rank_rows"]
+
+Role = Literal["colocated", "training", "inference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Place in the training world."""
+
+    rank: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Infer:
+    """Place among the inference replicas."""
+
+    replica: int
+    rank: int
+    """Within the replica."""
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One GPU (one process, on CPUs)."""
+
+    rank: int
+    """Of the whole job, node by node."""
+    node: int
+    gpu: int
+    role: Role
+    train: Train | None
+    infer: Infer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one srun starts."""
+
+    name: str
+    """`train`, `infer-0`, `infer-1`, ..."""
+    role: Role
+    nodes: tuple[int, ...]
+    """Indices into the plan's nodes."""
+    tasks_per_node: int
+    gpu_offset: int
+    """First GPU of the node that is the step's; 0 unless replicas share a node."""
+    replica: int | None
+    """Of an inference step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    mode: Literal["colocated", "partitioned"]
+    nodes: int
+    """Without the spare ones."""
+    gpus_per_node: int
+    spare_nodes: int
+    sizes: Sizes
+    """Parallel sizes, those left out in the recipe included."""
+    steps: tuple[Step, ...]
+    ranks: tuple[Rank, ...]
+
+
+def place(job: Job, placement: Placement, node_gpus: int | None = None, model: Model | None = None) -> Plan:
+    """Who does what.
+
+    Args:
+        node_gpus: GPUs that a node of the cluster has; None where unknown, and for CPU processes.
+        model: also refuse sizes that do not divide it.
+
+    Raises:
+        LayoutError: impossible; says the arithmetic and the nearest layouts that work.
+    """
+    sizes = Sizes.of(job, placement)
+    limit = node_gpus if job.device == "cuda" else None
+    problems = check(sizes, limit, model)
+    if problems:
+        near = nearest(sizes, limit, model)
+        hint = f"; nearest that work: {', or '.join(near)}" if near else ""
+        raise LayoutError((*problems[:-1], problems[-1] + hint))
+    partitioned = placement.mode == "partitioned"
+    return Plan(
+        mode=placement.mode,
+        nodes=job.nodes,
+        gpus_per_node=job.gpus_per_node,
+        spare_nodes=job.spare_nodes,
+        sizes=sizes,
+        steps=(_training_step(sizes), *_inference_steps(sizes)) if partitioned else (_training_step(sizes),),
+        ranks=tuple(_ranks(sizes)),
+    )
+
+
+def _training_step(sizes: Sizes) -> Step:
+    role: Role = "training" if sizes.inference_nodes else "colocated"
+    return Step("train", role, tuple(range(sizes.training_nodes)), sizes.gpus_per_node, 0, None)
+
+
+def _inference_steps(sizes: Sizes) -> Iterator[Step]:
+    first = sizes.training_nodes * sizes.gpus_per_node
+    for replica in range(sizes.replicas):
+        node, gpu = divmod(first + replica * sizes.replica_size, sizes.gpus_per_node)
+        tasks = min(sizes.replica_size, sizes.gpus_per_node)
+        nodes = tuple(range(node, node + sizes.replica_size // tasks))
+        yield Step(f"infer-{replica}", "inference", nodes, tasks, gpu, replica)
+
+
+def _ranks(sizes: Sizes) -> Iterator[Rank]:
+    training = sizes.training_world
+    for rank in range(sizes.nodes * sizes.gpus_per_node):
+        node, gpu = divmod(rank, sizes.gpus_per_node)
+        if rank >= training:
+            yield Rank(rank, node, gpu, "inference", None, _infer_apart(rank - training, sizes))
+        elif sizes.inference_nodes:
+            yield Rank(rank, node, gpu, "training", _train(rank, sizes), None)
+        else:
+            yield Rank(rank, node, gpu, "colocated", _train(rank, sizes), _infer_colocated(rank, sizes))
+
+
+def _train(rank: int, sizes: Sizes) -> Train:
+    """megatron-core orders dense weights as tp-cp-dp-pp, experts as tp-ep-dp-pp."""
+    tp, cp, ep, dp = sizes.tp, sizes.cp, sizes.ep, sizes.dp
+    return Train(
+        rank=rank,
+        tp=rank % tp,
+        cp=rank // tp % cp,
+        dp=rank // (tp * cp) % dp,
+        pp=rank // (tp * cp * dp),
+        ep=rank // tp % ep,
+    )
+
+
+def _infer_colocated(rank: int, sizes: Sizes) -> Infer:
+    tp, replicas = sizes.inference_tp, sizes.replicas
+    tp_rank, pp_rank = rank % tp, rank // (tp * replicas)
+    return Infer(replica=rank // tp % replicas, rank=pp_rank * tp + tp_rank, tp=tp_rank, pp=pp_rank)
+
+
+def _infer_apart(rank: int, sizes: Sizes) -> Infer:
+    """rank: among those that generate."""
+    replica, within = divmod(rank, sizes.replica_size)
+    pp_rank, tp_rank = divmod(within, sizes.inference_tp)
+    return Infer(replica=replica, rank=within, tp=tp_rank, pp=pp_rank)
+
+
+def rank_rows(plan: Plan) -> list[dict[str, Any]]:
+    """One JSON object a GPU."""
+    return [asdict(rank) for rank in plan.ranks]
