@@ -25,6 +25,11 @@ class Section(BaseModel):
     )
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether a recipe's path names something on the Hugging Face hub: those of a machine begin with / . or ~."""
+    return not path.startswith(("/", ".", "~"))
+
+
 class Job(Section):
     nodes: PositiveInt = 1
     """Nodes that work; `spare_nodes` are allocated beside them."""

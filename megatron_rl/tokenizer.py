@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.config import Tokenizer as TokenizerConfig
+from megatron_rl.config import is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,10 @@ class Tokenizer(Protocol):
         """Text of `tokens`; special tokens leave no trace."""
         ...
 
+    def chat(self, message: str) -> str | None:
+        """The prompt that puts `message` to an assistant as its user would; None without a chat template."""
+        ...
+
 
 class CharacterTokenizer:
     """One token per character of the alphabet, in its order, then end-of-text, then padding."""
@@ -61,6 +66,9 @@ class CharacterTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(self._text.__getitem__, tokens))
 
+    def chat(self, message: str) -> None:
+        return None
+
 
 class HuggingFaceTokenizer:
     """A tokenizer of the `transformers` library."""
@@ -81,6 +89,13 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def chat(self, message: str) -> str | None:
+        if self._tokenizer.chat_template is None:
+            return None
+        messages = [{"role": "user", "content": message}]
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer a recipe names. Nothing is downloaded.
@@ -94,7 +109,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
-    if not Path(path).is_dir():
+    of_the_hub = not Path(path).is_dir()
+    if of_the_hub and not is_hub_name(path):
         raise ValueError(f"tokenizer.path {path}: no such directory; give one that holds tokenizer.json")
     try:
         # Imported here because it takes seconds, and a character tokenizer must not need it installed.
@@ -104,4 +120,9 @@ def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
     try:
         return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
     except (OSError, ValueError) as error:
+        if of_the_hub:
+            raise ValueError(
+                f"tokenizer.path {path}: no such directory, and no tokenizer of that name in the Hugging Face cache; "
+                f"`mrl prefetch RECIPE` fetches it where there is internet: {error}"
+            ) from error
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error

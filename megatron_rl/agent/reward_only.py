@@ -7,7 +7,8 @@ import logging
 import math
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from inspect import isawaitable, iscoroutinefunction
 from typing import Any
 
 from megatron_rl.agent.api import (
@@ -36,8 +37,13 @@ class RewardOnlyAgent(Environment):
         self._explained: set[type[Exception]] = set()
 
     @abstractmethod
-    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+    def get_reward(
+        self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
+    ) -> float | Awaitable[float]:
         """Finite score of one answer; `response` is its text without special tokens.
+
+        `async def` where scoring waits, for another process for example: all answers of a group are then scored at
+        once. The engine generates in the same event loop, so a plain one must be quick.
 
         Whatever this raises costs that one answer: it is left out of its group and counted among the failures.
         """
@@ -70,19 +76,32 @@ class RewardOnlyAgent(Environment):
         """Scored answers in sample order, and the number of those lost, by reason."""
         prompt_tokens = self.tokenizer.encode(problem.prompt)
         completions = await inference.generate(GenerationRequest(prompt_tokens, samples, sampling, key))
+        scored = [
+            self._score(problem, self.tokenizer.decode(completion.tokens), completion) for completion in completions
+        ]
+        if iscoroutinefunction(self.get_reward):
+            results = await asyncio.gather(*scored)
+        else:
+            results = [await score for score in scored]  # nothing to wait for: no task for each
         rollouts: list[Rollout] = []
         failures: Counter[str] = Counter()
-        for completion in completions:
-            text = self.tokenizer.decode(completion.tokens)
-            try:
-                reward = float(self.get_reward(text, problem.golden, completion.finish_reason))
-                if not math.isfinite(reward):
-                    raise ValueError(f"the reward is {reward}")
-            except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
-                failures[self._reason(error, problem, text)] += 1
+        for completion, (text, result) in zip(completions, results, strict=True):
+            if isinstance(result, Exception):
+                failures[self._reason(result, problem, text)] += 1
             else:
-                rollouts.append(_rollout(prompt_tokens, completion, text, reward))
+                rollouts.append(_rollout(prompt_tokens, completion, text, result))
         return rollouts, failures
+
+    async def _score(self, problem: Problem, text: str, completion: Completion) -> tuple[str, float | Exception]:
+        """The answer's text and its reward, or what scoring it raised."""
+        try:
+            score = self.get_reward(text, problem.golden, completion.finish_reason)
+            reward = float(await score if isawaitable(score) else score)
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward is {reward}")
+        except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
+            return text, error
+        return text, reward
 
     def _reason(self, error: Exception, problem: Problem, text: str) -> str:
         """Short reason for the record; the first error of each type is logged with its traceback."""
