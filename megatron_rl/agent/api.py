@@ -122,7 +122,10 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent):
 
     Config: ClassVar[type[Section]]
     """Checks `environment.args` of the recipe, on the login node too: importing the class must need neither torch
-    nor the task's own libraries."""
+    nor the task's own libraries.
+
+    Where it has a method `datasets() -> list[str]`, those are the names of the data sets on the Hugging Face hub that
+    the environment reads: `mrl prefetch` fetches them, since a job has no internet."""
 
     @abstractmethod
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:

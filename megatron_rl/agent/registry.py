@@ -8,6 +8,7 @@ The launcher validates recipes through this module, so it imports neither torch 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
@@ -45,6 +46,13 @@ def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Enviro
     """The environment a recipe names. Raises ValueError (pydantic's ValidationError is one) for bad arguments."""
     cls = environment_class(config.name)
     return cls(cls.Config(**config.args), tokenizer)
+
+
+def required_datasets(config: EnvironmentConfig) -> list[str]:
+    """Names on the hub of the data sets that a recipe's environment reads. Raises ValueError as `build_environment`."""
+    arguments = environment_class(config.name).Config(**config.args)
+    names: Callable[[], list[str]] | None = getattr(arguments, "datasets", None)
+    return names() if names else []
 
 
 def _load(entry: EntryPoint) -> type[Environment]:
