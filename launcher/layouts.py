@@ -226,14 +226,14 @@ def nearest(sizes: Sizes, node_gpus: int | None, model: Model | None) -> list[st
             break
         for names in combinations(_KEYS, keys):
             for values in product(*(moves[name] for name in names)):
-                changes = dict(zip(names, values, strict=True))
+                changes: dict[str, Any] = dict(zip(names, values, strict=True))
                 candidate = replace(sizes, **changes)
                 if not check(candidate, node_gpus, model):
                     found.append((_distance(sizes, candidate), changes))
     found.sort(key=lambda entry: entry[0])
     kept: list[dict[str, Any]] = []
     for _, changes in found:
-        # More than what suffices is worth saying only where less of the model would have to fit on a rank.
+        # More than what suffices is worth saying only where a rank then holds less of the model, or more ranks work.
         sufficient = [less for less in kept if less.items() <= changes.items()]
         if all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
             kept.append(changes)
@@ -243,7 +243,10 @@ def nearest(sizes: Sizes, node_gpus: int | None, model: Model | None) -> list[st
 
 
 def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:
-    return max(0.0, math.log2(sizes.model_size / replace(sizes, **changes).model_size))
+    """How much more of the model a rank holds, and how many fewer ranks work, than was asked for; in doublings."""
+    new = replace(sizes, **changes)
+    ranks = sizes.nodes * sizes.gpus_per_node / (new.nodes * new.gpus_per_node)
+    return max(0.0, math.log2(sizes.model_size / new.model_size)) + max(0.0, math.log2(ranks))
 
 
 def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> Iterator[int | bool]:
@@ -264,7 +267,7 @@ def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> Iterator[int | boo
 
 
 def _distance(old: Sizes, new: Sizes) -> float:
-    """How unlike what was asked: the ratios of the sizes, and of what each rank then holds of the model."""
+    """How unlike what was asked: the ratios of the sizes, of all ranks, and of what each then holds of the model."""
     total = 0.0
     for name in _KEYS:
         before, after = getattr(old, name), getattr(new, name)
@@ -275,7 +278,8 @@ def _distance(old: Sizes, new: Sizes) -> float:
                 before, after = before or old.nodes / 2, after or 1
             odd = name not in ("nodes", "inference_nodes") and after & (after - 1) != 0
             total += abs(math.log2(after / before)) + 0.1 + odd / 2
-    return total + abs(math.log2(new.model_size / old.model_size)) / 2
+    ranks = new.nodes * new.gpus_per_node / (old.nodes * old.gpus_per_node)
+    return total + abs(math.log2(new.model_size / old.model_size)) / 2 + abs(math.log2(ranks)) * 1.5
 
 
 def _as_overrides(changes: dict[str, Any], new: Sizes) -> str:
