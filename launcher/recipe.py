@@ -88,6 +88,11 @@ def shipped_recipes() -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
+def asked_text(recipe: Recipe) -> str:
+    """recipe.yaml: the YAML as written, below the overrides that were given with it."""
+    return "".join(f"# override: {override}\n" for override in recipe.overrides) + recipe.text
+
+
 def dump_resolved(config: RunConfig) -> str:
     """resolved.yaml: the recipe with every default written out; reads back as the same RunConfig."""
     head = "# Every value of this run, defaults included. Written by mrl-submit; the ranks read this file.\n"
