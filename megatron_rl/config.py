@@ -14,6 +14,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Recompute = Literal["none", "selective", "full"]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -347,7 +348,7 @@ class Training(Section):
     """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own."""
     sequence_length: PositiveInt | None = None
     """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """What the backward pass computes again instead of keeping it: nothing, attention, or whole layers."""
 
 

@@ -31,7 +31,7 @@ from megatron_rl.training.model import Policy
 
 
 class PromptTooLong(ConfigurationError):
-    """The prompt and `max_new_tokens` do not fit into the model's positions."""
+    """The prompt and `max_new_tokens` exceed the longest sequence."""
 
 
 @dataclass(slots=True)
@@ -47,14 +47,18 @@ class _Job:
 class Engine:
     """Implements `InferenceInterface` over a policy of this process."""
 
-    def __init__(self, policy: Policy, model: Model, config: Inference, end_token: int) -> None:
+    def __init__(
+        self, policy: Policy, model: Model, config: Inference, end_token: int, max_length: int | None = None
+    ) -> None:
+        """max_length: of a prompt and its answer together; by default all positions of the model."""
         self.policy = policy
         self.policy_version = 0
         self.end_token = end_token
         self.config = config
         self.device = next(policy.parameters()).device
         attention = policy.decoder.layers[0].self_attention
-        rows, self.max_length = config.max_batch, model.max_position_embeddings
+        rows, self.max_length = config.max_batch, max_length or model.max_position_embeddings
+        self._limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         self._cache = KeyValueCache(
             layers=model.num_layers,
             rows=rows,
@@ -85,7 +89,7 @@ class Engine:
         if needed > self.max_length:
             raise PromptTooLong(
                 f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "
-                f"{request.sampling.max_new_tokens} exceed model.max_position_embeddings {self.max_length}"
+                f"{request.sampling.max_new_tokens} exceed {self._limit_name} {self.max_length}"
             )
         job = _Job(request, asyncio.get_running_loop().create_future())
         self._waiting.append(job)

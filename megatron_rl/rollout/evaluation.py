@@ -19,13 +19,15 @@ def evaluate(
     sampling: Sampling,
     group: dist.ProcessGroup,
     device: torch.device,
+    limit: int | None = None,
 ) -> dict[str, float]:
     """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
 
     sampling: the training one; only its limit of new tokens is used.
+    limit: problems of each set at most, the first ones.
     """
     greedy = Sampling(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
-    sets = agent.evaluation_problems()
+    sets = {name: problems[:limit] for name, problems in agent.evaluation_problems().items()}
     right = torch.zeros(len(sets), dtype=torch.float64, device=device)
     for index, problems in enumerate(sets.values()):
         share = shares(0, len(problems), dist.get_world_size(group))[dist.get_rank(group)]

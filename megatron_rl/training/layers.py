@@ -6,6 +6,7 @@ cross-attention, offloading and communication that are not in use here, which to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
+from megatron_rl.config import Recompute
 from megatron_rl.training.attention import Layout, Rotation
 
 
-def packed_layer_spec(config: TransformerConfig) -> Any:
+def packed_layer_spec(config: TransformerConfig, recompute: Recompute) -> Any:
     """What GPTModel builds each of its layers from."""
-    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.module = PackedLayer
+    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec.module = RecomputedLayer if recompute == "full" else PackedLayer
     attention, mlp = spec.submodules.self_attention, spec.submodules.mlp
-    attention.module = PackedAttention
+    attention.module = RecomputedAttention if recompute == "selective" else PackedAttention
     attention.submodules.core_attention = NoCoreAttention
     if config.tensor_model_parallel_size == 1 and not config.gradient_accumulation_fusion:
         attention.submodules.linear_qkv = mlp.submodules.linear_fc1 = WholeColumnLinear
@@ -51,9 +54,33 @@ class PackedAttention(SelfAttention):
     def forward(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         """[tokens, 1, hidden] -> the same."""
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
-        query, key = rotation.turn(query, key)
-        out, _bias = self.linear_proj(layout.attend(self.layer_number, query, key, value)[:, None])
+        out, _bias = self.linear_proj(self.attend(query, key, value, rotation, layout)[:, None])
         return out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+        query, key = rotation.turn(query, key)
+        return layout.attend(self.layer_number, query, key, value)
+
+
+class RecomputedLayer(PackedLayer):
+    """Keeps its input alone for the backward pass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return _recomputed(super().forward, *args, **kwargs)
+
+
+class RecomputedAttention(PackedAttention):
+    """Keeps queries, keys and values for the backward pass, not what attention makes of them."""
+
+    def attend(self, *args: Any) -> Tensor:
+        return _recomputed(super().attend, *args)
+
+
+def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's checkpoint, not megatron-core's, which is about the random numbers of dropout: there is none."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class NoCoreAttention(torch.nn.Module):

@@ -8,7 +8,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.config import Model
+from megatron_rl.config import Model, Recompute
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import Platform
 from megatron_rl.training.attention import Layout, Rotation
 from megatron_rl.training.layers import packed_layer_spec
@@ -61,12 +62,14 @@ def transformer_config(model: Model, platform: Platform) -> TransformerConfig:
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
+        kv_channels=model.head_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,  # DDP sums gradients: the loss is already weighted for the global batch
@@ -76,16 +79,23 @@ def transformer_config(model: Model, platform: Platform) -> TransformerConfig:
     )
 
 
-def build_policy(model: Model, vocab_size: int, platform: Platform) -> Policy:
+def build_policy(model: Model, vocab_size: int, platform: Platform, recompute: Recompute = "none") -> Policy:
     """The policy with random weights (drawn from torch's generator) on the platform's device.
 
-    vocab_size: the tokenizer's; the embedding is padded to a multiple of `model.vocab_multiple`.
+    vocab_size: the tokenizer's; the embedding has `model.vocab_size` rows, or as many as the tokenizer has tokens,
+    padded to a multiple of `model.vocab_multiple`.
+
+    Raises ConfigurationError where the tokenizer has more tokens than `model.vocab_size`.
     """
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigurationError(
+            f"model.vocab_size {model.vocab_size} is less than the tokenizer's {vocab_size} tokens"
+        )
     config = transformer_config(model, platform)
     policy = Policy(
         config=config,
-        transformer_layer_spec=packed_layer_spec(config),
-        vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
+        transformer_layer_spec=packed_layer_spec(config, recompute),
+        vocab_size=padded_vocab_size(model.vocab_size or vocab_size, model.vocab_multiple),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -93,6 +103,8 @@ def build_policy(model: Model, vocab_size: int, platform: Platform) -> Policy:
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_base,
+        rope_scaling=model.rope_scaling is not None,
+        rope_scaling_factor=model.rope_scaling or 1.0,
     )
     policy.to(device=platform.device, dtype=DTYPES[model.dtype])
     policy.prepare(vocab_size, platform.device)

@@ -40,7 +40,9 @@ class PolicyOptimizer:
         self.total_updates = total_updates
         self.ddp = DistributedDataParallel(
             policy.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=config.grad_reduce_in_fp32, use_distributed_optimizer=config.distributed
+            ),
             policy,
         )
         dtype = DTYPES[model.dtype]

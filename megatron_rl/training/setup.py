@@ -64,7 +64,14 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Greedy accuracy on the environment's evaluation sets. Collective."""
-        return evaluate(self.environment, self.engine, self.config.sampling, self.group, self.platform.device)
+        return evaluate(
+            self.environment,
+            self.engine,
+            self.config.sampling,
+            self.group,
+            self.platform.device,
+            self.config.evaluation.prompts,
+        )
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of this run, written by any number of ranks. Collective."""
@@ -94,7 +101,7 @@ def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup) -> R
     reference = frozen_copy(policy, config, tokenizer, platform) if config.grpo.kl_beta > 0 else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
-    engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
+    engine = Engine(policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
     driver = RolloutDriver(environment, engine, config, group, platform.device)
     trainer = Trainer(policy, optimizer, reference, config, platform, group)
     torch.manual_seed(config.training.seed)
@@ -114,7 +121,7 @@ def initial_policy(
     """The weights training starts from, which are also the reference of the KL penalty."""
     model = config.model
     platform.seed(model.supervised.seed if model.init == "supervised" else model.init_seed)
-    policy = build_policy(model, tokenizer.vocab_size, platform)
+    policy = build_policy(model, tokenizer.vocab_size, platform, config.training.recompute)
     if model.init == "supervised":
         supervised.teach(policy, config, environment, tokenizer, platform, writer=writer)
     elif model.init == "checkpoint":
