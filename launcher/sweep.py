@@ -1,0 +1,81 @@
+"""Pure: overrides with several values, `grpo.group_size=8,16`, -> one set of overrides and one name for each run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One run of a sweep."""
+
+    overrides: tuple[str, ...]
+    name: str
+    """`group_size=8_seed=1`; empty where there is no sweep."""
+
+
+def variants(overrides: Sequence[str]) -> list[Variant]:
+    """Every combination of values, the last key fastest; a single one where no override has several.
+
+    A comma separates values unless it is within quotes, brackets or braces, as those of YAML: `key="a,b"` is one text
+    and `key=[1,2]` one list.
+    """
+    choices = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        choices.append([f"{key}{equals}{value}" for value in split(text)])
+    several = [index for index, values in enumerate(choices) if len(values) > 1]
+    keys = _short([overrides[index].partition("=")[0] for index in several])
+    found = []
+    for combination in product(*choices):
+        values = [combination[index].partition("=")[2] for index in several]
+        found.append((combination, "_".join(f"{key}={_plain(value)}" for key, value in zip(keys, values, strict=True))))
+    return list(_distinct(found))
+
+
+def split(text: str) -> list[str]:
+    """The values in `1,[2,3],"a,b"`. Text that does not come out even, such as an open bracket, stays whole."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            values.append("")
+            continue
+        values[-1] += character
+    return [text] if quote or depth or not all(values) else values
+
+
+def _short(keys: Sequence[str]) -> list[str]:
+    """The last part of each key, or all of it where two keys share that."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+
+
+def _plain(value: str) -> str:
+    """What a value looks like in the name of a directory: nothing that a shell, Slurm or pyxis would read."""
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", value).strip("-")
+
+
+def _distinct(found: Sequence[tuple[tuple[str, ...], str]]) -> Iterator[Variant]:
+    seen: dict[str, int] = {}
+    for overrides, name in found:
+        seen[name] = seen.get(name, 0) + 1
+        yield Variant(overrides, name if seen[name] == 1 else f"{name}_{seen[name]}")
+
+
+def chains(job_ids: Sequence[str], running: int | None) -> list[str]:
+    """The jobs that the next job of a sweep has to wait for, so that no more than `running` run at a time.
+
+    Job i waits for job i - running: as many chains as may run, each one after the other.
+    """
+    return [] if running is None or len(job_ids) < running else [job_ids[len(job_ids) - running]]
