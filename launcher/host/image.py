@@ -1,11 +1,11 @@
 """The container image, imported once into the shared cache as a squashfs file:
 
-    python3 -m launcher.host.image --reference nvcr.io#nvidia/pytorch:25.06-py3 --cache RUN_ROOT/cache
+    python3 -m launcher.host.image --reference nvcr.io#nvidia/pytorch:25.06-py3 --cache RUN_ROOT/cache/images
 
 prints the path of the file; what happens meanwhile goes to stderr. A reference that is a path is checked and printed.
 
-    cache/images/nvidia+pytorch.sha256-4d5b...sqsh    keyed by digest: two tags of one image share a file
-                 REFERENCE.json                       {reference, file, digest, at}: which file a tag stands for
+    nvidia+pytorch.sha256-4d5b...sqsh    keyed by digest: two tags of one image share a file
+    REFERENCE.json                       {reference, file, digest, at}: which file a tag stands for
 
 A tag is looked up once. From then on the cache answers, without a network, so every attempt of a run gets the image of
 the first one; `--refresh` (and `mrl prefetch`) look again. enroot resolves tags from 4.0; with an older one the file is
@@ -49,7 +49,7 @@ def import_image(reference: str, cache: Path, refresh: bool = False, say: Option
     Of processes that ask at the same time, on any node, one imports and the others wait for it.
 
     Args:
-        cache: shared directory; images go to its `images/`.
+        cache: shared directory of images.
         refresh: look up again what a tag stands for.
         say: takes lines about what happens; default: stderr.
 
@@ -99,7 +99,7 @@ def _entry(reference: str, cache: Path) -> Path:
     """Where the cache says which file a reference stands for."""
     readable = re.sub("[^A-Za-z0-9.-]+", "+", re.sub("^docker://", "", reference))
     code = hashlib.sha256(reference.encode()).hexdigest()[:8]
-    return Path(str(cache)) / "images" / "{}.{}.json".format(readable, code)
+    return Path(str(cache)) / "{}.{}.json".format(readable, code)
 
 
 def _file_name(reference: Reference, now: str) -> str:
@@ -285,7 +285,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         prog="image", description="Import a container image once; print its squashfs file."
     )
     parser.add_argument("--reference", required=True, help="[REGISTRY#]IMAGE[:TAG] or a path")
-    parser.add_argument("--cache", required=True, type=Path, help="shared directory, RUN_ROOT/cache")
+    parser.add_argument("--cache", required=True, type=Path, help="shared directory, RUN_ROOT/cache/images")
     parser.add_argument("--refresh", action="store_true", help="look up again what a tag stands for")
     options = parser.parse_args(arguments)
 

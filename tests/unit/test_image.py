@@ -41,8 +41,7 @@ class Machine:
     """A PATH with the stand-ins, and a cache."""
 
     def __init__(self, root: Path) -> None:
-        self.bin, self.cache = root / "bin", root / "cache"
-        self.images = self.cache / "images"
+        self.bin, self.cache = root / "bin", root / "cache" / "images"
         self.bin.mkdir()
         for name, text in (("enroot", ENROOT), ("unsquashfs", UNSQUASHFS)):
             (self.bin / name).write_text(text)
@@ -64,7 +63,7 @@ class Machine:
         return [line for line in log.read_text().splitlines() if line.startswith(verb)] if log.exists() else []
 
     def files(self) -> list[str]:
-        return sorted(path.name for path in self.images.iterdir() if path.suffix in (".sqsh", ".tmp"))
+        return sorted(path.name for path in self.cache.iterdir() if path.suffix in (".sqsh", ".tmp"))
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def test_what_is_no_reference_is_refused(text):
 
 def test_an_image_is_imported_once_and_keyed_by_its_digest(machine):
     file = import_image(REFERENCE, machine.cache)
-    assert file == machine.images / f"nvidia+pytorch.{DIGEST.replace(':', '-')}.sqsh"
+    assert file == machine.cache / f"nvidia+pytorch.{DIGEST.replace(':', '-')}.sqsh"
     assert file.read_bytes() == SQUASHFS
     assert import_image(REFERENCE, machine.cache) == file
     (call,) = machine.calls("import")
