@@ -1,0 +1,43 @@
+"""A real Slurm for the tests of this directory: brought up once a session, gone with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import Cluster, missing
+
+
+def require(accounting: bool = False) -> None:
+    """Skips with the reason where Slurm is not installed; fails where it has to be (.ci/run)."""
+    if (reason := missing(accounting)) is not None:
+        if os.environ.get("MRL_REQUIRE_SLURM"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Cluster]:
+    """Ten nodes without accounting. MRL_LAB names one that is up already (`lab.py up DIR`), to save a second."""
+    require()
+    if (directory := os.environ.get("MRL_LAB")) is not None:
+        yield Cluster(Path(directory))
+        return
+    cluster = Cluster()
+    try:
+        yield cluster.up()
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(scope="module")
+def accounting_lab() -> Iterator[Cluster]:
+    """Three nodes whose jobs slurmdbd remembers."""
+    require(accounting=True)
+    cluster = Cluster(nodes=3, accounting=True)
+    try:
+        yield cluster.up()
+    finally:
+        cluster.down()

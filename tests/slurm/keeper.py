@@ -1,0 +1,273 @@
+"""Runs the daemons of one lab and ends them all: the first process of the lab's own namespaces.
+
+Whatever a job starts becomes a descendant of this process, so nothing outlives it, however it ends: the owner holds
+our standard input open, and when the owner is gone (killed, even) we read the end of file, kill everything and leave.
+Network devices live in the namespaces and go with them.
+
+Speaks one JSON object a line: `up` with the isolation's settings on standard input, then `kill`/`start` of a node or
+`down` on the socket run/keeper.sock, one answer each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+GPU_DEVICE = os.makedev(1, 3)  # /dev/null's: there is nothing to compute with
+DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # major number 1
+
+# In new namespaces: say so, wait until the network cable is in, then become a machine called $1. slurmd does not
+# collect the orphans that it inherits as process 1, the shell does. /dev is the node's own: a test may break a GPU.
+NODE = r"""
+set -eu
+name=$1 lab=$2 conf=$3
+echo there
+read -r address
+hostname "$name"
+if [ -n "$address" ]; then
+    printf 'link set lo up\naddr add %s/24 dev eth0\nlink set eth0 up\n' "$address" | ip -batch -
+fi
+dev=$lab/spool/$name.dev
+mkdir -p "$dev"
+mount -t tmpfs -o mode=755 dev "$dev"
+cp -a "$lab/dev/." "$dev"
+mount --rbind /dev/pts "$dev/pts"
+mount --rbind "$dev" /dev
+exec unshare --pid --fork --kill-child --mount-proc \
+    sh -c 'slurmd -D -f "$1" -N "$0" & wait' "$name" "$conf" </dev/null >>"$lab/logs/$name.out" 2>&1
+"""
+
+
+class Keeper:
+    def __init__(self, directory: Path, settings: dict) -> None:
+        self.directory = directory
+        self.conf = directory / "etc/slurm.conf"
+        self.isolation: str = settings["isolation"]  # net, uts or plain
+        self.subnet: str | None = settings["subnet"]
+        self.nodes: list[str] = settings["nodes"]
+        self.accounting: bool = settings["accounting"]
+        self.database_port: int | None = settings["database_port"]
+        self.owned: bool = settings["owned"]
+        self.slurmds: dict[str, subprocess.Popen] = {}
+
+    def up(self) -> None:
+        if self.isolation != "plain":
+            socket.sethostname("control")
+            subprocess.run(["mount", "--bind", self.directory / "etc/hosts", "/etc/hosts"], check=True)
+            self._make_devices()
+        if self.subnet is not None:
+            _ip(
+                "link set lo up",
+                "link add switch type bridge",
+                f"addr add {self.subnet}.253/24 dev switch",
+                "link set switch up",
+                "link set uplink master switch up",
+            )
+        run = self.directory / "run"
+        munge = [f"--key-file={run}/munge.key", f"--socket={run}/munge.socket", f"--seed-file={run}/munge.seed"]
+        munge += [f"--pid-file={run}/munged.pid", f"--log-file={self.directory}/logs/munged.log"]
+        self._start("munged", "--foreground", *munge)
+        _wait_for(run / "munge.socket")
+        if self.accounting:
+            self._start_accounting()
+        self._start("slurmctld", "-D", "-f", str(self.conf))
+        self.start(*self.nodes)
+
+    def start(self, *nodes: str) -> None:
+        """Switches nodes on, all at once."""
+        if self.isolation == "plain":
+            for node in nodes:
+                self.slurmds[node] = self._start("slurmd", "-D", "-f", str(self.conf), "-N", node)
+            return
+        namespaces = ["--mount", "--uts", "--propagation", "private"]
+        for node in nodes:
+            if self.subnet is not None:
+                subprocess.run(["ip", "link", "delete", node], stderr=subprocess.DEVNULL)  # of its life before
+            command = ["unshare", *(["--net"] if self.subnet else []), *namespaces]
+            self.slurmds[node] = subprocess.Popen(
+                [*command, "bash", "-c", NODE, "node", node, str(self.directory), str(self.conf)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        cables = []
+        for node in nodes:
+            machine = self.slurmds[node]
+            assert machine.stdout is not None
+            if machine.stdout.readline() != "there\n":
+                raise RuntimeError(f"{node} could not be given namespaces")
+            if self.subnet is not None:
+                # The same hardware address in every life: the others remember it for a minute.
+                hardware = f"02:00:00:00:00:{self.nodes.index(node) + 1:02x}"
+                cables.append(f"link add {node} type veth peer name eth0 address {hardware} netns {machine.pid}")
+                cables.append(f"link set {node} master switch up")
+        _ip(*cables)
+        for node in nodes:
+            machine = self.slurmds[node]
+            assert machine.stdin is not None
+            machine.stdin.write(f"{self.address(node)}\n")
+            machine.stdin.close()
+
+    def kill(self, node: str) -> None:
+        """As if the power went: the kernel kills all that runs in the node's PID namespace with its first process."""
+        if self.isolation == "plain":
+            raise RuntimeError("a node without namespaces cannot be told from the others: killing one needs root")
+        machine = self.slurmds.pop(node)
+        machine.kill()
+        machine.wait()
+
+    def address(self, node: str) -> str:
+        return f"{self.subnet}.{self.nodes.index(node) + 1}" if self.subnet else ""
+
+    def serve(self) -> None:
+        """Answers until told to go `down`, or until the owner is gone."""
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self.directory / "run/keeper.sock"))
+            listener.listen()
+            while True:
+                waiting_for: list = [listener, *([sys.stdin] if self.owned else [])]
+                ready, _, _ = select.select(waiting_for, [], [], 0.5)
+                self._reap()
+                if sys.stdin in ready:
+                    return
+                if listener in ready:
+                    caller, _ = listener.accept()
+                    with caller, caller.makefile("rw") as line:
+                        order = json.loads(line.readline())
+                        print(json.dumps(self._obey(order)), file=line, flush=True)
+                    if order["do"] == "down":
+                        return
+
+    def _obey(self, order: dict) -> dict:
+        try:
+            match order["do"]:
+                case "kill":
+                    self.kill(order["node"])
+                case "start":
+                    self.start(order["node"])
+        except (RuntimeError, KeyError, OSError, subprocess.CalledProcessError) as error:
+            return {"error": str(error)}
+        return {}
+
+    def _start(self, *command: str) -> subprocess.Popen:
+        with (self.directory / f"logs/{command[0]}.out").open("ab") as out:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment())
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.conf)}
+
+    def _start_accounting(self) -> None:
+        data, user = self.directory / "database", []
+        data.mkdir()
+        if os.geteuid() == 0:
+            shutil.chown(data, "mysql")
+            user = ["--user=mysql"]
+        files = [f"--datadir={data}", f"--socket={data}/socket", f"--pid-file={data}/pid", "--skip-grant-tables"]
+        where = ["--bind-address=127.0.0.1", f"--port={self.database_port}"]
+        subprocess.run(
+            ["mariadb-install-db", "--no-defaults", *user, f"--datadir={data}", "--skip-test-db"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        self._start("mariadbd", "--no-defaults", *user, *files, *where, "--innodb-buffer-pool-size=64M")
+        _wait_for(data / "socket")
+        self._start("slurmdbd", "-D")
+        _wait_until_it_works("sacctmgr", "--immediate", "add", "cluster", "lab", environment=self._environment())
+
+    def _make_devices(self) -> None:
+        """What a node's /dev is copied from."""
+        dev = self.directory / "dev"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "dev", dev], check=True)
+        os.umask(0)
+        for name, minor in DEVICES.items():
+            os.mknod(dev / name, 0o666 | 0o020000, os.makedev(1, minor))
+        for gpu in range(8):
+            os.mknod(dev / f"nvidia{gpu}", 0o666 | 0o020000, GPU_DEVICE)
+        os.mknod(dev / "tty", 0o666 | 0o020000, os.makedev(5, 0))
+        os.mknod(dev / "ptmx", 0o666 | 0o020000, os.makedev(5, 2))
+        os.umask(0o022)
+        (dev / "pts").mkdir()
+        (dev / "shm").mkdir()
+        (dev / "shm").chmod(0o1777)
+        for name, target in {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}.items():
+            (dev / name).symlink_to(f"/proc/self/fd{target}")
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # none left
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+
+
+def _ip(*lines: str) -> None:
+    subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
+
+
+def _wait_for(path: Path, limit: float = 20) -> None:
+    _wait_until_it_works("test", "-e", str(path), limit=limit)
+
+
+def _wait_until_it_works(*command: str, environment: dict[str, str] | None = None, limit: float = 20) -> None:
+    script = 'until "$@"; do sleep 0.05; done'
+    subprocess.run(
+        ["sh", "-c", script, "sh", *command],
+        timeout=limit,
+        env=environment,
+        check=True,
+        stdout=sys.stderr,  # ours is for the owner
+    )
+
+
+def descendants(pid: int) -> Iterator[int]:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in children.read_text().split():
+                yield from descendants(int(child))
+                yield int(child)
+        except FileNotFoundError:  # ended meanwhile
+            continue
+
+
+def end_all() -> None:
+    """Orphans become our children, so this comes to an end with none left."""
+    while children := list(descendants(os.getpid())):
+        for child in children:
+            try:
+                os.kill(child, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner's terminal
+    print("there", flush=True)
+    keeper = Keeper(directory, json.loads(sys.stdin.readline()))
+    try:
+        keeper.up()
+        print("up", flush=True)
+        keeper.serve()
+    finally:
+        end_all()
+        if keeper.owned:
+            subprocess.run(["umount", directory / "dev"], stderr=subprocess.DEVNULL)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""A real Slurm cluster on this machine: Debian's packages, ten nodes of eight fake GPUs, up in a second or two.
+
+As root each node has its own network address, host name, processes, /dev and GPUs (namespaces); without root the nodes
+are plain slurmds that share the machine's. The shared file system is the machine's own.
+
+    python tests/slurm/lab.py shell        a shell in which squeue, sbatch and mrl-submit use the lab; its end ends it
+    python tests/slurm/lab.py up DIR       a lab that stays until `down DIR`; `kill DIR NODE`, `start DIR NODE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurm_conf import Host, Layout, gres_conf, hosts, slurm_conf, slurmdbd_conf
+
+HERE = Path(__file__).parent
+PACKAGES = "slurm-wlm munge libslurm-dev gcc libc6-dev iproute2"
+ACCOUNTING_PACKAGES = "slurmdbd slurm-wlm-mysql-plugin mariadb-server"
+SECONDS_UP = 60.0
+
+
+class LabError(Exception):
+    """The lab cannot do that; says why."""
+
+
+def missing(accounting: bool = False) -> str | None:
+    """What to install before a lab can come up, or None."""
+    programs = ["slurmctld", "slurmd", "munged", "srun", "gcc", "unshare"]
+    packages = PACKAGES
+    if accounting:
+        programs += ["slurmdbd", "mariadbd"]
+        packages += " " + ACCOUNTING_PACKAGES
+    lacking = [program for program in programs if shutil.which(program, path=SYSTEM_PATH) is None]
+    if not Path("/usr/include/slurm/spank.h").exists():
+        lacking.append("slurm/spank.h")
+    return f"no {', '.join(lacking)} here: apt-get install {packages}" if lacking else None
+
+
+SYSTEM_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # Debian keeps the daemons off a user's PATH
+
+
+class Cluster:
+    """One lab. Ends with this object's process unless `owned` is false; then `down` ends it.
+
+    isolation: net (a network namespace a node), uts (host names and processes only), plain (none); by default the
+    best that is permitted.
+    """
+
+    def __init__(
+        self, directory: Path | None = None, *, nodes: int = 10, accounting: bool = False, isolation: str | None = None
+    ) -> None:
+        self.owned = directory is None
+        # Short, because Unix sockets live in it.
+        self.directory = Path(tempfile.mkdtemp(prefix="mrl-lab-", dir="/tmp")) if directory is None else directory
+        self.isolation = isolation or best_isolation()
+        self.names = [f"node{number:02d}" for number in range(1, nodes + 1)]
+        self.accounting = accounting
+        self._keeper: subprocess.Popen | None = None
+
+    @property
+    def conf(self) -> Path:
+        return self.directory / "etc/slurm.conf"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment in which Slurm's commands, and ours, use this lab."""
+        return {**os.environ, "PATH": SYSTEM_PATH, "SLURM_CONF": str(self.conf)}
+
+    def up(self) -> Cluster:
+        if (self.directory / "run/keeper.sock").exists():
+            raise LabError(f"{self.directory} holds a lab already; end it with: lab.py down {self.directory}")
+        for name in ("etc", "run", "logs", "state", "spool", "dev", "lib"):
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o755)
+        key = self.directory / "run/munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+        compile_stand_in(self.directory / "lib/pyxis_stand_in.so")
+
+        with (self.directory / "logs/keeper.log").open("wb") as log:
+            self._keeper = subprocess.Popen(
+                [*_namespaces(self.isolation), sys.executable, HERE / "keeper.py", self.directory],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PATH": SYSTEM_PATH},
+                start_new_session=True,  # Ctrl-C in the terminal is not for the daemons
+            )
+        self._expect("there")
+        subnet = plug_into_this_machine(self._keeper.pid) if self.isolation == "net" else None
+        layout = self._layout(subnet)
+        self._write_configuration(layout)
+        self._tell(
+            isolation=self.isolation,
+            subnet=subnet,
+            nodes=self.names,
+            accounting=self.accounting,
+            database_port=layout.database_port,
+            owned=self.owned,
+        )
+        self._expect("up")
+        self.wait_until_up(*self.names)
+        return self
+
+    def down(self) -> None:
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):  # it is down
+            self._order(do="down")
+        if self._keeper is not None:
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.close()
+            self._keeper.wait(timeout=20)
+        if not self.owned:
+            (self.directory / "run/keeper.sock").unlink(missing_ok=True)
+
+    def run(self, *command: str | Path, timeout: float = 60, check: bool = True, **changes: str) -> str:
+        """Standard output of a command on the login node. `changes` are environment variables."""
+        done = subprocess.run(
+            [str(word) for word in command],
+            env={**self.env, **changes},
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        if check and done.returncode != 0:
+            raise LabError(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def kill_node(self, name: str) -> None:
+        """As if its power went. Slurm finds out after SlurmdTimeout."""
+        self._order(do="kill", node=name)
+
+    def restart_node(self, name: str) -> None:
+        """Switches a killed node on again."""
+        self._order(do="start", node=name)
+        # Slurm may not have noticed yet that the node was off, and calls it idle all the time.
+        where = re.search(rf"^NodeName={name} .*NodeAddr=(\S+) Port=(\d+)", self.conf.read_text(), re.MULTILINE)
+        assert where is not None
+        wait_until(f"the slurmd of {name} listens", lambda: _listens(where[1], int(where[2])), SECONDS_UP)
+        self.wait_until_up(name)
+
+    def containers(self) -> list[dict]:
+        """What each step asked pyxis for: one record a step and node, in order."""
+        records = self.directory / "containers.jsonl"
+        return [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
+
+    def wait_until_up(self, *names: str, limit: float = SECONDS_UP) -> None:
+        """Until jobs can start there, or do."""
+
+        def up() -> bool:
+            answer = self.run("sinfo", "--noheader", "--Node", "--partition=low", "--format=%N %t", check=False)
+            states = dict(line.split() for line in answer.splitlines())
+            return all(states.get(name) in {"idle", "mix", "alloc", "comp"} for name in names)
+
+        wait_until(f"nodes {', '.join(names)} are up", up, limit)
+
+    def _layout(self, subnet: str | None) -> Layout:
+        machine, names = socket.gethostname().partition(".")[0], self.names
+        control = "control" if self.isolation != "plain" else machine
+        ports = [6817, *[6818] * len(names), 6819, 3306] if subnet else _free_ports(len(names) + 3)
+        addresses = [f"{subnet}.{number}" if subnet else "127.0.0.1" for number in (253, *range(1, len(names) + 1))]
+        return Layout(
+            directory=self.directory,
+            user=getpass.getuser(),
+            # Any eight devices do for a user who may make none.
+            gpus="/dev/tty[0-7]" if self.isolation == "plain" else "/dev/nvidia[0-7]",
+            control=Host(control, addresses[0], ports[0]),
+            nodes=tuple(map(Host, names, addresses[1:], ports[1:])),
+            own_names=self.isolation != "plain",
+            accounting=Host(control, addresses[0], ports[-2]) if self.accounting else None,
+            database_port=ports[-1] if self.accounting else None,
+        )
+
+    def _write_configuration(self, layout: Layout) -> None:
+        etc = self.directory / "etc"
+        (etc / "slurm.conf").write_text(slurm_conf(layout))
+        (etc / "gres.conf").write_text(gres_conf(layout))
+        (etc / "hosts").write_text(hosts(layout))
+        (etc / "plugstack.conf").write_text(f"required {self.directory}/lib/pyxis_stand_in.so {self.directory}\n")
+        if self.accounting:
+            (etc / "slurmdbd.conf").touch(0o600)
+            (etc / "slurmdbd.conf").write_text(slurmdbd_conf(layout))
+
+    def _tell(self, **settings: object) -> None:
+        assert self._keeper is not None and self._keeper.stdin is not None
+        print(json.dumps(settings), file=self._keeper.stdin, flush=True)
+
+    def _expect(self, word: str) -> None:
+        assert self._keeper is not None and self._keeper.stdout is not None
+        if self._keeper.stdout.readline() != f"{word}\n":
+            raise LabError(f"the lab did not come up:\n{(self.directory / 'logs/keeper.log').read_text()}")
+
+    def _order(self, **order: str) -> None:
+        with socket.socket(socket.AF_UNIX) as call:
+            call.settimeout(SECONDS_UP)
+            call.connect(str(self.directory / "run/keeper.sock"))
+            with call.makefile("rw") as line:
+                print(json.dumps(order), file=line, flush=True)
+                answer = json.loads(line.readline() or "{}")
+        if "error" in answer:
+            raise LabError(answer["error"])
+
+
+def wait_until(what: str, condition: Callable[[], object], limit: float) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise LabError(f"waited {limit:.0f} s in vain until {what}")
+        time.sleep(0.1)
+
+
+def best_isolation() -> str:
+    """Tries it out: what root may do differs from container to container."""
+    for isolation, probe in {"net": "ip link add type veth && ip link add type bridge", "uts": "true"}.items():
+        command = [*_namespaces(isolation), "sh", "-c", f"mount -t tmpfs none /mnt && {probe}"]
+        if subprocess.run(command, env={"PATH": SYSTEM_PATH}, capture_output=True).returncode == 0:
+            return isolation
+    return "plain"
+
+
+def _namespaces(isolation: str) -> list[str]:
+    if isolation == "plain":
+        return []
+    network = ["--net"] if isolation == "net" else []
+    return ["unshare", *network, "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def plug_into_this_machine(pid: int) -> str:
+    """Connects this machine (the login node) to the lab of process `pid` and returns the first three of four numbers
+    of the lab's addresses. The name of the device reserves them; it goes with the lab's namespace."""
+    for number in range(256):
+        name, subnet = f"mrl-lab{number}", f"10.77.{number}"
+        cable = f"link add {name} type veth peer name uplink netns {pid}\n"
+        plug = f"{cable}addr add {subnet}.254/24 dev {name}\nlink set {name} up\n"
+        done = subprocess.run(
+            ["ip", "-batch", "-"], input=plug, env={"PATH": SYSTEM_PATH}, capture_output=True, text=True
+        )
+        if done.returncode == 0:
+            return subnet
+        if "File exists" not in done.stderr:
+            raise LabError(f"could not connect the lab: {done.stderr}")
+    raise LabError("256 labs are up already")
+
+
+def compile_stand_in(target: Path) -> None:
+    source = HERE / "pyxis_stand_in.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-o", target, source], check=True)
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def shell(cluster: Cluster) -> int:
+    print(
+        f"{len(cluster.names)} nodes of 8 fake GPUs, partitions low (preemptible) and high. In another terminal:\n"
+        f"    export SLURM_CONF={cluster.conf}\n"
+        "Try: sinfo; srun -N2 hostname; mrl-submit demo --cluster ...; mrl status. Ctrl-D ends the lab and its jobs."
+    )
+    return subprocess.run([os.environ.get("SHELL", "/bin/bash")], env=cluster.env).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["shell", "up", "down", "kill", "start"])
+    parser.add_argument("directory", nargs="?", type=Path)
+    parser.add_argument("node", nargs="?")
+    parser.add_argument("--nodes", type=int, default=10)
+    parser.add_argument("--accounting", action="store_true", help="with slurmdbd, so that sacct works")
+    given = parser.parse_args()
+    if given.what != "shell" and given.directory is None:
+        parser.error(f"{given.what} needs the lab's directory")
+
+    if (reason := missing(given.accounting)) is not None:
+        raise LabError(reason)
+    directory = given.directory and given.directory.resolve()
+    cluster = Cluster(directory, nodes=given.nodes, accounting=given.accounting)
+    match given.what:
+        case "shell":
+            cluster.up()
+            try:
+                return shell(cluster)
+            finally:
+                cluster.down()
+        case "up":
+            cluster.up()
+            print(f"export SLURM_CONF={cluster.conf}")
+        case "down":
+            cluster.down()
+        case "kill":
+            cluster.kill_node(given.node)
+        case "start":
+            cluster.restart_node(given.node)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except LabError as error:
+        sys.exit(f"error: {error}")

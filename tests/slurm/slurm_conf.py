@@ -1,0 +1,140 @@
+"""The text of the lab's configuration files. Pure; every value that differs from Slurm's default says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a lab lives and how much of a network it has.
+
+    directory: everything the lab writes. user: who runs the daemons. gpus: the device files of a node.
+    database_port: of MariaDB beside `accounting` (slurmdbd); both None without accounting.
+    own_names: whether a node's hostname(1) is its Slurm name (a UTS namespace each) or the machine's.
+    """
+
+    directory: Path
+    user: str
+    gpus: str
+    control: Host
+    nodes: tuple[Host, ...]
+    own_names: bool
+    accounting: Host | None = None
+    database_port: int | None = None
+
+    @property
+    def munge(self) -> Path:
+        return self.directory / "run/munge.socket"
+
+
+def slurm_conf(layout: Layout) -> str:
+    here = layout.directory
+    return f"""\
+ClusterName=lab
+SlurmctldHost={layout.control.name}({layout.control.address})
+SlurmctldPort={layout.control.port}
+SlurmUser={layout.user}
+SlurmdUser={layout.user}
+AuthType=auth/munge
+# A requeued job is held for cred_expire seconds: 120 unless told.
+AuthInfo=socket={layout.munge},cred_expire=5
+CredType=cred/munge
+StateSaveLocation={here}/state
+SlurmdSpoolDir={here}/spool/%n
+SlurmctldPidFile={here}/run/slurmctld.pid
+SlurmdPidFile={here}/run/%n.pid
+SlurmctldLogFile={here}/logs/slurmctld.log
+SlurmdLogFile={here}/logs/%n.log
+SlurmctldDebug=debug
+SlurmdDebug=debug
+PlugStackConfig={here}/etc/plugstack.conf
+# Nodes share one kernel and its control groups.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SwitchType=switch/none
+MpiDefault=none
+# Nodes claim more CPUs than the machine has.
+SlurmdParameters=config_overrides
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+# Preemption as production has it: the user's signal, then grace, then requeue.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+JobRequeue=1
+# Everything that a test waits for, shortened.
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0
+SlurmdTimeout=15
+SlurmctldTimeout=30
+KillWait=5
+MinJobAge=600
+MessageTimeout=20
+{_accounting(layout)}\
+{"".join(_node(layout, node) for node in layout.nodes)}\
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def _node(layout: Layout, node: Host) -> str:
+    known_as = "" if layout.own_names else f"NodeHostname={layout.control.name} "
+    return (
+        f"NodeName={node.name} {known_as}NodeAddr={node.address} Port={node.port} CPUs=16 SocketsPerBoard=1 "
+        f"CoresPerSocket=16 ThreadsPerCore=1 RealMemory=8000 Gres=gpu:h100:{GPUS_PER_NODE} State=UNKNOWN\n"
+    )
+
+
+def _accounting(layout: Layout) -> str:
+    if layout.accounting is None:
+        return "AccountingStorageType=accounting_storage/none\n"
+    return f"""\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={layout.accounting.address}
+AccountingStoragePort={layout.accounting.port}
+AccountingStoragePass={layout.munge}
+AccountingStorageTRES=gres/gpu
+"""
+
+
+def gres_conf(layout: Layout) -> str:
+    return f"Name=gpu Type=h100 File={layout.gpus}\n"
+
+
+def slurmdbd_conf(layout: Layout) -> str:
+    assert layout.accounting is not None
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket={layout.munge}
+DbdHost={layout.accounting.name}
+DbdAddr={layout.accounting.address}
+DbdPort={layout.accounting.port}
+SlurmUser={layout.user}
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={layout.database_port}
+StorageUser=slurm
+StorageLoc=slurm_acct_db
+LogFile={layout.directory}/logs/slurmdbd.log
+PidFile={layout.directory}/run/slurmdbd.pid
+"""
+
+
+def hosts(layout: Layout) -> str:
+    """/etc/hosts of every machine of the lab."""
+    names = "".join(f"{host.address} {host.name}\n" for host in (layout.control, *layout.nodes))
+    return "127.0.0.1 localhost\n" + names

@@ -1,0 +1,115 @@
+"""The lab is what the other tests take it for: a cluster, and gone when its owner is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lab import HERE, Cluster, LabError, wait_until
+
+
+def test_a_job_has_its_nodes_and_gpus(lab: Cluster) -> None:
+    show = "echo $(hostname) $CUDA_VISIBLE_DEVICES"
+    answer = lab.run("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "sh", "-c", show)
+    names, gpus = zip(*(line.split() for line in answer.splitlines()), strict=True)
+    assert len(set(names)) == 2
+    assert set(gpus) == {"0,1,2,3,4,5,6,7"}
+
+
+def test_every_node_can_listen_on_the_same_port(lab: Cluster) -> None:
+    if lab.isolation != "net":
+        pytest.skip("needs a network namespace a node: root")
+    listen = "import socket, time; socket.create_server(('', 29500)); time.sleep(1); print('listened')"
+    answer = lab.run("srun", "--nodes=3", "--ntasks-per-node=1", sys.executable, "-c", listen)
+    assert answer == "listened\n" * 3
+
+
+def test_a_killed_node_takes_its_tasks_along_and_comes_back(lab: Cluster, tmp_path: Path) -> None:
+    if lab.isolation == "plain":
+        pytest.skip("needs namespaces: root")
+    alive = tmp_path / "alive"
+    script = f"#!/bin/sh\nwhile date > {alive}; do sleep 0.1; done\n"
+    (tmp_path / "job").write_text(script)
+    job = lab.run("sbatch", "--parsable", "--no-requeue", "-o", "/dev/null", "-w", "node07", tmp_path / "job").strip()
+    wait_until("the job writes", alive.exists, 20)
+    lab.kill_node("node07")
+    alive.unlink(missing_ok=True)
+    lab.restart_node("node07")
+    lab.run("scancel", job)
+    assert not alive.exists()
+
+
+@pytest.mark.parametrize("isolation", ["net", "uts", "plain"])
+def test_nothing_outlives_the_owner_even_if_killed(lab: Cluster, isolation: str) -> None:
+    if isolation not in (order := ["plain", "uts", "net"])[: order.index(lab.isolation) + 1]:
+        pytest.skip(f"this user may not have {isolation} namespaces")
+    program = (
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        f"from lab import Cluster\ncluster = Cluster(nodes=2, isolation={isolation!r}).up()\n"
+        "cluster.run('sbatch', '--wrap=sleep 1000', '-o', '/dev/null')\n"
+        "print(cluster.directory, flush=True)\nsys.stdin.read()\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    directory = Path(owner.stdout.readline().strip())
+    assert processes_of(directory)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    wait_until("the lab's processes are gone", lambda: not processes_of(directory), 20)
+    wait_until("the lab's directory is gone", lambda: not directory.exists(), 20)
+
+
+def processes_of(directory: Path) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(directory).encode() in text:
+            found.append(process.name)
+    return found
+
+
+def test_a_container_step_sees_its_image_and_is_recorded(lab: Cluster, tmp_path: Path) -> None:
+    image = tmp_path / "image.sqsh"
+    image.write_text("FROM_IMAGE=image\nBOTH=image\nKEPT=image\nPYTORCH_VERSION=2.8\n")
+    options = [f"--container-image={image}", "--container-workdir=/usr", "--container-env=KEPT"]
+    show = "echo $PWD $FROM_IMAGE $BOTH $KEPT $LOCAL_RANK"
+    answer = lab.run("srun", *options, "--no-container-mount-home", "sh", "-c", show, BOTH="host", KEPT="host")
+    assert answer == "/usr image image host 0\n"
+    record = lab.containers()[-1]
+    assert (record["image"], record["env"], record["mount_home"]) == (str(image), "KEPT", "false")
+
+
+def test_a_container_has_no_slurm(lab: Cluster) -> None:
+    with pytest.raises(LabError, match="exit code 1"):
+        lab.run("srun", "--container-image=nvcr.io#nvidia/pytorch:25.06-py3", "sinfo")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--container-mounts=code:/code"], "mount source must be"),
+        (["--container-mounts=/tmp:code"], "mount target must be"),
+        (["--container-mounts=/tmp,,/usr"], "invalid format"),
+        (["--container-mounts=/none-such:/code"], "source path does not exist: /none-such"),
+        (["--container-workdir=/none-such"], "couldn't chdir"),
+        (["--container-writable", "--container-readonly"], "specified twice"),
+        (["--container-image=./none.sqsh"], "container-image specified twice"),
+        (["--container-name=train:again"], "flag must be"),
+    ],
+)
+def test_what_pyxis_refuses_is_refused(lab: Cluster, options: list[str], reason: str) -> None:
+    with pytest.raises(LabError, match=reason):
+        lab.run("srun", "--container-image=ubuntu", *options, "true")
+
+
+@pytest.mark.parametrize("image", ["/none.sqsh", "./none.sqsh", "none.sqsh"])
+def test_an_image_that_is_not_there_is_refused(lab: Cluster, image: str) -> None:
+    with pytest.raises(LabError, match=f"image: {image}"):
+        lab.run("srun", f"--container-image={image}", "true")
