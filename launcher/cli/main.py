@@ -6,7 +6,10 @@ from importlib import import_module
 
 import click
 
-COMMANDS = ("environments",)
+COMMANDS = (
+    "doctor",
+    "environments",
+)
 """Modules of launcher.cli that hold a click command named `command`."""
 
 

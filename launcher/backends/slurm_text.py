@@ -1,0 +1,112 @@
+"""Pure: what Slurm's commands print -> values. Written against 22.05 to 25.11, whose keys differ but not their form.
+
+Slurm writes "nothing" as `(null)`, `N/A`, `NONE` or an empty word, and "no limit" as UNLIMITED or INFINITE: here both
+are absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Row = dict[str, str]
+
+_NOTHING = {"", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gres:
+    """A generic resource of a node: `gpu:h100:8(S:0-1)`."""
+
+    name: str
+    type: str | None
+    count: int
+
+
+def settings(text: str) -> Row:
+    """`scontrol show config`: one `Key = value` a line."""
+    pairs = (line.partition(" = ") for line in text.splitlines())
+    return _said((key.strip(), value.strip()) for key, equals, value in pairs if equals)
+
+
+def records(text: str) -> list[Row]:
+    """`scontrol --oneliner show ...`: a record a line, of `Key=Value` words; one without = belongs to the last."""
+    return [_said(_words(line)) for line in text.splitlines() if "=" in line]
+
+
+def table(text: str) -> list[Row]:
+    """`sacctmgr --parsable2 show ...`: a line of column names, then rows."""
+    lines = [line.split("|") for line in text.splitlines() if "|" in line]
+    return [_said(zip(lines[0], row, strict=True)) for row in lines[1:] if len(row) == len(lines[0])]
+
+
+def time_limit_s(text: str | None) -> int | None:
+    """Seconds of Slurm's time format, where a bare number counts minutes; None: no limit.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    if text is None or text.upper() in _NOTHING or text == "-1":
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no time of Slurm's")
+    days, first, second, third = (int(part) if part is not None else None for part in found.groups())
+    assert first is not None
+    if days is not None:
+        return days * 86400 + first * 3600 + (second or 0) * 60 + (third or 0)
+    if third is not None:
+        return first * 3600 + (second or 0) * 60 + third
+    return first * 60 + (second or 0)
+
+
+def number(text: str | None, default: int = 0) -> int:
+    """The number that starts `30 sec`, `20` or `5`."""
+    found = re.match(r"\d+", text or "")
+    return int(found.group()) if found else default
+
+
+def options(text: str | None) -> dict[str, str]:
+    """`a,b=2` -> {a: "", b: "2"}, as in SchedulerParameters."""
+    pairs = (part.partition("=") for part in (text or "").split(",") if part)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def tres(text: str | None) -> dict[str, int]:
+    """`node=2,gres/gpu=16` -> counts; what is no plain number (memory with its unit) is left out."""
+    return {key: int(value) for key, value in options(text).items() if value.isdigit()}
+
+
+def gres(text: str | None) -> list[Gres]:
+    """`gpu:h100:8(S:0-1),nic:2` -> its parts; socket affinities are dropped."""
+    found = []
+    for part in re.sub(r"\([^)]*\)", "", text or "").split(","):
+        name, *rest = part.split(":")
+        if rest and rest[-1].isdigit():
+            found.append(Gres(name, rest[0] if len(rest) > 1 else None, int(rest[-1])))
+    return found
+
+
+def version(text: str) -> tuple[int, int, int] | None:
+    """`slurm-wlm 22.05.8` -> (22, 5, 8)."""
+    found = re.search(r"\b(\d+)\.(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def _words(line: str) -> Iterator[tuple[str, str]]:
+    key, value = "", ""
+    for word in line.split():
+        left, equals, right = word.partition("=")
+        if equals:
+            if key:
+                yield key, value
+            key, value = left, right
+        else:
+            value += f" {word}"
+    if key:
+        yield key, value
+
+
+def _said(pairs: Iterator[tuple[str, str]] | zip[tuple[str, str]]) -> Row:
+    return {key: value for key, value in pairs if value not in _NOTHING}

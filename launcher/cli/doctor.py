@@ -1,0 +1,123 @@
+"""mrl doctor: what will happen to a recipe on a cluster, before it is submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.backends import disk, machine, node_probe, slurm_facts, software
+from launcher.backends.slurm_text import settings
+from launcher.doctor import Facts, examine, examine_local
+from launcher.doctor.finding import Finding, Level
+from launcher.doctor.software import is_file
+from launcher.profiles import LOCAL, Profile, load_clusters
+from launcher.recipe import load_recipe
+from megatron_rl.config import RunConfig
+from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+
+STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+HELP = """Say what will happen to RECIPE on a cluster: how it is preempted and with how much notice, which limits it
+meets, whether nodes, GPUs, containers, python and disk are there. Without RECIPE: for a run of one node.
+
+SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, but --deep runs a step of a few seconds on one
+node. Levels: ok; note: good to know; warning: runs, but may lose work or time; error: will not run.
+
+\b
+Exit codes:
+  0    no errors
+  1    errors
+  2    the recipe, the cluster profile or an argument cannot be used
+"""
+
+
+@click.command("doctor", help=HELP)
+@click.argument("recipe", required=False)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")
+@click.option("--deep", is_flag=True, help="Look at a compute node too; waits up to a minute for a free one.")
+@click.option("--json", "as_json", is_flag=True, help="Print {recipe, cluster, findings, counts} as JSON.")
+@click.pass_context
+def command(
+    context: click.Context,
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    deep: bool,
+    as_json: bool,
+) -> None:
+    config = load_recipe(recipe, overrides).config if recipe else None
+    clusters = load_clusters()
+    name = clusters.choose(cluster, os.environ, config.cluster if config else None)
+    findings = on_this_machine(config) if name == LOCAL else on_cluster(config, clusters.profile(name), deep)
+    counts = Counter(finding.level for finding in findings)
+    if as_json:
+        found = {"recipe": recipe, "cluster": name, "findings": [asdict(one) for one in findings], "counts": counts}
+        click.echo(json.dumps(found, indent=1))
+    else:
+        draw(findings, f"{config.name if config else 'any run'} on {name}", counts)
+    context.exit(EXIT_CRASHED if counts["error"] else EXIT_FINISHED)
+
+
+def on_this_machine(config: RunConfig | None) -> list[Finding]:
+    return examine_local(machine.inspect(), disk.inspect(Path.cwd() / "runs"), None, config)
+
+
+def on_cluster(config: RunConfig | None, profile: Profile, deep: bool) -> list[Finding]:
+    """Collect, then judge. The parts that may be slow are asked side by side."""
+    image = (config and config.image.reference) or (profile.container.image if profile.container else None)
+    with ThreadPoolExecutor() as pool:
+        slurm_asked = pool.submit(slurm_facts.collect)
+        disk_asked = pool.submit(disk.inspect, Path(profile.run_root))
+        slurm, run_root = slurm_asked.result(), disk_asked.result()
+    plugstack = settings(slurm.config.text).get("PlugStackConfig")
+    node = None
+    if deep and slurm.config.known and run_root.measured:
+        gpus = config is None or config.job.device == "cuda"
+        node = node_probe.probe(profile, Path(run_root.measured.directory), gpus)
+    facts = Facts(
+        slurm=slurm,
+        software=software.inspect(profile.host_python, Path(plugstack) if plugstack else None),
+        run_root=run_root,
+        node=node,
+        image_exists=Path(image).exists() if image and is_file(image) else None,
+        missing_secrets=tuple(name for name in profile.secrets if name not in os.environ),
+        missing_files=(),
+        checkpoint_bytes=None,
+    )
+    return examine(facts, config, profile)
+
+
+def draw(findings: Sequence[Finding], title: str, counts: Counter[Level]) -> None:
+    """A table on a terminal; else a line for each finding and one for its fix, to grep in."""
+    console = Console(highlight=False)
+    summary = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
+    if not console.is_terminal:
+        for one in findings:
+            click.echo(f"{one.level:<8} {one.topic}: {one.text}")
+            if one.fix:
+                click.echo(f"{'':<8} fix: {one.fix}")
+        click.echo(f"{title}: {summary}")
+        return
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=max(map(len, STYLES)))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    for one in findings:
+        text = Text(one.text)
+        if one.fix:
+            text.append(f"\n-> {one.fix}", style="dim" if one.level == "note" else STYLES[one.level])
+        grid.add_row(Text(one.level, style=STYLES[one.level]), one.topic, text)
+    console.print(Text(title, style="bold"))
+    console.print(grid)
+    console.print(Text(summary, style="bold"))

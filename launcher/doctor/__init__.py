@@ -1,0 +1,95 @@
+"""Pure: what will happen to a recipe on a cluster. (facts, recipe, profile) -> findings, in the order to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launcher.backends.disk import Disk
+from launcher.backends.machine import Machine
+from launcher.backends.node_probe import NodeFacts
+from launcher.backends.slurm_facts import SlurmFacts
+from launcher.backends.software import Software
+from launcher.doctor import limits, local, nodes, preemption, software, storage
+from launcher.doctor.ask import Ask, wish
+from launcher.doctor.cluster import Cluster, Target, read_cluster, target
+from launcher.doctor.finding import Finding, error, ok, warning
+from launcher.profiles import Profile
+from megatron_rl.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that was collected, on this machine and, with --deep, on a compute node."""
+
+    slurm: SlurmFacts
+    software: Software
+    run_root: Disk
+    node: NodeFacts | None
+    """None: not asked for."""
+    image_exists: bool | None
+    """Whether a container image that is a file is there; None: it is no file."""
+    missing_secrets: tuple[str, ...]
+    """Names of the profile's secrets that are not set in this shell."""
+    missing_files: tuple[str, ...]
+    """What mrl prefetch has not fetched yet."""
+    checkpoint_bytes: int | None
+    """Size of one checkpoint; None: no recipe."""
+
+
+def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Finding]:
+    """Every finding, most general first.
+
+    Args:
+        config: the recipe; None looks at the cluster for a run of one node.
+    """
+    asked = wish(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
+    cluster = read_cluster(facts.slurm)
+    found = list(software.slurm(facts.slurm, cluster))
+    if not any(finding.level == "error" for finding in found):
+        place = target(cluster, profile)
+        found += [limits.no_partition(cluster, profile)] if place is None else _placed(cluster, place, profile, asked)
+        found.append(software.accounting(facts.slurm, cluster))
+        found += software.containers(facts.slurm, facts.software, asked, facts.image_exists)
+    if facts.node is not None:
+        found += software.compute_node(facts.node, profile, asked)
+    found += software.host_python(facts.software, facts.node, profile)
+    found += storage.run_root(facts.run_root, asked)
+    found += storage.shared(facts.run_root, facts.node, asked)
+    found += _belongings(facts, profile)
+    return found
+
+
+def examine_local(
+    machine: Machine, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
+) -> list[Finding]:
+    """Every finding of a run on this machine, without Slurm."""
+    here = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
+    return [
+        *local.machine(machine, config),
+        *storage.run_root(run_root, wish(config, here, checkpoint_bytes, _speed(run_root))),
+    ]
+
+
+def _speed(run_root: Disk) -> float | None:
+    return run_root.measured.bytes_per_s if run_root.measured else None
+
+
+def _placed(cluster: Cluster, place: Target, profile: Profile, asked: Ask) -> Iterator[Finding]:
+    yield from limits.access(cluster, place, profile)
+    yield from nodes.nodes(cluster, place, profile, asked)
+    yield from limits.sizes(cluster, place, asked)
+    yield from limits.time_limit(cluster, place, profile, asked)
+    yield from preemption.preemption(cluster, place, asked)
+    yield from preemption.requeue(cluster)
+
+
+def _belongings(facts: Facts, profile: Profile) -> Iterator[Finding]:
+    """Secrets and files that the job takes along."""
+    if facts.missing_secrets:
+        names = ", ".join(facts.missing_secrets)
+        yield warning("secrets", f"not set in this shell, so not in the job: {names}", "export them before mrl-submit")
+    elif profile.secrets:
+        yield ok("secrets", f"set: {', '.join(profile.secrets)}")
+    for missing in facts.missing_files:
+        yield error("files", f"{missing}: the job runs without internet", "mrl prefetch RECIPE")

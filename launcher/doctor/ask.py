@@ -1,0 +1,79 @@
+"""Pure: what a job wants of the cluster, from the recipe and the profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.backends.slurm_text import time_limit_s
+from launcher.doctor.finding import count
+from launcher.profiles import Profile
+from megatron_rl.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    who: str
+    """How findings call the run."""
+    nodes: int
+    """Spare ones included."""
+    gpus: int
+    """Per node; 0: the ranks compute on CPUs."""
+    ranks: int
+    """Per node."""
+    time_limit_s: int | None
+    """Of one attempt; None: neither the recipe nor the profile names one."""
+    time_limit_key: str
+    """Where to change it."""
+    image: str | None
+    """Container image; None: no containers."""
+    save_every: int | None
+    """Steps between checkpoints, 0: none on the way; None: no recipe was given."""
+    save_limit_s: int | None
+    """Longest time a save may take; None: no recipe was given."""
+    checkpoint_bytes: int | None
+    """Size of one checkpoint, where it is known."""
+    kept: int
+    """Checkpoints on disk at once, the one being written included."""
+    write_s: float | None
+    """Seconds that writing a checkpoint takes, where its size and the file system's speed are known."""
+
+    @property
+    def needed(self) -> str:
+        """`8 nodes with 8 GPUs each`, `1 node`."""
+        nodes = count(self.nodes, "node")
+        return f"{nodes} with {count(self.gpus, 'GPU')}{' each' * (self.nodes > 1)}" if self.gpus else nodes
+
+
+def wish(
+    config: RunConfig | None,
+    profile: Profile,
+    checkpoint_bytes: int | None = None,
+    node_bytes_per_s: float | None = None,
+) -> Ask:
+    """What is asked for; without a recipe one node with all its GPUs.
+
+    Args:
+        checkpoint_bytes: size of one checkpoint, where it is known.
+        node_bytes_per_s: what one machine can write to the run root; counts where the profile has no `fs_bandwidth`.
+    """
+    image = profile.container.image if profile.container else None
+    if config is None:
+        limit = time_limit_s(profile.time_limit)
+        gpus = profile.gpus_per_node
+        return Ask("a run", 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None)
+    measured = node_bytes_per_s * config.job.nodes if node_bytes_per_s else None
+    speed = profile.fs_bandwidth * 1e9 if profile.fs_bandwidth else measured
+    return Ask(
+        who=config.name,
+        nodes=config.job.nodes + config.job.spare_nodes,
+        gpus=0 if config.job.device == "cpu" else config.job.gpus_per_node,
+        ranks=config.job.gpus_per_node,
+        time_limit_s=time_limit_s(config.job.time_limit or profile.time_limit),
+        time_limit_key="job.time_limit" if config.job.time_limit else "the profile's time_limit",
+        image=(config.image.reference or image) if image else None,
+        save_every=config.save.every,
+        save_limit_s=config.save.timeout_s,
+        checkpoint_bytes=checkpoint_bytes,
+        kept=config.save.keep + 1,
+        write_s=checkpoint_bytes / speed if checkpoint_bytes and speed else None,
+    )

@@ -1,0 +1,145 @@
+"""Pure: Slurm's texts, understood; and the one partition, QOS and association that a job of this profile would get."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from launcher.backends.slurm_facts import SlurmFacts
+from launcher.backends.slurm_text import Gres, Row, gres, options, records, settings, table, version
+from launcher.profiles import Profile
+
+OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "maint", "unknown", "future", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of one partition."""
+
+    name: str
+    state: str
+    """Slurm's word, without the marks for power saving and silence."""
+    gres: list[Gres]
+    cpus: int
+    features: frozenset[str]
+
+    @property
+    def in_service(self) -> bool:
+        return self.state not in OUT_OF_SERVICE
+
+    def gpus(self, kind: str = "gpu") -> int:
+        """How many GPUs of this type; `gpu` counts every type."""
+        return sum(one.count for one in self.gres if one.name == "gpu" and kind in ("gpu", one.type))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What Slurm says of itself. Keys are Slurm's own; what is unset or unlimited is absent."""
+
+    client: tuple[int, int, int] | None
+    config: Row
+    partitions: Mapping[str, Row]
+    nodes: Mapping[str, list[Node]]
+    """By partition."""
+    qos: Mapping[str, Row] | None
+    """None: there is no accounting database, or it did not answer."""
+    associations: list[Row]
+    reservations: Mapping[str, Row]
+    enforced: frozenset[str] = field(default_factory=frozenset)
+    """AccountingStorageEnforce: which of the recorded limits are kept."""
+
+    @property
+    def version(self) -> tuple[int, int, int] | None:
+        """The controller's, else that of the commands here."""
+        return version(self.config.get("SLURM_VERSION", "")) or self.client
+
+    def before(self, *release: int) -> bool:
+        """Whether this Slurm is older than, say, 23.2; an unknown one is taken for new."""
+        return self.version is not None and self.version < release
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a job of the profile lands."""
+
+    partition: Row
+    qos_name: str | None
+    qos: Row
+    partition_qos: Row
+    """Its limits go before those of `qos`."""
+    association: Row
+
+    @property
+    def name(self) -> str:
+        return self.partition["PartitionName"]
+
+    @property
+    def grace_by_qos(self) -> str | None:
+        return self.qos.get("GraceTime")
+
+
+def read_cluster(facts: SlurmFacts) -> Cluster:
+    """Understand what was collected; texts that are missing leave empty places."""
+    config = settings(facts.config.text)
+    partitions = [row for row in records(facts.partitions.text) if "PartitionName" in row]
+    reservations = [row for row in records(facts.reservations.text) if "ReservationName" in row]
+    return Cluster(
+        client=version(facts.version.text),
+        config=config,
+        partitions={row["PartitionName"]: row for row in partitions},
+        nodes=_nodes(facts.nodes.text),
+        qos={row["Name"]: row for row in table(facts.qos.text)} if facts.qos.known else None,
+        associations=table(facts.associations.text) if facts.associations.known else [],
+        reservations={row["ReservationName"]: row for row in reservations},
+        enforced=frozenset(options(config.get("AccountingStorageEnforce", "").lower())),
+    )
+
+
+def default_partition(cluster: Cluster) -> str | None:
+    return next((name for name, row in cluster.partitions.items() if row.get("Default") == "YES"), None)
+
+
+def target(cluster: Cluster, profile: Profile) -> Target | None:
+    """What the profile's words select; None: there is no such partition."""
+    name = profile.partition or default_partition(cluster)
+    if name is None or name not in cluster.partitions:
+        return None
+    partition = cluster.partitions[name]
+    association = _association(cluster, profile.account, name)
+    known = cluster.qos or {}
+    qos_name = profile.qos or association.get("Def QOS") or association.get("QOS", "").split(",")[0] or None
+    if qos_name is None and "normal" in known:
+        qos_name = "normal"
+    return Target(
+        partition=partition,
+        qos_name=qos_name,
+        qos=known.get(qos_name or "", {}),
+        partition_qos=known.get(partition.get("QoS", ""), {}),
+        association=association,
+    )
+
+
+def _association(cluster: Cluster, account: str | None, partition: str) -> Row:
+    """The row of this user for the account, one for the partition first."""
+    rows = [row for row in cluster.associations if account is None or row.get("Account") == account]
+    fitting = [row for row in rows if row.get("Partition") in (None, partition)]
+    return max(fitting, key=lambda row: row.get("Partition") == partition, default={})
+
+
+def _nodes(text: str) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {}
+    for line in text.splitlines():
+        words = line.split("|")
+        if len(words) != 6:
+            continue
+        name, partition, state, resources, cpus, features = words
+        node = Node(
+            name=name,
+            state=re.sub(r"[^a-z_]", "", state.lower()),
+            gres=gres(resources),
+            cpus=int(cpus) if cpus.isdigit() else 0,
+            features=frozenset(features.split(",")) - {"(null)"},
+        )
+        found.setdefault(partition, []).append(node)
+    return found

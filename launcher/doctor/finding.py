@@ -1,0 +1,66 @@
+"""What the doctor says, and how it writes times and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "note", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found out about a recipe on a cluster."""
+
+    level: Level
+    """ok: as it should be. note: good to know. warning: it runs, but may lose work or time. error: it will not run."""
+    topic: str
+    """What it is about, in one word or two."""
+    text: str
+    """What is so, and what that means for this run."""
+    fix: str | None = None
+    """What to do about it."""
+
+
+def ok(topic: str, text: str) -> Finding:
+    return Finding("ok", topic, text)
+
+
+def note(topic: str, text: str, fix: str | None = None) -> Finding:
+    return Finding("note", topic, text, fix)
+
+
+def warning(topic: str, text: str, fix: str) -> Finding:
+    return Finding("warning", topic, text, fix)
+
+
+def error(topic: str, text: str, fix: str) -> Finding:
+    return Finding("error", topic, text, fix)
+
+
+def span(seconds: float) -> str:
+    """`20 s`, `10 min`, `1 h 30 min`, `4 days`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} days {hours} h" if hours else f"{days} days"
+
+
+def size(byte_count: float) -> str:
+    """`32 MB`, `1.5 GB`, `640 GB`, in powers of ten as disks and file systems are sold."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if byte_count >= factor or unit == "MB":
+            value = byte_count / factor
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:,.0f} {unit}"
+    raise AssertionError
+
+
+def count(number: int, thing: str) -> str:
+    """`1 node`, `8 nodes`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

@@ -1,0 +1,110 @@
+"""Pure: the partition's nodes and GPUs against what is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from launcher.doctor.ask import Ask
+from launcher.doctor.cluster import Cluster, Node, Target
+from launcher.doctor.finding import Finding, count, error, note, ok, warning
+from launcher.profiles import Profile
+
+
+def nodes(cluster: Cluster, target: Target, profile: Profile, ask: Ask) -> Iterator[Finding]:
+    """Are there nodes as the job wants them, enough of them, and enough that work?"""
+    there = cluster.nodes.get(target.name, [])
+    if not there:
+        yield warning("nodes", f"sinfo lists none in partition {target.name}", "ask sinfo -a why")
+        return
+    featured = _with_features(there, profile.constraint)
+    if not featured:
+        known = ", ".join(sorted(set().union(*(node.features for node in there)))) or "none"
+        yield error(
+            "constraint",
+            f"no node of {target.name} has the features {profile.constraint}; there are: {known}",
+            "correct constraint: in the profile",
+        )
+        return
+    if ask.gpus:
+        yield from _gpus(target, profile, ask, featured)
+    fitting = [node for node in featured if not ask.gpus or node.gpus(profile.gres) >= ask.gpus]
+    if fitting:
+        yield from _enough(target, ask, fitting)
+        yield from _cpus(profile, ask, fitting)
+
+
+def _gpus(target: Target, profile: Profile, ask: Ask, there: list[Node]) -> Iterator[Finding]:
+    kinds = Counter((one.type or "gpu", one.count) for node in there for one in node.gres if one.name == "gpu")
+    known = ", ".join(f"{number} x {kind}:{each}" for (kind, each), number in sorted(kinds.items())) or "none"
+    if not kinds:
+        yield error(
+            "gpus",
+            f"the nodes of {target.name} have no GPUs that Slurm knows of, {ask.who} asks for {ask.gpus} a node",
+            "choose another partition, or job.device=cpu",
+        )
+    elif not any(node.gpus(profile.gres) for node in there):
+        types = ", ".join(sorted({kind for kind, _ in kinds if kind != "gpu"})) or "only gpu"
+        yield error(
+            "gpus",
+            f"none is called {profile.gres} in {target.name}; there are: {types}",
+            "correct gres: in the profile",
+        )
+    elif max(node.gpus(profile.gres) for node in there) < ask.gpus:
+        yield error(
+            "gpus",
+            f"{ask.gpus} GPUs a node are asked for, the nodes of {target.name} have: {known}",
+            "lower job.gpus_per_node",
+        )
+    else:
+        most = max(node.gpus(profile.gres) for node in there)
+        yield ok("gpus", f"{target.name} has {known}; each node of {ask.who} gets {ask.gpus} ({_flag(profile, ask)})")
+        if most != profile.gpus_per_node:
+            yield note(
+                "gpus",
+                f"the profile says {count(profile.gpus_per_node, 'GPU')} a node, Slurm {most}",
+                "correct gpus_per_node: in the profile",
+            )
+
+
+def _flag(profile: Profile, ask: Ask) -> str:
+    kind = "" if profile.gres == "gpu" else f"{profile.gres}:"
+    return f"--gpus-per-node={kind}{ask.gpus}"
+
+
+def _enough(target: Target, ask: Ask, fitting: list[Node]) -> Iterator[Finding]:
+    working = [node for node in fitting if node.in_service]
+    idle = sum(node.state == "idle" for node in working)
+    what = f"{ask.needed} needed, {target.name} has {count(len(fitting), 'such node')}"
+    if len(fitting) < ask.nodes:
+        yield error("nodes", f"{what}: the job would wait for ever", "lower job.nodes, or choose another partition")
+    elif len(working) < ask.nodes:
+        out = Counter(node.state for node in fitting if not node.in_service)
+        states = ", ".join(f"{number} {state}" for state, number in sorted(out.items()))
+        yield warning(
+            "nodes",
+            f"{what}, but only {len(working)} in service ({states}): the job waits for the others",
+            "lower job.nodes, or ask when they return (sinfo -R says why they are out)",
+        )
+    else:
+        yield ok("nodes", f"{what}, {len(working)} in service and {idle} idle now")
+
+
+def _cpus(profile: Profile, ask: Ask, fitting: list[Node]) -> Iterator[Finding]:
+    most = max(node.cpus for node in fitting)
+    wanted = ask.ranks * (profile.cpus_per_task or 1)
+    if most and wanted > most:
+        each = f"{ask.ranks} ranks of {count(profile.cpus_per_task or 1, 'CPU')}"
+        yield error(
+            "cpus",
+            f"{each} are {wanted} a node, the nodes have {most}",
+            "lower cpus_per_task: in the profile, or job.gpus_per_node",
+        )
+
+
+def _with_features(there: list[Node], constraint: str | None) -> list[Node]:
+    """Nodes that could satisfy the constraint. Only names joined by `&` are judged: anything else passes."""
+    if constraint is None or not re.fullmatch(r"[\w.&-]+", constraint):
+        return there
+    return [node for node in there if node.features >= set(constraint.split("&"))]

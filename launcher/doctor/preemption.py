@@ -1,0 +1,188 @@
+"""Pure: what happens when Slurm takes the nodes away, by preemption, by a time limit or because one of them dies.
+
+By slurm.conf(5), qos(8) and, for what those leave open, Slurm's own preempt plug-ins of 22.05 and 25.05.
+"""
+
+from __future__ import annotations
+
+from launcher.backends.slurm_text import number, options, time_limit_s
+from launcher.doctor.ask import Ask
+from launcher.doctor.cluster import Cluster, Target
+from launcher.doctor.finding import Finding, ok, span, warning
+
+KILL_WAIT_S = 30
+CREDENTIAL_S = 120  # cred_expire, after which a requeued job may start again
+NODE_TIMEOUT_S = 300
+TIGHT_S = 60  # a shorter notice than this is called short where the time of a save is not known
+
+
+def preemption(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
+    """Who takes the nodes away, with how much notice, and what then."""
+    kind = cluster.config.get("PreemptType", "preempt/none")
+    if kind == "preempt/none" or _modes(cluster.config.get("PreemptMode")) <= {"OFF", "GANG"}:
+        return [ok("preemption", f"off on this cluster (PreemptType={kind}): nobody takes nodes away from {ask.who}")]
+    if kind == "preempt/qos":
+        return _by_qos(cluster, target, ask)
+    return _by_partition(cluster, target, ask)
+
+
+def requeue(cluster: Cluster) -> list[Finding]:
+    """When an attempt that lost its nodes may start again, and what could keep it from that."""
+    delay = options(cluster.config.get("SchedulerParameters")).get("requeue_delay") if _has_delay(cluster) else None
+    source = "SchedulerParameters=requeue_delay" if delay else "AuthInfo=cred_expire"
+    if delay is None:
+        delay = options(cluster.config.get("AuthInfo")).get("cred_expire")
+    wait = number(delay, CREDENTIAL_S)
+    known = source if delay else f"{source} by default"
+    found = [ok("requeue", f"a requeued run keeps its job id and waits at least {span(wait + 1)} ({known})")]
+    if cluster.config.get("JobRequeue") == "0":
+        found.append(ok("requeue", "JobRequeue=0: only jobs that ask are requeued here; mrl's do, with --requeue"))
+    tries = cluster.config.get("MaxBatchRequeue", "5")  # a setting since 23.02, before that fixed
+    found.append(
+        ok(
+            "requeue",
+            f"any number of times; only {tries} failing launches in a row (a prolog, a node) make Slurm hold the job "
+            "(MaxBatchRequeue), until scontrol release JOB",
+        )
+    )
+    dead = number(cluster.config.get("SlurmdTimeout"), NODE_TIMEOUT_S)
+    found.append(
+        ok("dead node", f"noticed by Slurm after about {span(dead)} (SlurmdTimeout); the run is requeued without it")
+    )
+    return found
+
+
+def kill_wait_s(cluster: Cluster) -> int:
+    return number(cluster.config.get("KillWait"), KILL_WAIT_S)
+
+
+def _by_partition(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
+    modes = _modes(target.partition.get("PreemptMode") or cluster.config.get("PreemptMode"))
+    stronger = _stronger_partitions(cluster, target)
+    if modes <= {"OFF", "GANG"}:
+        return [ok("preemption", f"jobs of partition {target.name} are never preempted (PreemptMode=OFF)")]
+    if not stronger:
+        tier = target.partition.get("PriorityTier", "1")
+        return [ok("preemption", f"no partition above tier {tier} shares the nodes of {target.name}: never preempted")]
+    grace = number(target.partition.get("GraceTime"))
+    by = f"by jobs of partition {_listed(stronger)} (by partition: a higher PriorityTier)"
+    return _preempted(cluster, target, ask, by, modes, grace, f"GraceTime of partition {target.name}")
+
+
+def _by_qos(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
+    if cluster.qos is None or target.qos_name not in cluster.qos:
+        named = f"QOS {target.qos_name}" if target.qos_name else "the QOS of your jobs"
+        return [
+            warning(
+                "preemption",
+                f"goes by QOS on this cluster, and {named} is not known here: whether and how {ask.who} is preempted "
+                "cannot be told",
+                "ask sacctmgr show qos where it works, or name a qos in the profile",
+            )
+        ]
+    own = target.qos.get("PreemptMode", "cluster").lower()
+    modes = _modes(cluster.config.get("PreemptMode") if own == "cluster" else own)
+    stronger = [name for name, row in cluster.qos.items() if target.qos_name in row.get("Preempt", "").split(",")]
+    if "WITHIN" in modes | _modes(cluster.config.get("PreemptMode")):
+        stronger.append(f"{target.qos_name} itself")
+    if modes <= {"OFF", "GANG"}:
+        return [ok("preemption", f"jobs of QOS {target.qos_name} are never preempted (PreemptMode=OFF)")]
+    if not stronger:
+        return [ok("preemption", f"no QOS may preempt {target.qos_name} (none lists it in Preempt)")]
+    grace = time_limit_s(target.qos.get("GraceTime")) or 0
+    by = f"by jobs of QOS {_listed(stronger)} (by QOS: it lists {target.qos_name} in Preempt)"
+    return _preempted(cluster, target, ask, by, modes, grace, f"GraceTime of QOS {target.qos_name}")
+
+
+def _preempted(
+    cluster: Cluster, target: Target, ask: Ask, by: str, modes: set[str], grace_s: int, source: str
+) -> list[Finding]:
+    kill_s = kill_wait_s(cluster)
+    found = [_ending(ask, by, modes)]
+    if "SUSPEND" in modes:
+        return found
+    found.append(_notice(ask, grace_s, kill_s, source))
+    if grace_s:
+        found.append(_signals(cluster, grace_s))
+    exempt = next(
+        (
+            limit
+            for row in (target.partition_qos, target.qos, cluster.config)
+            if (limit := time_limit_s(row.get("PreemptExemptTime"))) is not None
+        ),
+        0,
+    )
+    if exempt:
+        found.append(ok("preemption", f"not in the first {span(exempt)} of an attempt (PreemptExemptTime)"))
+    return found
+
+
+def _ending(ask: Ask, by: str, modes: set[str]) -> Finding:
+    if "REQUEUE" in modes:
+        return ok("preemption", f"{ask.who} can be preempted {by}; it is requeued and goes on (PreemptMode=REQUEUE)")
+    if "SUSPEND" in modes:
+        return warning(
+            "preemption",
+            f"{ask.who} can be preempted {by} and is then stopped in place (PreemptMode=SUSPEND): it gets no notice, "
+            "keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they wake up",
+            "use a partition or QOS whose PreemptMode is REQUEUE",
+        )
+    return warning(
+        "preemption",
+        f"{ask.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL): "
+        "--requeue does not help",
+        "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE",
+    )
+
+
+def _notice(ask: Ask, grace_s: int, kill_s: int, source: str) -> Finding:
+    """From the first signal to SIGKILL, against what a save needs."""
+    total = grace_s + kill_s
+    notice = f"notice of {span(grace_s)} ({source}), then SIGTERM and {span(kill_s)} later SIGKILL (KillWait)"
+    if grace_s == 0:
+        notice = f"no grace ({source} is 0): SIGTERM at once and SIGKILL {span(kill_s)} later (KillWait)"
+    if ask.save_every is None:
+        return ok("notice", notice)
+    lost = f"the steps since the last checkpoint, up to {ask.save_every}" if ask.save_every else "everything"
+    fix = f"ask for a longer GraceTime, or lower save.every ({ask.save_every}) so that less is lost"
+    if ask.write_s is not None and ask.write_s > total:
+        return warning(
+            "notice", f"{notice}; a checkpoint takes about {span(ask.write_s)}, so a preemption loses {lost}", fix
+        )
+    if ask.write_s is None and total < TIGHT_S:
+        return warning("notice", f"{notice}; a save that takes longer is lost, and with it {lost}", fix)
+    return ok("notice", f"{notice}; a save must fit in, or {lost} {'are' if ask.save_every else 'is'} lost")
+
+
+def _signals(cluster: Cluster, grace_s: int) -> Finding:
+    new = options(cluster.config.get("PreemptParameters"))
+    old = options(cluster.config.get("SlurmctldParameters"))
+    if "send_user_signal" in new or "preempt_send_user_signal" in old:
+        return ok("signal", "the batch script is told at once (USR1: send_user_signal is on) and has the ranks save")
+    return ok(
+        "signal",
+        "only the ranks are told at once (SIGTERM: send_user_signal is off), the batch script when the "
+        f"{span(grace_s)} are over; the ranks save without waiting for it",
+    )
+
+
+def _stronger_partitions(cluster: Cluster, target: Target) -> list[str]:
+    mine = {node.name for node in cluster.nodes.get(target.name, [])}
+    tier = number(target.partition.get("PriorityTier"), 1)
+    return [
+        name
+        for name, row in cluster.partitions.items()
+        if number(row.get("PriorityTier"), 1) > tier and mine & {node.name for node in cluster.nodes.get(name, [])}
+    ]
+
+
+def _has_delay(cluster: Cluster) -> bool:
+    return not cluster.before(25, 11)
+
+
+def _modes(text: str | None) -> set[str]:
+    return {part.strip().upper() for part in (text or "OFF").split(",")}
+
+
+def _listed(names: list[str]) -> str:
+    return " or ".join(names)

@@ -1,0 +1,167 @@
+"""Pure: what the login node and a compute node have: containers, python, accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from launcher.backends.node_probe import NodeFacts
+from launcher.backends.slurm_facts import SlurmFacts
+from launcher.backends.slurm_text import number
+from launcher.backends.software import Software
+from launcher.doctor.ask import Ask
+from launcher.doctor.cluster import Cluster
+from launcher.doctor.finding import Finding, error, note, ok, span, warning
+from launcher.profiles import Profile
+
+OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
+OLDEST_PYTHON = (3, 6)
+NEEDED = ("--container-image", "--container-mounts", "--container-workdir", "--container-env")
+DOCKER_HUB = "registry-1.docker.io"
+MIN_JOB_AGE_S = 300
+
+
+def slurm(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
+    """Is there a Slurm, does its controller answer, is it one that this works with?"""
+    if not facts.version.known:
+        yield error(
+            "slurm",
+            f"{facts.version.failure}: this machine has no Slurm commands",
+            "run mrl doctor on a login node, or put them on PATH; --cluster local needs no Slurm",
+        )
+    elif not facts.config.known:
+        yield error(
+            "slurm",
+            f"its controller cannot be asked: {facts.config.failure}",
+            "try again later; scontrol ping says more",
+        )
+    else:
+        shown = (
+            ".".join(f"{part:02}" for part in (cluster.version or ())[:2]) + "." + str((cluster.version or (0,))[-1])
+        )
+        name = cluster.config.get("ClusterName", "without a name")
+        if cluster.before(*OLDEST_SLURM):
+            yield error("slurm", f"{shown}: steps side by side need 20.11 or later", "ask for a newer Slurm")
+        else:
+            yield ok("slurm", f"{shown}, cluster {name}")
+
+
+def containers(facts: SlurmFacts, software: Software, ask: Ask, image_exists: bool | None) -> Iterator[Finding]:
+    """Can the container be started, and its image be had?
+
+    Args:
+        image_exists: whether an image that is a file is there; None: it is no file.
+    """
+    if ask.image is None:
+        yield ok("containers", "none: the ranks run on the nodes as they are")
+        return
+    missing = [flag for flag in NEEDED if flag not in facts.srun_help.text]
+    if not facts.srun_help.known or NEEDED[0] in missing:
+        yield error(
+            "pyxis",
+            f"srun knows no --container-image here, and {ask.who} wants {ask.image}: sbatch would take the job and "
+            "every step would fail",
+            "ask for pyxis on this cluster, or set container: null in the profile",
+        )
+        return
+    named = software.pyxis or "of a version that cannot be told"
+    if missing:
+        yield error("pyxis", f"{named} lacks {', '.join(missing)}", "ask for pyxis 0.15 or later")
+    else:
+        yield ok("pyxis", named)
+    if image_exists is False:
+        yield error("image", f"{ask.image}: no such file", "correct container.image or image.reference")
+    elif image_exists is None:
+        yield _credentials(software, registry(ask.image))
+
+
+def registry(image: str) -> str:
+    """Registry of `[USER@][REGISTRY#]IMAGE[:TAG]`."""
+    host, separator, _ = image.rpartition("@")[2].partition("#")
+    return host if separator else DOCKER_HUB
+
+
+def is_file(image: str) -> bool:
+    return image.startswith(("/", "./")) or PurePosixPath(image).suffix == ".sqsh"
+
+
+def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
+    """The python that looks after the run beside the ranks."""
+    fix = "set host_python: in the profile to a Python 3.6 or later, or load one in prolog:"
+    name = profile.host_python
+    if node is not None and node.failure is None:
+        if node.python is None or _release(node.python) < OLDEST_PYTHON:
+            yield error("python", f"{name} on {node.host}: {node.python or 'not found'}; the host side needs 3.6", fix)
+        else:
+            yield ok(
+                "python", f"{name} is {node.python} on {node.host}, for what runs beside the ranks (3.6 is enough)"
+            )
+        return
+    later = "on the compute nodes it may differ: --deep looks"
+    if not software.host_python.known:
+        said = software.host_python.failure
+        if profile.prolog:
+            yield note("python", f"{said}; the profile's prolog may bring it in a job: --deep looks")
+        else:
+            yield error("python", f"{said}; what runs beside the ranks needs it", fix)
+    elif _release(software.host_python.text) < OLDEST_PYTHON:
+        yield error("python", f"{name} is {software.host_python.text.strip()}, the host side needs 3.6", fix)
+    else:
+        yield ok("python", f"{name} is {software.host_python.text.strip()} on this machine; {later}")
+
+
+def compute_node(node: NodeFacts, profile: Profile, ask: Ask) -> Iterator[Finding]:
+    """What the step found, beside python and the run root."""
+    if node.failure:
+        yield warning(
+            "compute node",
+            f"no look at one: {node.failure}",
+            "try again when a node of the partition is free, or without --deep",
+        )
+        return
+    driver = f", NVIDIA driver {node.driver}" if node.driver else ""
+    yield ok("compute node", f"a step ran on {node.host}{driver}")
+    if ask.gpus and not node.driver and profile.health_check:
+        yield note("compute node", "no nvidia-smi there: the health check cannot see the state of the GPUs")
+    if ask.image and node.enroot is None:
+        yield error(
+            "enroot",
+            f"not found on {node.host}, and {ask.who} needs containers",
+            "install it there, or load it in prolog: of the profile",
+        )
+    elif ask.image:
+        yield ok("enroot", f"{node.enroot or 'there'} on {node.host}")
+
+
+def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
+    """Whether jobs can be looked up after they ended."""
+    if facts.sacct.known:
+        return ok("accounting", "sacct works: mrl status knows jobs of the past")
+    age = number(cluster.config.get("MinJobAge"), MIN_JOB_AGE_S)
+    return note(
+        "accounting",
+        f"sacct does not work here ({facts.sacct.failure}): Slurm forgets a job {span(age)} after its end (MinJobAge); "
+        "mrl status then goes by the run directory alone",
+    )
+
+
+def _credentials(software: Software, host: str) -> Finding:
+    if software.registries is None:
+        return note(
+            "credentials",
+            f"enroot has none ({software.credentials}): only public images of {host} can be imported",
+            f"a private image needs a line for {host} there; see containers/README.md",
+        )
+    if software.exposed:
+        return warning(
+            "credentials",
+            f"others may read {software.credentials}",
+            f"chmod 600 {software.credentials}",
+        )
+    if host not in software.registries:
+        return note("credentials", f"enroot has none for {host}: only its public images can be imported")
+    return ok("credentials", f"enroot has some for {host}")
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(number(part) for part in text.strip().split(".")[:2])

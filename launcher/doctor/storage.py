@@ -1,0 +1,77 @@
+"""Pure: is the run root there, shared, fast enough and large enough?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher.backends.disk import Disk, over_quota
+from launcher.backends.node_probe import NodeFacts
+from launcher.doctor.ask import Ask
+from launcher.doctor.finding import Finding, error, note, ok, size, span, warning
+
+SLOW_BYTES_PER_S = 50e6
+MOVE = "set run_root: in the profile to a directory on the shared file system"
+
+
+def run_root(disk: Disk, ask: Ask) -> Iterator[Finding]:
+    """Can it be written, how fast, and how much fits in?"""
+    if disk.measured is None:
+        yield error(
+            "run root",
+            f"{disk.path}: {disk.failure}: a job there would hang",
+            "ask about its file system, or choose another run_root: in the profile",
+        )
+        return
+    found = disk.measured
+    if found.bytes_per_s is None:
+        above = "" if found.directory == str(disk.path) else f" (tried in {found.directory})"
+        yield error("run root", f"{disk.path} cannot be written: {found.problem}{above}", MOVE)
+        return
+    made = "" if found.directory == str(disk.path) else ", will be made"
+    kind = f" on {found.file_system}" if found.file_system else ""
+    yield ok("run root", f"{disk.path}{made}{kind}")
+    yield _speed(found.bytes_per_s, ask)
+    yield from _space(disk, found.free_bytes, ask)
+
+
+def shared(disk: Disk, node: NodeFacts | None, ask: Ask) -> Iterator[Finding]:
+    """Do the nodes see what this machine writes?"""
+    if node is not None and node.failure is None:
+        if node.shared:
+            yield ok("run root", f"a file written here is seen on {node.host}")
+        else:
+            yield error("run root", f"a file written here is not seen on {node.host}: {disk.path} is not shared", MOVE)
+    elif disk.shared is False:
+        kind = disk.measured.file_system if disk.measured else ""
+        yield note(
+            "run root",
+            f"{kind} is mostly a disk of one machine, and all nodes of {ask.who} must see {disk.path}",
+            f"mrl doctor --deep tries it on a compute node; if it is not shared, {MOVE}",
+        )
+
+
+def _speed(bytes_per_s: float, ask: Ask) -> Finding:
+    """One writer here is no measure of a job's many, so only what is slow for one is called slow."""
+    text = f"{size(bytes_per_s)}/s from this machine, one writer, flushed"
+    if bytes_per_s < SLOW_BYTES_PER_S:
+        lasts = f"; a checkpoint of {size(ask.checkpoint_bytes)} may take very long" if ask.checkpoint_bytes else ""
+        return warning("speed", f"{text}: slow for a shared file system{lasts}", MOVE)
+    if ask.write_s is not None and ask.checkpoint_bytes:
+        return ok("speed", f"{text}; a checkpoint of {size(ask.checkpoint_bytes)} takes about {span(ask.write_s)}")
+    return ok("speed", text)
+
+
+def _space(disk: Disk, free: int, ask: Ask) -> Iterator[Finding]:
+    wanted = (ask.checkpoint_bytes or 0) * ask.kept
+    need = f"{ask.who} keeps up to {size(wanted)} ({ask.kept} checkpoints, one of them under way)" if wanted else ""
+    fix = "remove old runs, lower save.keep, or choose another run_root"
+    if wanted > free:
+        yield error("space", f"{size(free)} free, and {need}", fix)
+    else:
+        yield ok("space", f"{size(free)} free" + (f"; {need}" if need else ""))
+    if not disk.quota.known:
+        yield note("quota", f"cannot be told: {disk.quota.failure}")
+    elif problem := over_quota(disk.quota.text, wanted):
+        yield error("quota", f"{problem}; {need or 'nothing more can be written'}", fix)
+    else:
+        yield ok("quota", "room enough" if disk.quota.text.strip() else "none")
