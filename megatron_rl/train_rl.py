@@ -31,6 +31,7 @@ from megatron_rl.metrics.report import StepReport
 from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
 from megatron_rl.platform import select
 from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED, Attempt, RunDir, write_json
+from megatron_rl.supported import check_supported
 from megatron_rl.training.drain import Drain
 from megatron_rl.training.progress import Progress
 from megatron_rl.training.setup import Run, set_up
@@ -116,6 +117,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, progress: Progress
     drain = Drain()
     drain.listen()
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
+    check_supported(config)
     platform = select(config.job, world.local_rank)
     group = world.connect(config.job, platform.backend, attempt.address("train"))
     checkpointer = Checkpointer(run_dir, config.save)
