@@ -195,6 +195,6 @@ int slurm_spank_task_init(spank_t spank, int count, char **arguments)
     }
     if (asked[WORKDIR] != NULL && chdir(asked[WORKDIR]) != 0)
         return refuse("couldn't chdir to %s: %m", asked[WORKDIR]);
-    spank_setenv(spank, "SLURM_CONF", "/nonexistent: no Slurm in a container", 1);
+    spank_setenv(spank, "SLURM_CONF", "/dev/null", 1);
     return 0;
 }
