@@ -9,6 +9,7 @@ import click
 COMMANDS = (
     "doctor",
     "environments",
+    "plan",
 )
 """Modules of launcher.cli that hold a click command named `command`."""
 
