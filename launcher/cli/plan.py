@@ -1,0 +1,36 @@
+"""mrl plan: who does what, how large the batches are, and whether it fits. Needs no cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import click
+
+from launcher.plan import make_plan, plan_json
+from launcher.profiles import LOCAL, load_clusters
+from launcher.recipe import load_recipe
+
+
+@click.command("plan")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--cluster", help="Cluster profile that it must fit, instead of the recipe's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, as in the run directory's plan.json.")
+def command(recipe: str, overrides: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
+    """Draw which GPU does what, with the arithmetic of batches, memory and checkpoints. Asks no cluster.
+
+    RECIPE is the name of a shipped recipe or a YAML file. Exit code 2: the layout is impossible.
+    """
+    asked = load_recipe(recipe, overrides)
+    clusters = load_clusters()
+    name = clusters.choose(cluster, os.environ, asked.config.cluster)
+    profile = None if name == LOCAL else clusters.profile(name)
+    plan = make_plan(asked, profile)
+    record = plan_json(asked.config, plan, profile)
+    if as_json:
+        click.echo(json.dumps(record, indent=1))
+        return
+    from launcher.cli.plan_view import show  # rich is slow to import
+
+    show(asked.config, plan, record, name)
