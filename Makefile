@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
-.PHONY: help env demo test test-slow bench lint
+.PHONY: help env demo test test-slow slurm-lab bench lint
 .DEFAULT_GOAL := help
 
 help:
@@ -21,11 +21,14 @@ env: $(READY) ## make .venv with everything below (Python 3.11 or 3.12; another 
 demo: $(READY) ## train a tiny model on arithmetic while you watch, about two minutes
 	$(BIN)/mrl-submit demo
 
-test: lint ## lint and unit tests
-	$(BIN)/pytest -m "not slow" tests/unit
+test: lint ## lint, unit tests, and tests on a real Slurm where its packages are installed
+	$(BIN)/pytest -m "not slow" tests/unit tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn
 	$(BIN)/pytest -m slow --timeout 1800 tests
+
+slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine, gone when the shell ends
+	@$(BIN)/python tests/slurm/lab.py shell
 
 bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 	$(BIN)/python tests/benchmarks/checkpoint_save.py

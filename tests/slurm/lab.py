@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slurm_conf import Host, Layout, gres_conf, hosts, slurm_conf, slurmdbd_conf
+from slurm_conf import Host, Layout, clusters_yaml, gres_conf, hosts, slurm_conf, slurmdbd_conf
 
 HERE = Path(__file__).parent
 PACKAGES = "slurm-wlm munge libslurm-dev gcc libc6-dev iproute2"
@@ -77,7 +77,13 @@ class Cluster:
     @property
     def env(self) -> dict[str, str]:
         """The environment in which Slurm's commands, and ours, use this lab."""
-        return {**os.environ, "PATH": SYSTEM_PATH, "SLURM_CONF": str(self.conf)}
+        return {
+            **os.environ,
+            "PATH": f"{SYSTEM_PATH}:{Path(sys.executable).parent}",
+            "SLURM_CONF": str(self.conf),
+            "MRL_CLUSTERS": str(self.directory / "etc/clusters.yaml"),
+            "XDG_STATE_HOME": str(self.directory / "state-home"),  # no traces in the index of the user's own runs
+        }
 
     def up(self) -> Cluster:
         if (self.directory / "run/keeper.sock").exists():
@@ -191,6 +197,8 @@ class Cluster:
         (etc / "gres.conf").write_text(gres_conf(layout))
         (etc / "hosts").write_text(hosts(layout))
         (etc / "plugstack.conf").write_text(f"required {self.directory}/lib/pyxis_stand_in.so {self.directory}\n")
+        (etc / "clusters.yaml").write_text(clusters_yaml(layout, sys.executable))
+        (etc / "image.sqsh").write_text("MRL_IMAGE=lab\n")
         if self.accounting:
             (etc / "slurmdbd.conf").touch(0o600)
             (etc / "slurmdbd.conf").write_text(slurmdbd_conf(layout))
@@ -282,9 +290,13 @@ def _free_ports(count: int) -> list[int]:
 
 def shell(cluster: Cluster) -> int:
     print(
-        f"{len(cluster.names)} nodes of 8 fake GPUs, partitions low (preemptible) and high. In another terminal:\n"
-        f"    export SLURM_CONF={cluster.conf}\n"
-        "Try: sinfo; srun -N2 hostname; mrl-submit demo --cluster ...; mrl status. Ctrl-D ends the lab and its jobs."
+        f"A Slurm of {len(cluster.names)} nodes with 8 fake GPUs each; partitions low (preemptible) and high.\n"
+        "Try:  mrl-submit demo --cluster lab job.nodes=2 training.steps=6    (lab-pyxis: in a container)\n"
+        "      mrl status; mrl logs -f; mrl cancel --drain; mrl doctor demo --cluster lab\n"
+        "      sinfo; squeue; srun --partition=high --nodes=10 --exclusive sleep 60    (preempts)\n"
+        f"      {sys.executable} {HERE}/lab.py kill {cluster.directory} node01\n"
+        f"In another terminal first: export SLURM_CONF={cluster.conf} MRL_CLUSTERS={cluster.env['MRL_CLUSTERS']}\n"
+        "Ctrl-D ends the lab and all its jobs."
     )
     return subprocess.run([os.environ.get("SHELL", "/bin/bash")], env=cluster.env).returncode
 

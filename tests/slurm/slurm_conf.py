@@ -1,4 +1,4 @@
-"""The text of the lab's configuration files. Pure; every value that differs from Slurm's default says why."""
+"""The text of the lab's configuration files. Pure."""
 
 from __future__ import annotations
 
@@ -138,3 +138,24 @@ def hosts(layout: Layout) -> str:
     """/etc/hosts of every machine of the lab."""
     names = "".join(f"{host.address} {host.name}\n" for host in (layout.control, *layout.nodes))
     return "127.0.0.1 localhost\n" + names
+
+
+def clusters_yaml(layout: Layout, python: str) -> str:
+    """Profiles for mrl: on the nodes as they are, and in a container (of the stand-in for pyxis)."""
+    here = layout.directory
+    return f"""\
+default: lab
+clusters:
+  lab:
+    partition: low
+    gpus_per_node: {GPUS_PER_NODE}
+    container: null
+    run_root: {here}/runs
+    python: {python}
+  lab-pyxis:
+    partition: low
+    gpus_per_node: {GPUS_PER_NODE}
+    container: {{image: {here}/etc/image.sqsh, mounts: ["/usr:/usr:ro"]}}
+    run_root: {here}/runs
+    python: {python}
+"""
