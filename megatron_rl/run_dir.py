@@ -164,6 +164,11 @@ class Attempt:
         """{ok, problems: [...], ...}: what the health check found on one node."""
         return self.folder / "health" / "{}.json".format(host)
 
+    @property
+    def fabric(self):
+        """{hosts: [...], bad: {host: reason}, ...}: what the all-reduce between the nodes found."""
+        return self.folder / "fabric.json"
+
     def address(self, name):
         """{host, port}: where a listener of this attempt can be reached, such as `train` (its rendezvous)."""
         return self.folder / "addresses" / "{}.json".format(name)

@@ -1,0 +1,274 @@
+"""Is this node fit to compute? One process a node, outside the container, before the ranks start:
+
+    python3 -m launcher.host.health --run-dir DIR --attempt N --gpus 8
+
+Looks at the GPUs, their errors, shared memory, and whether the shared file system takes a file and gives it back;
+writes Attempt.health(HOST) and leaves with 0 whatever it found. `judge` turns the reports of all nodes, and what the
+all-reduce between them said (megatron_rl.health), into the nodes that must not be used.
+"""
+
+import argparse
+import glob
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from xml.etree import ElementTree
+
+from megatron_rl.run_dir import Attempt, RunDir, read_json, write_json
+
+TOOL_LIMIT = 60.0  # seconds for nvidia-smi: with a sick driver it never answers
+CANARY_LIMIT = 30.0  # seconds for a megabyte to the shared file system and back
+CANARY_BYTES = 1 << 20
+SHM_MIB = 64  # least free shared memory of a node
+SHM_MIB_PER_GPU = 512  # and for each GPU: NCCL's buffers and the ranks' queues live there
+XID_WINDOW = 3600.0  # seconds: older ones belong to somebody else's job
+FATAL_XIDS = {
+    48: "double-bit ECC error",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    95: "uncontained ECC error",
+    119: "GPU firmware does not answer",
+    120: "GPU firmware error",
+}  # https://docs.nvidia.com/deploy/xid-errors
+
+
+class Finding(NamedTuple):
+    """What one check says: nothing, that the node is unfit, or that it could not look."""
+
+    problems: List[str] = []
+    skipped: List[str] = []
+    facts: Dict[str, Any] = {}
+
+
+class Reports(NamedTuple):
+    """Everything that was found out about the nodes of one attempt."""
+
+    nodes: Dict[str, Dict[str, Any]]  # host -> its report
+    fabric: Optional[Dict[str, Any]]  # of the all-reduce between them, where there was one
+
+
+def read_reports(attempt: Attempt) -> Reports:
+    """The reports written so far."""
+    nodes = {}
+    for path in sorted(attempt.health("x").parent.glob("*.json")):
+        nodes[path.stem] = read_json(path) or {}
+    return Reports(nodes, read_json(attempt.fabric))
+
+
+def judge(reports: Reports, expected_hosts: Sequence[str]) -> Dict[str, str]:
+    """Pure: host -> why it must not be used, of those that must not."""
+    bad = {}
+    for host in expected_hosts:
+        report = reports.nodes.get(host)
+        if report is None:
+            bad[host] = (
+                "no report: its Python, the network or the shared file system is out of order (see health.*.log)"
+            )
+        elif not report["ok"]:
+            bad[host] = "; ".join(report["problems"])
+        elif reports.fabric is not None and host in reports.fabric["bad"]:
+            bad[host] = reports.fabric["bad"][host]
+        elif reports.fabric is not None and host not in reports.fabric["hosts"]:
+            bad[host] = "did not come to the all-reduce between the nodes (see fabric.*.log)"
+    return bad
+
+
+def check_gpus(wanted: int, listing: Optional[str], devices: Sequence[str]) -> Finding:
+    """Pure: whether there are as many GPUs as the job needs.
+
+    Args:
+        listing: output of `nvidia-smi -L`; None where there is no such tool.
+        devices: GPU device files.
+    """
+    if not wanted:
+        return Finding()
+    found = len(devices) if listing is None else len(re.findall(r"^GPU \d+:", listing, re.M))
+    problems = ["{} of {} GPUs are there".format(found, wanted)] if found < wanted else []
+    return Finding(problems, facts={"gpus": found})
+
+
+def check_ecc(document: str) -> Finding:
+    """Pure: uncorrectable memory errors since the driver was loaded, from `nvidia-smi -q -x`."""
+    try:
+        gpus = ElementTree.fromstring(document).findall("gpu")
+    except ElementTree.ParseError as error:
+        return Finding(skipped=["ECC: nvidia-smi -q -x cannot be read: {}".format(error)])
+    problems = []
+    for index, gpu in enumerate(gpus):
+        errors = sum(_count(node) for node in gpu.iterfind("ecc_errors/volatile//*") if _is_uncorrectable(node))
+        if errors:
+            problems.append("GPU {} has {} uncorrectable memory errors".format(index, errors))
+        if (gpu.findtext("remapped_rows/remapped_row_failure") or "").strip() == "Yes":
+            problems.append("GPU {} cannot remap a broken memory row".format(index))
+        if (gpu.findtext("remapped_rows/remapped_row_pending") or "").strip() == "Yes":
+            problems.append("GPU {} waits for a reset to remap a broken memory row".format(index))
+    return Finding(problems)
+
+
+def check_xids(kernel_log: str, uptime: float) -> Finding:
+    """Pure: fatal GPU errors in the last hour of `dmesg`, whose lines begin with seconds since boot."""
+    problems = []
+    for line in kernel_log.splitlines():
+        match = re.match(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)", line)
+        if match and uptime - float(match.group(1)) <= XID_WINDOW and int(match.group(3)) in FATAL_XIDS:
+            xid = int(match.group(3))
+            problems.append("GPU at {}: Xid {} ({})".format(match.group(2), xid, FATAL_XIDS[xid]))
+    return Finding(list(dict.fromkeys(problems)))
+
+
+def check_shared_memory(free_mib: int, gpus: int) -> Finding:
+    """Pure: whether /dev/shm has room for the ranks."""
+    needed = max(SHM_MIB, SHM_MIB_PER_GPU * gpus)
+    said = "/dev/shm has {} MiB free, {} are needed".format(free_mib, needed)
+    return Finding([said] if free_mib < needed else [], facts={"shm_free_mib": free_mib})
+
+
+def canary(folder: Path, host: str) -> None:
+    """A megabyte to disk, renamed, and read back. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = os.urandom(CANARY_BYTES)
+    written, renamed = folder / ".canary.{}.tmp".format(host), folder / ".canary.{}".format(host)
+    with open(str(written), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(str(written), str(renamed))
+    try:
+        if renamed.read_bytes() != data:
+            raise OSError("gave back other bytes than it took")
+    finally:
+        renamed.unlink()
+
+
+def within(limit: float, work: Callable[[], None]) -> Optional[str]:
+    """Run `work` in a child of ours: None when it did it, else why not. A child that hangs in the kernel is left
+    behind, for nothing can end it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except OSError as error:
+            os.write(writer, str(error.strerror or error).encode())
+        except BaseException as error:  # noqa: BLE001 - a fork of ours must not return into the caller's code
+            os.write(writer, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        if not select.select([reader], [], [], limit)[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, os.WNOHANG)
+            return "no answer within {:.0f} s".format(limit)
+        complaint = os.read(reader, 4096).decode("utf-8", "replace")
+        os.waitpid(child, 0)
+        return complaint or None
+    finally:
+        os.close(reader)
+
+
+def examine(folder: Path, host: str, gpus: int) -> Tuple[Dict[str, Any], bool]:
+    """(the report of this node, whether the shared file system takes it)."""
+    findings = [_shared_memory(gpus)]
+    if gpus:
+        findings += _gpus(gpus)
+    began = time.monotonic()
+    hung = within(CANARY_LIMIT, lambda: canary(folder, host))
+    findings.append(
+        Finding(
+            ["the shared file system at {}: {}".format(folder, hung)] if hung else [],
+            facts={"canary_s": round(time.monotonic() - began, 3)},
+        )
+    )
+    report = {
+        "host": host,
+        "at": time.time(),
+        "problems": [problem for finding in findings for problem in finding.problems],
+        "skipped": [skipped for finding in findings for skipped in finding.skipped],
+    }  # type: Dict[str, Any]
+    for finding in findings:
+        report.update(finding.facts)
+    report["ok"] = not report["problems"]
+    return report, hung is None
+
+
+def _gpus(wanted: int) -> List[Finding]:
+    listing, problem = _output("nvidia-smi", "-L")
+    if listing is None and problem is None:  # no such tool
+        devices = glob.glob("/dev/nvidia[0-9]*")
+        return [check_gpus(wanted, None, devices), Finding(skipped=["ECC and Xid: no nvidia-smi on PATH"])]
+    if problem:
+        return [Finding(["nvidia-smi: {}".format(problem)])]
+    findings = [check_gpus(wanted, listing, [])]
+    document, problem = _output("nvidia-smi", "-q", "-x")
+    findings.append(check_ecc(document) if document else Finding(skipped=["ECC: nvidia-smi -q -x: {}".format(problem)]))
+    kernel_log, problem = _output("dmesg")
+    if kernel_log is None:
+        findings.append(Finding(skipped=["Xid: dmesg: {}".format(problem or "not on PATH")]))
+    else:
+        with open("/proc/uptime") as file:
+            findings.append(check_xids(kernel_log, float(file.read().split()[0])))
+    return findings
+
+
+def _shared_memory(gpus: int) -> Finding:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding(["/dev/shm: {}".format(error.strerror)])
+    return check_shared_memory(found.f_bavail * found.f_frsize >> 20, gpus)
+
+
+def _output(*command: str) -> Tuple[Optional[str], Optional[str]]:
+    """(output, None), (None, why there is none), or (None, None) where there is no such tool."""
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=TOOL_LIMIT
+        )
+    except FileNotFoundError:
+        return None, None
+    except subprocess.TimeoutExpired:
+        return None, "no answer within {:.0f} s".format(TOOL_LIMIT)
+    text = answer.stdout.decode("utf-8", "replace")
+    if answer.returncode != 0:
+        words = (answer.stderr.decode("utf-8", "replace") or text).split()
+        return None, " ".join(words) or "exit code {}".format(answer.returncode)
+    return text, None
+
+
+def _is_uncorrectable(node: ElementTree.Element) -> bool:
+    return "uncorrectable" in node.tag and not len(node)
+
+
+def _count(node: ElementTree.Element) -> int:
+    text = (node.text or "").strip()
+    return int(text) if text.isdigit() else 0  # "N/A" where the GPU has no ECC
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="health", description="Report whether this node is fit to compute.")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs that the ranks need here; 0: none")
+    options = parser.parse_args(arguments)
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    file = RunDir(options.run_dir).attempt(options.attempt).health(host)
+    report, writable = examine(file.parent, host, options.gpus)
+    for line in report["problems"] + ["not checked: {}".format(reason) for reason in report["skipped"]]:
+        print("{}: {}".format(host, line), flush=True)
+    if not writable:
+        os._exit(0)  # a report cannot be written, which says it all
+    write_json(file, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
