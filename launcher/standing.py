@@ -1,0 +1,143 @@
+"""How a run stands: its own record and Slurm's word for its job, brought together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from launcher.backends.slurm_reasons import wait_of
+from launcher.backends.slurm_state import JobState
+from launcher.host.ledger import LOST
+from launcher.host.lock import owner_of
+from launcher.host.policy import STOPPED
+from launcher.host.verdict import DRAINED
+from megatron_rl.run_dir import RunDir, read_json, read_json_lines
+
+State = Literal[
+    "new", "queued", "requeued", "running", "saving", "finished", "stopped", "failed", "cancelled", "lost", "unknown"
+]
+"""new: prepared and never started. queued, requeued: waits in the queue, for the first time or again. saving: asked to
+stop. stopped: saved and left. failed: crashed or wrongly configured. lost: ended without a record. unknown: Slurm
+cannot be asked."""
+
+ALIVE = ("queued", "requeued", "running", "saving", "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    run: RunDir
+    cluster: str
+    state: State
+    reason: str
+    """Why, in plain words; empty where the state says it all."""
+    waits_for: str
+    """What has to happen before it goes on; empty for a run that does not wait."""
+    job: JobState | None
+    """None for a local run."""
+    attempt: int
+    """Of the newest one; 0 before the first."""
+    steps: int
+    """That the run is to make."""
+
+    @property
+    def name(self) -> str:
+        return str(self.run.root.absolute().name)
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+
+def job_id_of(run: RunDir) -> str | None:
+    """The Slurm job that owns the run, or was the last to; None for a local run."""
+    record = read_json(run.job)
+    return str(record["job_id"]) if record else None
+
+
+def look(run: RunDir, job: JobState | None) -> Standing:
+    """
+    Args:
+        job: what Slurm says of the job in RunDir.job; None for a run without one.
+    """
+    recipe = resolved_values(run)
+    ledger = read_json_lines(run.attempts_ledger)
+    state, reason, waits_for = _judge(run, job, ledger[-1] if ledger else None)
+    return Standing(
+        run=run,
+        cluster=str(recipe.get("cluster") or "local"),
+        state=state,
+        reason=reason,
+        waits_for=waits_for,
+        job=job,
+        attempt=run.last_attempt(),
+        steps=int(recipe["training"]["steps"]),
+    )
+
+
+def resolved_values(run: RunDir) -> dict[str, Any]:
+    """resolved.yaml without the checks, which its writer has made and which are slow for a list of runs."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return dict(yaml.load(run.resolved.read_text(encoding="utf-8"), loader))
+
+
+def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tuple[State, str, str]:
+    """(state, reason, what it waits for)"""
+    if run.done.exists():
+        return "finished", "", ""
+    if job is None:
+        if owner_of(run.lock) is not None:
+            return _running(run)
+        return _ended(last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
+    if job.kind == "unknown":
+        return "unknown", f"Slurm cannot be asked about job {job.job_id}: {job.reason}", ""
+    if job.kind == "pending":
+        wait = wait_of(job)
+        state: State = "requeued" if job.restarts else "queued"
+        if wait.stuck:
+            return state, f"it will not start: {wait.what}", ""
+        return state, _sentence(last) if last and last["event"] == "end" else "", wait.what
+    if job.kind == "running":
+        state, reason, waits_for = _running(run)
+        return state, reason, waits_for or ("its nodes to boot" if job.word == "CONFIGURING" else "")
+    if last and last.get("job_id") != job.job_id:
+        last = None  # of an earlier job: this one left no record
+    if job.word == "CANCELLED" and (last is None or last["event"] == "start"):
+        return "cancelled", f"job {job.job_id} was cancelled", ""
+    return _ended(last, "lost" if job.kind == "gone" else "failed", _end_in_words(job))
+
+
+def _running(run: RunDir) -> tuple[State, str, str]:
+    request = read_json(run.attempt(run.last_attempt()).drain)
+    if request is None:
+        return "running", "", ""
+    return "saving", str(request["cause"]), "the ranks to save and leave"
+
+
+def _ended(last: dict[str, Any] | None, state: State, reason: str) -> tuple[State, str, str]:
+    """By the ledger's last line; by `state` and `reason` where the end of the attempt is not in it."""
+    if last is None or last["event"] == "start":
+        return state, reason, ""
+    outcome = last["outcome"]
+    if outcome in (STOPPED, DRAINED):
+        return "stopped", _sentence(last), ""
+    return "lost" if outcome == LOST else "failed", _sentence(last), ""
+
+
+def _sentence(last: dict[str, Any]) -> str:
+    """What the end of an attempt was: `saved after step 40 (preempted)`."""
+    cause = f" ({last['cause']})" if last.get("cause") else ""
+    if last["outcome"] in (STOPPED, DRAINED):
+        saved = f"saved after step {last['step']}" if last.get("step") else "left without a new checkpoint"
+        return f"{saved}{cause}"
+    rank = f"rank {last['rank']}: " if last.get("rank") is not None else ""
+    return f"{rank}{last.get('error') or last['outcome']}{cause}"
+
+
+def _end_in_words(job: JobState) -> str:
+    if job.kind == "gone":
+        return f"job {job.job_id} is gone, and Slurm does not remember how it ended"
+    code = f" with exit code {job.exit_code}" if job.exit_code else ""
+    why = f" ({job.reason})" if job.reason else ""
+    return f"job {job.job_id} ended as {job.word}{code}{why} and left no record; see the batch log"

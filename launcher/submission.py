@@ -1,0 +1,199 @@
+"""From a recipe to a Slurm job: place, render, prepare the run directory, submit. Nothing is left half-done."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
+
+from launcher import __file__ as launcher_file
+from launcher import runs
+from launcher.backends.slurm_call import SlurmSilent
+from launcher.backends.slurm_refusal import translate
+from launcher.changes import Change
+from launcher.errors import BadInput
+from launcher.host import snapshot
+from launcher.host.listing import SnapshotError
+from launcher.placement import LayoutError, place, rank_rows
+from launcher.preparation import RUNS, new_run_dir, opened
+from launcher.profiles import Profile
+from launcher.recipe import Recipe
+from launcher.script import Job, header, render
+from launcher.sources import code_sources
+from megatron_rl.run_dir import RunDir, read_json, write_atomic, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A job that could be submitted."""
+
+    job: Job
+    notes: tuple[str, ...]
+    """What the user should know and does not stop the job."""
+    obstacles: tuple[str, ...]
+    """What a submission is refused for; a dry run shows them."""
+
+    @property
+    def script(self) -> str:
+        return render(self.job)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    run: RunDir
+    job_id: str | None
+    """None: the run is finished and there was nothing to submit."""
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+
+def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path) -> Draft:
+    """Everything that a submission to `cluster` does before it writes anything.
+
+    Args:
+        recipe: with `config.cluster` already `cluster`.
+        root: the run directory, absolute.
+
+    Raises:
+        BadInput: the recipe does not fit the cluster, or cannot be put into a script.
+    """
+    config = recipe.config
+    try:
+        plan = place(config.job, config.placement, profile.gpus_per_node, config.model)
+    except LayoutError as error:
+        raise BadInput(f"{recipe.asked}: {problem}" for problem in error.problems) from error
+    file = Path(recipe.asked)
+    job = Job(
+        recipe=recipe,
+        plan=plan,
+        plan_json={
+            "mode": plan.mode,
+            "nodes": plan.nodes,
+            "gpus_per_node": plan.gpus_per_node,
+            "spare_nodes": plan.spare_nodes,
+            "steps": [asdict(step) for step in plan.steps],
+            "ranks": rank_rows(plan),
+        },
+        cluster=cluster,
+        profile=profile,
+        run_dir=root,
+        sources=code_sources(config, file if file.exists() else None, Path.cwd()),
+        installed=Path(launcher_file).absolute().parents[1],
+        version=version("mrl"),
+    )
+    render(job)  # refuses what cannot stand in a script
+    return Draft(job, tuple(_notes(job)), tuple(_obstacles(job)))
+
+
+def _notes(job: Job) -> list[str]:
+    unset = [name for name in job.profile.secrets if not os.environ.get(name)]
+    notes = [f"{name} is not set here, so the job will not have it (secrets of {job.cluster})" for name in unset]
+    for source in job.sources:
+        if source.get("dirty"):
+            notes.append(f"code: {source['path']} has uncommitted changes; they are part of the snapshot")
+    return notes
+
+
+def _obstacles(job: Job) -> list[str]:
+    container = job.profile.container
+    image = job.recipe.config.image.reference or (container.image if container else None)
+    if container and image and image.startswith("/") and not Path(image).is_file():
+        return [f"image: {image} does not exist (image.reference of the recipe, or container.image of {job.cluster})"]
+    return []
+
+
+def submit(
+    drafted: Draft,
+    *,
+    given: Path | None,
+    change: bool = False,
+    after: Sequence[str] = (),
+    update_code: bool = False,
+) -> Submission:
+    """Prepare the run directory and hand its script to sbatch.
+
+    Args:
+        given: the run directory that the user named; None: a new one of the draft's name.
+        change: accept other values than those of a run that has begun.
+        after: ids of jobs that must have ended before this one starts.
+        update_code: take a new snapshot of the code where there is one already.
+
+    Raises:
+        BadInput: anything, Slurm included, does not accept it; the disk is as it was before.
+    """
+    from launcher.backends import slurm  # submitit is slow to import, and a dry run does without
+
+    if drafted.obstacles:
+        raise BadInput(drafted.obstacles)
+    if which("sbatch") is None:
+        raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
+    root = given or new_run_dir(drafted.job.run_dir.name, drafted.job.run_dir.parent)
+    job = replace(drafted.job, run_dir=root.absolute())
+    with opened(job.recipe, job.run_dir, change) as (run, finished, altered):
+        if finished:
+            return Submission(run, None, (), drafted.notes)
+        _write(run, job, update_code)
+        request = flags_by_name(header(job))
+        flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+        try:
+            job_id = slurm.submit(run.script, flags).job_id
+        except slurm.SubmissionRefused as error:
+            raise BadInput(f"cluster {job.cluster}: {translate(str(error), request)}") from error
+        except SlurmSilent as error:
+            unsure = f"{error}; whether it took the job is not known, see `squeue --me` before you try again"
+            raise BadInput(f"cluster {job.cluster}: {unsure}") from error
+        write_json(
+            run.job,
+            {"job_id": job_id, "cluster": job.cluster, "submitted_at": time.time(), "by": os.environ.get("USER", "")},
+        )
+    complaint = runs.note(run, job.cluster, job_id)
+    return Submission(run, job_id, altered, (*drafted.notes, *([complaint] if complaint else [])))
+
+
+def _write(run: RunDir, job: Job, update_code: bool) -> None:
+    """All that the job's first attempt would otherwise make from its script."""
+    write_json(run.plan, job.plan_json)
+    write_atomic(run.script, render(job))
+    try:
+        if update_code and read_json(run.code_record) is not None:
+            snapshot.update(list(job.sources), run.code)
+        else:
+            snapshot.take(list(job.sources), run.code)
+    except SnapshotError as error:
+        raise BadInput(str(error)) from error
+
+
+def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
+    """When Slurm thinks it would start the job: (time, nodes, partition). Submits and keeps nothing.
+
+    Raises:
+        BadInput: Slurm would not take it.
+    """
+    from launcher.backends import slurm
+
+    flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+    with TemporaryDirectory(prefix="mrl-test-only-") as folder:
+        script = Path(folder) / "job.sbatch"
+        script.write_text(drafted.script, encoding="utf-8")
+        try:
+            return slurm.estimate(script, flags)
+        except slurm.SubmissionRefused as error:
+            text = translate(str(error), flags_by_name(header(drafted.job)))
+            raise BadInput(f"cluster {drafted.job.cluster}: {text}") from error
+        except SlurmSilent as error:
+            raise BadInput(f"cluster {drafted.job.cluster}: {error}") from error
+
+
+def flags_by_name(options: Sequence[str]) -> dict[str, str]:
+    """`--nodes=8` -> {"nodes": "8"}."""
+    parts = (option.removeprefix("--").partition("=") for option in options)
+    return {name: value for name, _, value in parts}
+
+
+def default_root(profile: Profile, name: str) -> Path:
+    return Path(profile.run_root) / RUNS / name
