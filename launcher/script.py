@@ -73,7 +73,7 @@ def render(job: Job) -> str:
     config, profile = job.recipe.config, job.profile
     container = profile.container
     reference = config.image.reference or (container and container.image)
-    text = (
+    return (
         _templates()
         .get_template("job.sbatch.j2")
         .render(
@@ -96,7 +96,6 @@ def render(job: Job) -> str:
             documents=[(Shell(name), Shell(text)) for name, text in _documents(job).items()],
         )
     )
-    return text
 
 
 def header(job: Job) -> list[str]:

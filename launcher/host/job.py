@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 from launcher.host import ledger, policy, slurm, snapshot
 from launcher.host.nodes import NotEnoughNodes, assign
@@ -236,7 +236,7 @@ COMMANDS = {
     "watch": watch,
     "drain": drain,
     "close": close,
-}  # type: Dict[str, Callable[[Here, argparse.Namespace], int]]
+}
 
 
 def main(arguments: Optional[List[str]] = None) -> int:

@@ -1,5 +1,6 @@
 """Pure: why an attempt was asked to leave, and what becomes of the job when it has ended."""
 
+import re
 import time
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -16,7 +17,8 @@ BAD_NODES = "bad nodes"
 
 STOPPED = "stopped"  # outcome of a drain that somebody wanted: never requeued
 
-SLACK = 90.0  # seconds: Slurm may send the signal a minute early, and its clock is not ours
+EARLY = 90.0  # seconds: Slurm may send the signal of --signal up to a minute early
+CLOCK = 5.0  # seconds by which times of one record may differ
 REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
 
 
@@ -41,15 +43,14 @@ def cause_of(job: Dict[str, str], now: float, notice: float) -> Cause:
         job: fields of `scontrol show job`.
         notice: seconds before the time limit at which the job wants to be told (`--signal`).
     """
-    end = _time(job.get("EndTime"))
-    state = job.get("JobState", "")
-    if state == "CANCELLED":
-        return Cause(CANCELLED, end)
-    if state == "PREEMPTED" or _time(job.get("PreemptTime")) is not None:
+    start, end, limit = _time(job.get("StartTime")), _time(job.get("EndTime")), _seconds(job.get("TimeLimit"))
+    if job.get("JobState") == "PREEMPTED" or _time(job.get("PreemptTime")) is not None:
         return Cause(PREEMPTED, end)
-    if state == "TIMEOUT" or (end is not None and end - now <= notice + SLACK):
-        return Cause(TIME_LIMIT, end)
-    return Cause(SIGNALLED, None)
+    if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK:
+        return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY else Cause(SIGNALLED, end)
+    # scancel moves the end of the job to now; its state already says no more than COMPLETING.
+    cancelled = job.get("JobState") == "CANCELLED" or (end is not None and end <= now)
+    return Cause(CANCELLED if cancelled else SIGNALLED, end)
 
 
 def decide(verdict: Verdict, drain: Optional[Dict[str, Any]], may_requeue: bool, slurm: Any) -> Decision:
@@ -75,6 +76,15 @@ def decide(verdict: Verdict, drain: Optional[Dict[str, Any]], may_requeue: bool,
     if cause == PREEMPTED and list(slurm) >= REQUEUES_PREEMPTED_ITSELF:
         return Decision(DRAINED, False, EXIT_DRAINED, "{} ({}); Slurm requeues this job".format(saved, cause))
     return Decision(DRAINED, True, EXIT_DRAINED, "{} ({}); requeueing".format(saved, cause))
+
+
+def _seconds(text: Optional[str]) -> Optional[float]:
+    """Seconds of Slurm's `1-02:00:00` or `04:00:00`; None for UNLIMITED."""
+    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", text or "")
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _time(text: Optional[str]) -> Optional[float]:

@@ -7,7 +7,7 @@ from typing import Dict, List, Optional, Sequence
 TIME_LIMIT = 30.0  # seconds; a busy controller answers late, a dead one never
 
 # In `scontrol show job -o` values may hold blanks; a key starts a field only after one and looks like this.
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
+_FIELD = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)=")
 
 
 class SlurmRefused(Exception):
