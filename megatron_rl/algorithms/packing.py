@@ -1,7 +1,7 @@
-"""Rollouts to micro-batches of packed tokens: no padding, and a prompt shared by several answers stands once.
+"""Rollouts to micro-batches of packed tokens: no padding, and what answers to one prompt share stands once.
 
-packed   p p p p  a a  b b b      prompt p, answers a and b; the last token of an answer predicts nothing
-rows     p p p p a a | p p p p b b b      the sequences attention sees
+packed   p p p p  x a  b b      answers x a . and x b b . to the prompt p; the last token of an answer predicts nothing
+rows     p p p p x a | p p p p x b b      the sequences attention sees
 select         ^ ^ ^         ^ ^ ^ ^      whose logits predict the answers' tokens
 """
 
@@ -37,7 +37,8 @@ def microbatches(
 ) -> list[MicroBatch]:
     """Pack the chosen rollouts, in their order, into micro-batches of at most `limit` packed tokens.
 
-    A rollout that alone has more makes its own. Neighbours with the same prompt share it within a micro-batch.
+    A rollout that alone has more makes its own. Neighbours with the same prompt share it within a micro-batch, and
+    the beginnings of their answers too, which the limit counts as if they did not.
     """
     starts = [0]
     for rollout in rollouts:
@@ -46,11 +47,11 @@ def microbatches(
     pack = _Pack()
     for index in chosen:
         rollout = rollouts[index]
-        if pack.tokens and len(pack.tokens) + pack.cost(rollout) > limit:
+        if pack.groups and pack.size + pack.cost(rollout) > limit:
             packed.append(pack.close(device))
             pack = _Pack()
         pack.add(rollout, starts[index])
-    if pack.tokens:
+    if pack.groups:
         packed.append(pack.close(device))
     return packed
 
@@ -59,45 +60,76 @@ class _Pack:
     """A micro-batch being filled."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.select: list[int] = []
+        self.groups: list[tuple[list[int], list[list[int]]]] = []  # prompt, answers
         self.answer_tokens: list[int] = []
-        self.prompt: list[int] | None = None
-        self.trees: list[Tree] = []
+        self.size = 0
 
     def cost(self, rollout: Rollout) -> int:
-        """Packed tokens the rollout would add."""
-        shared = rollout.prompt_tokens == self.prompt
+        """Packed tokens the rollout would add, were nothing shared but the prompt."""
+        shared = bool(self.groups) and self.groups[-1][0] == rollout.prompt_tokens
         return len(rollout.tokens) - 1 + (0 if shared else len(rollout.prompt_tokens))
 
     def add(self, rollout: Rollout, start: int) -> None:
         """start: place of the rollout's first answer token among all of the rank's."""
-        prompt, answer = rollout.prompt_tokens, rollout.tokens
-        if prompt != self.prompt:
-            self.prompt = prompt
-            self.trees.append(Tree(len(self.tokens), len(prompt), []))
-            self._append(prompt, first_position=0)
-        tree = self.trees[-1]
-        places = self._append(answer[:-1], first_position=len(prompt))
-        # The last answer token predicts nothing, so an answer of one token adds none to the packed ones.
-        if places:
-            tree.answers.append(len(places))
-        self.select.append(tree.first + tree.prompt - 1)
-        self.select.extend(places)
-        self.answer_tokens.extend(range(start, start + len(answer)))
-
-    def _append(self, tokens: list[int], first_position: int) -> range:
-        places = range(len(self.tokens), len(self.tokens) + len(tokens))
-        self.tokens.extend(tokens)
-        self.positions.extend(range(first_position, first_position + len(tokens)))
-        return places
+        self.size += self.cost(rollout)
+        if not self.groups or self.groups[-1][0] != rollout.prompt_tokens:
+            self.groups.append((rollout.prompt_tokens, []))
+        self.groups[-1][1].append(rollout.tokens)
+        self.answer_tokens.extend(range(start, start + len(rollout.tokens)))
 
     def close(self, device: torch.device) -> MicroBatch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        select: list[int] = []
+        trees = []
+        for prompt, answers in self.groups:
+            first = len(tokens)
+            # The last answer token predicts nothing.
+            paths, branches = _merge(prompt, [answer[:-1] for answer in answers], tokens, positions)
+            trees.append(Tree(first, len(tokens) - first, branches))
+            for path in paths:
+                select.extend(path[len(prompt) - 1 :])
         return MicroBatch(
-            tokens=torch.tensor(self.tokens, device=device),
-            positions=torch.tensor(self.positions, device=device),
-            layout=tree_layout(self.trees, len(self.tokens), device),
-            select=torch.tensor(self.select, device=device),
+            tokens=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            layout=tree_layout(trees, len(tokens), device),
+            select=torch.tensor(select, device=device),
             answer_tokens=torch.tensor(self.answer_tokens, device=device),
         )
+
+
+def _merge(
+    prompt: list[int], answers: list[list[int]], tokens: list[int], positions: list[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Append a prompt and its answers to the packed tokens and positions, depth first, every shared beginning once.
+
+    Returns:
+        The places of the prompt followed by each answer, and those of them that no other continues.
+    """
+    path = list(range(len(tokens), len(tokens) + len(prompt)))
+    tokens.extend(prompt)
+    positions.extend(range(len(prompt)))
+    paths, branches = [path] * len(answers), [path]
+    previous: list[int] = []
+    # In this order an answer shares most with the one before it, and follows those it continues.
+    for index in sorted(range(len(answers)), key=answers.__getitem__):
+        answer = answers[index]
+        shared = _common_beginning(previous, answer)
+        if shared < len(answer):
+            new = range(len(tokens), len(tokens) + len(answer) - shared)
+            path = [*path[: len(prompt) + shared], *new]
+            if shared == len(previous):
+                branches[-1] = path
+            else:
+                branches.append(path)
+            tokens.extend(answer[shared:])
+            positions.extend(range(len(prompt) + shared, len(path)))
+            previous = answer
+        paths[index] = path
+    return paths, branches
+
+
+def _common_beginning(one: list[int], other: list[int]) -> int:
+    """How many tokens both start with."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -69,31 +68,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = N
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A prompt and several short answers to it, one after the other in the packed tokens."""
+    """Sequences that share beginnings, with every shared token packed once, in depth-first order."""
 
     first: int
     """Place of its first token."""
-    prompt: int
-    """Tokens of the prompt."""
-    answers: list[int]
-    """Tokens of each answer."""
-
-    @property
-    def length(self) -> int:
-        return self.prompt + sum(self.answers)
+    length: int
+    """Its tokens: the places first..first+length-1."""
+    branches: list[list[int]]
+    """Places from the first token to each leaf, in depth-first order."""
 
     @property
     def masked(self) -> bool:
         """Whether attention takes it as one row under a mask."""
-        return len(self.answers) > 1 and self.length <= LONGEST_MASKED_TREE
-
-    def branches(self) -> list[list[int]]:
-        """The places of the prompt followed by each answer; of the prompt alone where there is none."""
-        prompt = list(range(self.first, self.first + self.prompt))
-        starts = accumulate(self.answers, initial=self.first + self.prompt)
-        return [prompt + list(range(start, start + n)) for start, n in zip(starts, self.answers, strict=False)] or [
-            prompt
-        ]
+        return len(self.branches) > 1 and self.length <= LONGEST_MASKED_TREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,22 +158,26 @@ def packed_layout(
 def tree_layout(trees: Sequence[Tree], tokens: int, device: torch.device) -> PackedLayout:
     """Layout of packed tokens that are trees, each attended to in the cheaper of two ways.
 
-    A short tree is one row under a mask. In a long one most of such a row would be masked: there each answer makes a
-    causal sequence with its prompt, which is gathered once per answer.
+    A short tree is one row under a mask. In a long one most of such a row would be masked: there each branch is a
+    causal sequence, for which the tokens it shares are gathered again.
     """
-    sequences = [branch for tree in trees if not tree.masked for branch in tree.branches()]
+    sequences = [branch for tree in trees if not tree.masked for branch in tree.branches]
     return packed_layout(sequences, tokens, device, [tree for tree in trees if tree.masked])
 
 
 def tree_visibility(trees: Sequence[Tree], length: int) -> Tensor:
-    """[trees, 1, length, length] bool: a token sees the prompt and its own answer, both up to itself."""
-    sizes = [[tree.prompt, *tree.answers] for tree in trees]
-    branch = torch.tensor(  # 0 prompt, 1.. answers, -1 padding
-        [[i for i, size in enumerate(row) for _ in range(size)] + [-1] * (length - sum(row)) for row in sizes]
-    )
-    earlier = torch.ones(length, length, dtype=torch.bool).tril()
-    of_key = branch[:, None, :]
-    return (earlier & ((of_key == 0) | (of_key == branch[:, :, None])))[:, None]
+    """[trees, 1, length, length] bool: a token sees itself and those it continues, padding at least itself.
+
+    In depth-first order all that continue a token follow it, up to an end.
+    """
+    ends = [list(range(1, length + 1)) for _ in trees]
+    for row, tree in zip(ends, trees, strict=True):
+        for branch in tree.branches:
+            for place in branch:
+                row[place - tree.first] = branch[-1] + 1 - tree.first
+    keys = torch.arange(length)
+    queries = keys[:, None]
+    return ((keys <= queries) & (queries < torch.tensor(ends)[:, None, :]))[:, None]
 
 
 def bucket_length(length: int) -> int:
