@@ -38,6 +38,11 @@ class Ask:
     """Seconds that writing a checkpoint takes, where its size and the file system's speed are known."""
 
     @property
+    def loss(self) -> str:
+        """What a stop without a save costs: `up to 20 steps`."""
+        return f"up to {count(self.save_every, 'step')}" if self.save_every else "the steps of the attempt"
+
+    @property
     def needed(self) -> str:
         """`8 nodes with 8 GPUs each`, `1 node`."""
         nodes = count(self.nodes, "node")

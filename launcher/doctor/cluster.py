@@ -54,6 +54,11 @@ class Cluster:
         """The controller's, else that of the commands here."""
         return version(self.config.get("SLURM_VERSION", "")) or self.client
 
+    @property
+    def limits_kept(self) -> bool:
+        """Whether the limits of QOS and associations count."""
+        return bool(self.enforced & {"limits", "safe", "all"})
+
     def before(self, *release: int) -> bool:
         """Whether this Slurm is older than, say, 23.2; an unknown one is taken for new."""
         return self.version is not None and self.version < release

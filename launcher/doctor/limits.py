@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from launcher.backends.slurm_text import Row, number, time_limit_s, tres
 from launcher.doctor.ask import Ask
@@ -12,6 +13,15 @@ from launcher.doctor.finding import Finding, count, error, note, ok, span, warni
 from launcher.profiles import Profile
 
 SIGNAL_SLACK_S = 60  # Slurm may send --signal this much early, and never late
+REFUSED = "sbatch refuses it"
+WAITS = "the job would wait for ever"
+TRES_LIMITS = {
+    "GrpTRES": "GrpTRES",
+    "MaxTRES": "MaxTRESPerJob",
+    "MaxTRESPU": "MaxTRESPerUser",
+    "MaxTRESPA": "MaxTRESPerAccount",
+}
+"""Column of sacctmgr -> the limit's own name."""
 
 
 def no_partition(cluster: Cluster, profile: Profile) -> Finding:
@@ -60,43 +70,43 @@ def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Findi
 
 def time_limit(cluster: Cluster, target: Target, profile: Profile, ask: Ask) -> Iterator[Finding]:
     """How long one attempt may run, and whether the time to save at its end suffices."""
-    most = time_limit_s(target.partition.get("MaxTime"))
-    limit = ask.time_limit_s
+    caps = _time_caps(cluster, target)
+    limit, source = ask.time_limit_s, ask.time_limit_key
     if limit is None:
-        limit = time_limit_s(target.partition.get("DefaultTime")) or most
-        source = f"the default of partition {target.name}"
-    else:
-        source = ask.time_limit_key
+        limit = time_limit_s(target.partition.get("DefaultTime")) or min((cap.seconds for cap in caps), default=None)
+        source = "the default there"
     if limit is None:
         yield note("time limit", f"none: an attempt of {ask.who} ends only by preemption, failure or mrl cancel")
         return
-    if most is not None and limit > most:
-        refused = cluster.config.get("EnforcePartLimits", "NO") != "NO"
-        outcome = "sbatch refuses it" if refused else "the job would wait for ever (PartitionTimeLimit)"
+    over = [cap for cap in caps if cap.seconds < limit]
+    for cap in over:
         yield error(
             "time limit",
-            f"{span(limit)} ({source}) is more than partition {target.name} allows, {span(most)} (MaxTime): {outcome}",
-            f"set {ask.time_limit_key} to {_slurm_time(most)} or less; the run goes on in the next attempt",
+            f"{span(limit)} ({source}) is over the {span(cap.seconds)} of {cap.source} ({cap.key}): {cap.outcome}",
+            f"set {ask.time_limit_key} to {_slurm_time(cap.seconds)} or less; the run goes on in the next attempt",
         )
-        return
-    yield ok("time limit", f"each attempt runs up to {span(limit)} ({source}), then saves and is requeued")
+    if not over:
+        yield ok("time limit", f"each attempt runs up to {span(limit)} ({source}), then saves and is requeued")
+        yield _end_notice(profile, ask, limit)
+
+
+def _end_notice(profile: Profile, ask: Ask, limit_s: int) -> Finding:
     told = f"{span(profile.signal_s)} before it (signal_s; Slurm may be up to {SIGNAL_SLACK_S} s early)"
     fix = "raise signal_s in the profile above the time of a step and a save"
-    if profile.signal_s >= limit:
-        yield error("time limit", f"the run is told to save {told}, so no attempt could do any work", fix)
-    elif ask.write_s is not None and ask.write_s > profile.signal_s:
-        yield warning(
+    if profile.signal_s >= limit_s:
+        return error("time limit", f"the run is told to save {told}, so no attempt could do any work", fix)
+    if ask.write_s is not None and ask.write_s > profile.signal_s:
+        return warning(
             "time limit",
-            f"the run is told to save {told}, but a checkpoint takes about {span(ask.write_s)}: the steps since the "
-            "last one would be lost at each limit",
+            f"the run is told to save {told}, but a checkpoint takes about {span(ask.write_s)}: each limit loses "
+            f"{ask.loss}",
             fix,
         )
-    else:
-        yield ok("time limit", f"the run is told to save {told}: the step under way and a save must fit in")
+    return ok("time limit", f"the run is told to save {told}: the step under way and a save must fit in")
 
 
 def sizes(cluster: Cluster, target: Target, ask: Ask) -> Iterator[Finding]:
-    """Limits on nodes, GPUs and time of the partition, the QOS, the partition's QOS and the account."""
+    """Limits on nodes and GPUs of the partition, the QOS, the partition's QOS and the account."""
     row = target.partition
     most, least = number(row.get("MaxNodes"), 0), number(row.get("MinNodes"), 0)
     if most and ask.nodes > most:
@@ -111,17 +121,44 @@ def sizes(cluster: Cluster, target: Target, ask: Ask) -> Iterator[Finding]:
             f"{count(ask.nodes, 'node')} are fewer than partition {target.name} wants, {least} (MinNodes)",
             "choose another partition",
         )
-    kept = bool(cluster.enforced & {"limits", "safe", "all"})
-    broken = [problem for source, limits in _limit_rows(target) for problem in _broken(source, limits, ask, kept)]
+    if cluster.qos is None:
+        return
+    if not cluster.limits_kept:
+        yield ok("limits", "this cluster keeps none of accounts and QOS (AccountingStorageEnforce)")
+        return
+    broken = [problem for source, limits in _limit_rows(target) for problem in _broken(source, limits, target, ask)]
     yield from broken
     jobs = number(target.qos.get("MaxJobsPU"), 0)
-    if jobs and kept:
-        yield note(
-            "limits", f"at most {count(jobs, 'job')} of yours run at a time (MaxJobsPerUser of {target.qos_name})"
+    if jobs:
+        whose = f"MaxJobsPerUser of QOS {target.qos_name}"
+        yield note("limits", f"at most {count(jobs, 'job')} of yours run at a time ({whose}): sweeps take turns")
+    if not broken:
+        yield ok(
+            "limits", f"what is asked for ({ask.needed}) is within those of your account and QOS {target.qos_name}"
         )
-    if not broken and cluster.qos is not None:
-        whose = f"QOS {target.qos_name}" if target.qos_name else "your account"
-        yield ok("limits", f"{ask.needed} are within the limits of {whose}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cap:
+    """A limit on time."""
+
+    seconds: int
+    source: str
+    key: str
+    outcome: str
+    """What becomes of a job that asks for more."""
+
+
+def _time_caps(cluster: Cluster, target: Target) -> list[_Cap]:
+    refused = cluster.config.get("EnforcePartLimits", "NO") != "NO"
+    rows = [(f"partition {target.name}", target.partition, "MaxTime", REFUSED if refused else WAITS)]
+    if cluster.limits_kept:
+        rows += [(source, row, "MaxWall", _outcome(target)) for source, row in _limit_rows(target)]
+    return [
+        _Cap(seconds, source, key, outcome)
+        for source, row, key, outcome in rows
+        if (seconds := time_limit_s(row.get(key))) is not None
+    ]
 
 
 def _limit_rows(target: Target) -> list[tuple[str, Row]]:
@@ -131,34 +168,25 @@ def _limit_rows(target: Target) -> list[tuple[str, Row]]:
     return [*rows, (f"account {target.association.get('Account', '')}", target.association)]
 
 
-def _broken(source: str, limits: Row, ask: Ask, kept: bool) -> Iterator[Finding]:
+def _outcome(target: Target) -> str:
+    """What becomes of a job above a limit: the QOS decides, for the account's limits too."""
+    return (
+        REFUSED if any("DenyOnLimit" in row.get("Flags", "") for row in (target.qos, target.partition_qos)) else WAITS
+    )
+
+
+def _broken(source: str, limits: Row, target: Target, ask: Ask) -> Iterator[Finding]:
     """Limits that the job exceeds all by itself."""
-    wanted = {"node": ask.nodes, "gres/gpu": ask.nodes * ask.gpus}
-    names = {"node": "node", "gres/gpu": "GPU"}
-    at_once = "DenyOnLimit" in limits.get("Flags", "")
-    outcome = "sbatch refuses it" if at_once else "it would wait for ever"
-    if not kept:
-        outcome = "not enforced on this cluster"
-    for column in ("GrpTRES", "MaxTRES", "MaxTRESPU", "MaxTRESPA"):
+    for column, key in TRES_LIMITS.items():
         for resource, most in tres(limits.get(column)).items():
-            asked = wanted.get(resource.partition(":")[0], 0)
-            if asked <= most:
-                continue
-            text = (
-                f"{count(asked, names[resource.partition(':')[0]])} are more than {source} allows, {most} ({column}): "
-                f"{outcome}"
-            )
-            yield _over(text, kept, "lower job.nodes or job.gpus_per_node, or use another qos or account")
-    most_s = time_limit_s(limits.get("MaxWall"))
-    if most_s is not None and ask.time_limit_s is not None and ask.time_limit_s > most_s:
-        text = f"{span(ask.time_limit_s)} are more than {source} allows, {span(most_s)} (MaxWall): {outcome}"
-        yield _over(text, kept, f"set {ask.time_limit_key} to {_slurm_time(most_s)} or less")
-    elif most_s is not None and ask.time_limit_s is None and kept:
-        yield note("limits", f"{source} ends an attempt after {span(most_s)} (MaxWall); it goes on in the next one")
-
-
-def _over(text: str, kept: bool, fix: str) -> Finding:
-    return error("limits", text, fix) if kept else note("limits", text)
+            kind = resource.partition(":")[0]  # gres/gpu:h100 counts as gres/gpu
+            asked, name = {"node": (ask.nodes, "node"), "gres/gpu": (ask.nodes * ask.gpus, "GPU")}.get(kind, (0, ""))
+            if asked > most:
+                yield error(
+                    "limits",
+                    f"{count(asked, name)} are more than {source} allows, {most} ({key}): {_outcome(target)}",
+                    "lower job.nodes or job.gpus_per_node, or use another qos or account",
+                )
 
 
 def _admitted(row: Row, key: str, what: str, mine: str | None) -> Iterator[Finding]:

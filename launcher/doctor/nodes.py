@@ -78,7 +78,7 @@ def _enough(target: Target, ask: Ask, fitting: list[Node]) -> Iterator[Finding]:
     idle = sum(node.state == "idle" for node in working)
     what = f"{ask.needed} needed, {target.name} has {count(len(fitting), 'such node')}"
     if len(fitting) < ask.nodes:
-        yield error("nodes", f"{what}: the job would wait for ever", "lower job.nodes, or choose another partition")
+        yield error("nodes", f"{what}: such a job can never start", "lower job.nodes, or choose another partition")
     elif len(working) < ask.nodes:
         out = Counter(node.state for node in fitting if not node.in_service)
         states = ", ".join(f"{number} {state}" for state, number in sorted(out.items()))

@@ -143,15 +143,14 @@ def _notice(ask: Ask, grace_s: int, kill_s: int, source: str) -> Finding:
         notice = f"no grace ({source} is 0): SIGTERM at once and SIGKILL {span(kill_s)} later (KillWait)"
     if ask.save_every is None:
         return ok("notice", notice)
-    lost = f"the steps since the last checkpoint, up to {ask.save_every}" if ask.save_every else "everything"
     fix = f"ask for a longer GraceTime, or lower save.every ({ask.save_every}) so that less is lost"
     if ask.write_s is not None and ask.write_s > total:
         return warning(
-            "notice", f"{notice}; a checkpoint takes about {span(ask.write_s)}, so a preemption loses {lost}", fix
+            "notice", f"{notice}; a checkpoint takes about {span(ask.write_s)}, so a preemption loses {ask.loss}", fix
         )
     if ask.write_s is None and total < TIGHT_S:
-        return warning("notice", f"{notice}; a save that takes longer is lost, and with it {lost}", fix)
-    return ok("notice", f"{notice}; a save must fit in, or {lost} {'are' if ask.save_every else 'is'} lost")
+        return warning("notice", f"{notice}; a save that takes longer is lost, and with it {ask.loss}", fix)
+    return ok("notice", f"{notice}; a save must fit in, or {ask.loss} are lost")
 
 
 def _signals(cluster: Cluster, grace_s: int) -> Finding:
