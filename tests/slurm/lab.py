@@ -198,7 +198,8 @@ class Cluster:
         (etc / "hosts").write_text(hosts(layout))
         (etc / "plugstack.conf").write_text(f"required {self.directory}/lib/pyxis_stand_in.so {self.directory}\n")
         (etc / "clusters.yaml").write_text(clusters_yaml(layout, sys.executable))
-        (etc / "image.sqsh").write_text("MRL_IMAGE=lab\n")
+        # To our own check an empty squashfs file, to the stand-in for pyxis an image that sets one variable.
+        (etc / "image.sqsh").write_bytes(b"hsqs".ljust(96, b"\0") + b"\nMRL_IMAGE=lab\n")
         if self.accounting:
             (etc / "slurmdbd.conf").touch(0o600)
             (etc / "slurmdbd.conf").write_text(slurmdbd_conf(layout))
