@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_rl.config import RunConfig
+if TYPE_CHECKING:  # --help and completion name CHANGEABLE, and pydantic is slow to import
+    from megatron_rl.config import RunConfig
 
 CHANGEABLE = (
     "training.steps",

@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.backends.slurm_state import read_jobs
 from launcher.changes import CHANGEABLE, Change, changes
 from launcher.errors import BadInput
 from launcher.host.lock import RunIsOwned, RunLock
-from launcher.recipe import Recipe, dump_resolved, read_resolved
+from launcher.recipe import Recipe, asked_text, dump_resolved, read_resolved
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, write_atomic
 
@@ -64,8 +65,13 @@ def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
 
 
 @contextmanager
-def opened(recipe: Recipe, root: Path, change: bool) -> Iterator[tuple[RunDir, bool, tuple[Change, ...]]]:
+def opened(
+    recipe: Recipe, root: Path, change: bool, my_job: str | None = None
+) -> Iterator[tuple[RunDir, bool, tuple[Change, ...]]]:
     """Hold `root` with what was asked for written into it; when the caller fails, everything is as it was before.
+
+    Args:
+        my_job: the Slurm job that this process is in, which may own the run.
 
     Yields:
         The run; whether it is finished, so that there is nothing to do; what `change` altered.
@@ -78,6 +84,7 @@ def opened(recipe: Recipe, root: Path, change: bool) -> Iterator[tuple[RunDir, b
     with _disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         with _locked(run), _put_back_on_failure(run):
+            _refuse_owned(run, my_job)
             altered: list[Change] = []
             if run.resolved.exists():
                 altered = _accept_changes(run, recipe.config, change)
@@ -116,6 +123,7 @@ def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
     """What `prepare` would refuse, without touching anything (for --dry-run); returns the changes."""
     run = RunDir(root)
     _refuse_foreign(run)
+    _refuse_owned(run, None)
     return _accept_changes(run, recipe.config, change) if run.resolved.exists() else []
 
 
@@ -125,6 +133,23 @@ def _refuse_foreign(run: RunDir) -> None:
             raise BadInput(f"{run.root}: is a file, not a directory")
         if run.root.is_dir() and any(run.root.iterdir()) and not run.lock.exists() and not run.resolved.exists():
             raise BadInput(f"{run.root}: is not empty and not a run directory; give a new or an empty one")
+
+
+def _refuse_owned(run: RunDir, my_job: str | None) -> None:
+    """A run belongs to the Slurm job that it was submitted as, until Slurm itself says that the job has ended."""
+    record = read_json(run.job)
+    if record is None or record["job_id"] == my_job:
+        return
+    job_id = record["job_id"]
+    job = read_jobs([job_id])[job_id]
+    if job.kind == "unknown":
+        raise BadInput(f"{run.root}: belongs to job {job_id}, and Slurm cannot be asked about it: {job.reason}")
+    if job.owns:
+        nodes = f" on {job.nodes}" if job.nodes else ""
+        raise BadInput(
+            f"{run.root}: belongs to job {job_id}, which is {job.word.lower()}{nodes}; "
+            f"see it with mrl status {run.root.name}, end it with mrl cancel --drain {run.root.name}"
+        )
 
 
 def _accept_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:
@@ -168,8 +193,7 @@ def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> Non
 
 def _write_recipe(run: RunDir, recipe: Recipe) -> None:
     if not run.recipe.exists():
-        asked = "".join(f"# override: {override}\n" for override in recipe.overrides)
-        write_atomic(run.recipe, asked + recipe.text)
+        write_atomic(run.recipe, asked_text(recipe))
     write_atomic(run.resolved, dump_resolved(recipe.config))
 
 

@@ -137,7 +137,7 @@ def submit(
     with opened(job.recipe, job.run_dir, change) as (run, finished, altered):
         if finished:
             return Submission(run, None, (), drafted.notes)
-        _write(run, job, update_code)
+        write_files(run, job, update_code)
         request = flags_by_name(header(job))
         flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
         try:
@@ -155,7 +155,7 @@ def submit(
     return Submission(run, job_id, altered, (*drafted.notes, *([complaint] if complaint else [])))
 
 
-def _write(run: RunDir, job: Job, update_code: bool) -> None:
+def write_files(run: RunDir, job: Job, update_code: bool) -> None:
     """All that the job's first attempt would otherwise make from its script."""
     write_json(run.plan, job.plan_json)
     write_atomic(run.script, render(job))

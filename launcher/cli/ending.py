@@ -6,6 +6,7 @@ from typing import Any
 
 from launcher.cli.follow import log_tail
 from launcher.cli.record import RECENT, Status, clock, mean
+from launcher.host.policy import STOPPED
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, MISCONFIGURED
 from megatron_rl.run_dir import (
     EXIT_CRASHED,
@@ -37,7 +38,7 @@ def account(run: RunDir, attempt: Attempt, end: dict[str, Any], status: Status, 
     """
     if end["outcome"] == FINISHED:
         lines = [f"finished: {status.step} steps, this attempt took {clock(end['seconds'])}"]
-    elif end["outcome"] == DRAINED:
+    elif end["outcome"] in (DRAINED, STOPPED):
         lines = [f"saved after step {end['step']} ({end['cause']})"]
     else:
         lines = failure(attempt, end)
@@ -51,7 +52,7 @@ def account(run: RunDir, attempt: Attempt, end: dict[str, Any], status: Status, 
 
 def failure(attempt: Attempt, end: dict[str, Any]) -> list[str]:
     """What failed, with the traceback's end where the rank could leave one, else the log's."""
-    rank = end["rank"]
+    rank = end.get("rank")
     if rank is None:
         return [f"failed: {end['error']}", f"logs: {attempt.logs}"]
     report = read_json(attempt.error(rank))

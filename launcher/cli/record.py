@@ -54,6 +54,7 @@ class Reader:
     """Follows the files of a run without reading them again from the start."""
 
     def __init__(self, run: RunDir, attempt: Attempt, steps: int) -> None:
+        self.attempt = attempt
         self.status = Status(steps)
         self._progress = attempt.progress
         self._tails = (_Tail(run.metrics, self.status.rows), _Tail(run.evaluations, self.status.evaluations))

@@ -1,55 +1,75 @@
-"""mrl-submit: from a recipe to a running job."""
+"""mrl-submit: from a recipe to a running job. What its options are; `launch` does it."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import time
 from pathlib import Path
 
 import click
 
-from launcher.backends import local
 from launcher.changes import CHANGEABLE
-from launcher.cli.ending import EXIT_CODES, account, results
-from launcher.cli.follow import Follower, Interruptions, Lost
-from launcher.cli.record import Reader
-from launcher.cli.view import choose_view
-from launcher.errors import BadInput
-from launcher.preparation import RUNS, Prepared, check, new_run_dir, prepare, run_name
-from launcher.recipe import Recipe, dump_resolved, load_recipe
-from megatron_rl.config import RunConfig
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+from launcher.cli.complete import complete_override, complete_recipe, complete_run
 
-DRAIN_MARGIN_S = 60  # beside the save itself: the step that is under way
+HELP = f"""Train what RECIPE describes: the name of a shipped recipe (`mrl recipes`) or a YAML file.
 
-HELP = f"""Train what RECIPE describes: the name of a shipped recipe (demo) or a YAML file.
+SECTION.KEY=VALUE overrides a value of the recipe, written as in YAML: grpo.group_size=8. Several values separated by
+commas make a sweep on a Slurm cluster: one job and one run directory, named after the values, for each combination
+(quote a comma that belongs to a value: key='"a,b"').
 
-SECTION.KEY=VALUE overrides a value of the recipe, written as in YAML: grpo.group_size=8
+Where it runs: --cluster, else $MRL_CLUSTER, else the recipe's cluster, else the default or only one of
+~/.config/mrl/clusters.yaml, else this machine (`local`).
 
 With the --run-dir of an earlier call the run goes on where it was saved; it must be given the same values. --change
 accepts others for these, and records them: {", ".join(CHANGEABLE)}. More training.steps reopen a finished run;
 grpo.kl_beta may also become or stop being 0.
 
-Ctrl-C saves and leaves, a second one kills. SIGTERM and a closed terminal save and leave as well.
+On a Slurm cluster this submits the job, says its id and returns; --follow stays and watches, and Ctrl-C then only stops
+watching. On this machine it watches the run: Ctrl-C saves and leaves, a second one kills; SIGTERM and a closed terminal
+save and leave as well.
+
+--dry-run prints what would be used on stdout (the sbatch script; for a local run the resolved recipe) and everything
+else on stderr. --dry-run --script > job.sbatch && sbatch job.sbatch does the same as submitting.
 
 \b
 Exit codes:
-  0    finished, now or before; with --detach: started
+  0    finished, now or before; submitted; with --detach: started
   1    crashed, or killed before it could save
-  2    the recipe, an argument or the run directory cannot be used
-  130  interrupted and saved: the printed command goes on with it
+  2    the recipe, an argument, the run directory or the cluster does not allow it; nothing was changed
+  130  interrupted and saved: the printed command goes on with it; with --follow: stopped watching, the job goes on
 """
 
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--cluster", help="Where to run, instead of the recipe's cluster: local is this machine.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run. [default: runs/NAME-DATE-TIME]")
+@click.argument("recipe", shell_complete=complete_recipe)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@click.option("--cluster", help="Where to run; local is this machine.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Directory of the run; of a sweep, that of its runs. [default: NAME-DATE-TIME in ./runs or run_root/runs]",
+)
 @click.option("--change", is_flag=True, help="Resume with other values than before, where that is allowed.")
-@click.option("--dry-run", is_flag=True, help="Check everything, say what would happen, start and write nothing.")
-@click.option("--detach", is_flag=True, help="Return as soon as the run has started; it lives on.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check everything, show what would be submitted, start and write nothing."
+)
+@click.option("--script", is_flag=True, help="With --dry-run: the sbatch script alone.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
+@click.option("--test-only", is_flag=True, help="Ask Slurm when it would start the job; submits nothing.")
+@click.option("--detach", is_flag=True, help="Return as soon as the run has started; it lives on. Slurm: the default.")
+@click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
+@click.option(
+    "--after",
+    multiple=True,
+    metavar="JOBID|RUN",
+    shell_complete=complete_run,
+    help="Start once that job has ended, however it ended (Slurm's afterany). Can be repeated.",
+)
+@click.option(
+    "--max-running",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of a sweep's jobs at most N run at a time: each waits for the one N places before it.",
+)
+@click.option("--in-allocation", is_flag=True, help="Run the script in the salloc or job that this shell is in.")
 @click.pass_context
 def main(
     context: click.Context,
@@ -59,74 +79,31 @@ def main(
     run_dir: Path | None,
     change: bool,
     dry_run: bool,
+    script: bool,
+    as_json: bool,
+    test_only: bool,
     detach: bool,
+    follow: bool,
+    after: tuple[str, ...],
+    max_running: int | None,
+    in_allocation: bool,
 ) -> None:
-    asked = load_recipe(recipe, [*overrides, *([f"cluster={cluster}"] if cluster else [])])
-    if asked.config.cluster != "local":
-        where = "the recipe names none" if asked.config.cluster is None else f"{asked.config.cluster!r} is not known"
-        raise BadInput(f"cluster: {where}; --cluster local runs on this machine")
-    if dry_run:
-        explain(asked, run_dir, change)
-        return
-    root = run_dir or new_run_dir(run_name(asked.config.name, time.localtime()), Path(RUNS))
-    prepared = prepare(asked, root, change)
-    resume = shlex.join(["mrl-submit", asked.asked, *asked.overrides, "--run-dir", str(root)])
-    context.exit(start(asked.config, prepared, resume, detach))
+    from launcher.cli.launch import Asked, launch  # not needed to complete a command line
 
-
-def explain(recipe: Recipe, root: Path | None, change: bool) -> None:
-    """The dry run: the resolved recipe on stdout, everything else on stderr."""
-    config = recipe.config
-    changed = check(recipe, root, change) if root else []
-    for one in changed:
-        click.echo(f"change: {one}", err=True)
-    place = root or Path("runs") / f"{config.name}-DATE-TIME"
-    click.echo(f"would start {describe(config)} in {place}; its resolved recipe:", err=True)
-    click.echo(dump_resolved(config), nl=False)
-
-
-def describe(config: RunConfig) -> str:
-    kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
-    return f"{config.name} on {config.job.world_size} {kind} of this machine"
-
-
-def start(config: RunConfig, prepared: Prepared, resume: str, detach: bool) -> int:
-    """Run the prepared attempt to its end; returns the exit code."""
-    run, attempt = prepared.run, prepared.attempt
-    if attempt is None:
-        reader = Reader(run, run.attempt(run.last_attempt()), config.training.steps)
-        for line in [f"{run.root}: already finished, nothing to do", *results(reader.poll())]:
-            click.echo(line)
-        return EXIT_FINISHED
-    for one in prepared.changes:
-        click.echo(f"changed: {one}")
-    number = "" if attempt.number == 1 else f", attempt {attempt.number}"
-    click.echo(f"starting {describe(config)} in {run.root}{number}")
-
-    drain_limit_s = config.save.timeout_s + DRAIN_MARGIN_S
-    owner = None if detach else os.getpid()
-    interruptions = Interruptions()
-    with interruptions.caught():
-        submitted = local.submit(local.command(run, attempt, config.job, drain_limit_s, owner))
-        follower = Follower(run, attempt, submitted, drain_limit_s)
-        try:
-            begun = follower.wait_for_start()
-            if detach:
-                click.echo(f"running. Stop and save with: kill {begun['pid']}\nlogs: {attempt.latest_logs}")
-                click.echo(f"resume:      {resume}")
-                return EXIT_FINISHED
-            reader = Reader(run, attempt, config.training.steps)
-            view = choose_view(config.name)
-            try:
-                end = follower.wait_for_end(reader, view, interruptions)
-                view.show(reader.poll())
-            finally:
-                view.close()
-        except Lost as error:
-            click.echo(f"failed: {error}\nlogs: {attempt.logs}\nresume:      {resume}", err=True)
-            return EXIT_CRASHED
-        code = EXIT_CODES[end["outcome"]]
-        for line in account(run, attempt, end, reader.status, resume):
-            click.echo(line, err=code in (EXIT_CODES["crashed"], EXIT_CODES["misconfigured"]))
-        submitted.clean_up()
-        return code
+    asked = Asked(
+        recipe=recipe,
+        overrides=overrides,
+        cluster=cluster,
+        run_dir=run_dir,
+        change=change,
+        dry_run=dry_run,
+        script=script,
+        as_json=as_json,
+        test_only=test_only,
+        detach=detach,
+        follow=follow,
+        after=after,
+        max_running=max_running,
+        in_allocation=in_allocation,
+    )
+    context.exit(launch(asked))

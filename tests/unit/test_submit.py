@@ -36,6 +36,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     started: list[subprocess.Popen] = []
 
     def submit(script: str, *arguments: str, **options) -> subprocess.Popen:
@@ -208,4 +209,4 @@ def test_bad_input_is_one_message_a_problem_and_code_2(submit, tmp_path):
 
 def test_an_unknown_cluster_is_refused(submit):
     code, output = finish(submit("crash", "demo", "--cluster", "moon"))
-    assert (code, "'moon' is not known" in output) == (2, True)
+    assert (code, "--cluster: no cluster is called 'moon'" in output) == (2, True)

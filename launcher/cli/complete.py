@@ -1,0 +1,36 @@
+"""What a shell completes: recipes, their keys, clusters and runs. Imports nothing slow before it is asked."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+
+def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Shipped recipes, and files."""
+    names = sorted(
+        Path(entry.name).stem for entry in files("launcher.recipes").iterdir() if entry.name.endswith(".yaml")
+    )
+    found = [CompletionItem(name) for name in names if name.startswith(begun)]
+    return found or [CompletionItem(begun, type="file")]
+
+
+def complete_override(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Keys of a recipe, each with what it means."""
+    from launcher.diagnosis import known_keys
+    from megatron_rl.config import RunConfig
+
+    found = known_keys(RunConfig.model_json_schema()).items()
+    keys = {".".join(path): field.get("description") for path, field in found if "properties" not in field}
+    return [CompletionItem(f"{key}=", help=text) for key, text in keys.items() if key.startswith(begun)]
+
+
+def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Names of runs, the newest first, and directories."""
+    from launcher.runs import runs, submissions
+
+    found = [entry for entry in runs(submissions()) if entry.name.startswith(begun)]
+    return [CompletionItem(entry.name, help=entry.cluster) for entry in found] or [CompletionItem(begun, type="dir")]
