@@ -10,6 +10,7 @@ COMMANDS = (
     "doctor",
     "environments",
     "plan",
+    "recipes",
 )
 """Modules of launcher.cli that hold a click command named `command`."""
 
