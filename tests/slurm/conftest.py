@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lab import Cluster, missing
+from login import Login
 
 
 def require(accounting: bool = False) -> None:
@@ -41,3 +42,12 @@ def accounting_lab() -> Iterator[Cluster]:
         yield cluster.up()
     finally:
         cluster.down()
+
+
+@pytest.fixture
+def login(lab: Cluster, tmp_path: Path) -> Iterator[Login]:
+    """A user with an empty home and an empty shared directory; their jobs end with the test."""
+    user = Login(lab, tmp_path / "home", tmp_path / "share")
+    yield user
+    if user.jobs:
+        lab.run("scancel", "--quiet", *user.jobs)

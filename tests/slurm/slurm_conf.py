@@ -150,12 +150,12 @@ clusters:
     partition: low
     gpus_per_node: {GPUS_PER_NODE}
     container: null
-    run_root: {here}/runs
+    run_root: {here}/share
     python: {python}
   lab-pyxis:
     partition: low
     gpus_per_node: {GPUS_PER_NODE}
     container: {{image: {here}/etc/image.sqsh, mounts: ["/usr:/usr:ro"]}}
-    run_root: {here}/runs
+    run_root: {here}/share
     python: {python}
 """

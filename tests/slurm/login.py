@@ -1,0 +1,143 @@
+"""A user of the lab on its login node: their profiles, their runs, and mrl's commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lab import HERE, Cluster, wait_until
+
+from megatron_rl.run_dir import RunDir, read_json, read_json_lines
+
+STUB = HERE / "stub_rank.py"
+SECONDS = 120.0
+"""A job of stub ranks ends in a few; the machine may be busy."""
+
+
+class Login:
+    """
+    Profiles: `stub` (default; ranks are stub_rank.py), `pods` (the same in a container), `real` (ranks train).
+    """
+
+    def __init__(self, lab: Cluster, home: Path, share: Path) -> None:
+        self.lab = lab
+        self.home = home
+        self.share = share
+        self.jobs: list[str] = []
+        home.mkdir(parents=True, exist_ok=True)
+        self.image = home / "pytorch.sqsh"
+        self.image.write_text("PYTORCH_VERSION=2.8\nHF_HOME=/of/the/image\n")
+        profile = {"partition": "low", "gpus_per_node": 8, "container": None, "run_root": str(share)}
+        container = {"image": str(self.image), "mounts": [f"{HERE}:{HERE}:ro"]}
+        self.profiles: dict[str, dict[str, Any]] = {
+            "stub": {**profile, "python": str(STUB)},
+            "pods": {**profile, "python": str(STUB), "container": container},
+            "real": {**profile, "python": sys.executable},
+        }
+
+    @property
+    def env(self) -> dict[str, str]:
+        clusters = self.home / "clusters.yaml"
+        clusters.write_text(yaml.safe_dump({"default": "stub", "clusters": self.profiles}))
+        changes = {"MRL_CLUSTERS": str(clusters), "XDG_STATE_HOME": str(self.home / "state"), "COLUMNS": "120"}
+        return {**self.lab.env, **changes}
+
+    def command(self, name: str, *words: str | Path) -> list[str]:
+        program = shutil.which(name, path=str(Path(sys.executable).parent))
+        assert program is not None, f"{name} is not installed beside {sys.executable}"
+        return [program, *map(str, words)]
+
+    def call(self, name: str, *words: str | Path, code: int = 0, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run mrl or mrl-submit, which has to end with exit code `code`. `changes` are environment variables."""
+        done = subprocess.run(
+            self.command(name, *words),
+            cwd=self.home,
+            env={**self.env, **changes},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == code, f"{done.args}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    def submit(self, *words: str | Path, stub: dict[str, Any] | None = None) -> Run:
+        """mrl-submit; by default the demo's two ranks on two nodes."""
+        words = words or ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
+        done = self.call("mrl-submit", *words, "--json", MRL_STUB=json.dumps(stub or {}))
+        said = json.loads(done.stdout)
+        self.jobs.append(said["job_id"])
+        return Run(self.lab, RunDir(said["run_dir"]), said["job_id"])
+
+    def adopt(self, root: Path, job: str | None = None) -> Run:
+        """A run that was not submitted by `submit`. job: default: the one that the run directory names."""
+        run = RunDir(root)
+        return Run(self.lab, run, job or read_json(run.job)["job_id"])
+
+    def sbatch(self, script: Path, *options: str, stub: dict[str, Any] | None = None) -> str:
+        """Job id. The script is submitted as it is, by a user who knows Slurm only."""
+        job = self.lab.run("sbatch", "--parsable", *options, script, MRL_STUB=json.dumps(stub or {})).strip()
+        self.jobs.append(job)
+        return job
+
+
+class Run:
+    """A run and its job."""
+
+    def __init__(self, lab: Cluster, run: RunDir, job: str) -> None:
+        self.lab = lab
+        self.dir = run
+        self.job = job
+
+    def state(self) -> str:
+        """Slurm's word for the job: RUNNING, COMPLETED, ..."""
+        return self.field("JobState")
+
+    def field(self, name: str) -> str:
+        text = self.lab.run("scontrol", "show", "job", self.job, "--oneliner")
+        return text.split(f" {name}=")[1].split(" ")[0]
+
+    def wait(self, *states: str, limit: float = SECONDS) -> str:
+        """Until Slurm says one of these of the job; default: that it has ended."""
+        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+        wanted = set(states) or ends
+
+        def reached() -> bool:
+            state = self.state()
+            assert state in wanted or state not in ends, f"job {self.job} ended {state}, not {wanted}\n{self.log()}"
+            return state in wanted
+
+        wait_until(f"job {self.job} of {self.dir.root} is {' or '.join(sorted(wanted))}", reached, limit)
+        return self.state()
+
+    def wait_for_step(self, step: int, limit: float = SECONDS) -> None:
+        def reached() -> bool:
+            assert self.state() in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}, self.log()
+            return len(self.metrics()) >= step
+
+        wait_until(f"{self.dir.root} reaches step {step}", reached, limit)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_json_lines(self.dir.metrics)
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return read_json_lines(self.dir.attempts_ledger)
+
+    def ends(self) -> list[tuple[str, str | None]]:
+        """(outcome, cause) of each attempt that ended."""
+        return [(line["outcome"], line["cause"]) for line in self.ledger() if line["event"] == "end"]
+
+    def seen(self, attempt: int = 1) -> dict[str, dict[str, Any]]:
+        """What each stub process saw, by `STEP.RANK`."""
+        files = (self.dir.attempt(attempt).folder / "seen").glob("*.json")
+        return {file.name.removesuffix(".json"): read_json(file) for file in files}
+
+    def log(self) -> str:
+        """For messages: the batch log and what the ranks said."""
+        files = [self.dir.batch_log, *sorted((self.dir.root / "logs").glob("attempt-*/*"))]
+        return "".join(f"--- {file}\n{file.read_text()}" for file in files if file.exists())

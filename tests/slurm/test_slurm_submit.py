@@ -1,0 +1,92 @@
+"""mrl-submit: a recipe becomes a job, which leaves a finished run behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from login import Login
+
+from megatron_rl.run_dir import read_json
+
+DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
+
+
+def test_a_submitted_run_finishes(login: Login) -> None:
+    run = login.submit(*DEMO)
+    assert run.wait() == "COMPLETED"
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
+    assert run.ends() == [("finished", None)]
+    assert read_json(run.dir.done)["step"] == 5
+    assert read_json(run.dir.job)["job_id"] == run.job
+    assert "finished after step 5" in run.dir.batch_log.read_text()
+
+
+def test_every_rank_runs_the_snapshot_on_its_own_node(login: Login) -> None:
+    run = login.submit(*DEMO)
+    run.wait("COMPLETED")
+    seen = run.seen()
+    assert set(seen) == {"train.0", "train.1"}
+    assert len({rank["host"] for rank in seen.values()}) == 2
+    for rank in seen.values():
+        assert rank["module"] == "megatron_rl.train_rl"
+        assert Path(rank["code"]).resolve().is_relative_to(run.dir.code.resolve())
+        environment = rank["environment"]
+        assert environment["MRL_RUN_DIR"] == str(run.dir.root)
+        assert (environment["MRL_ATTEMPT"], environment["MRL_STEP"]) == ("1", "train")
+        assert environment["HF_HUB_OFFLINE"] == "1"
+        assert environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_secret_reaches_the_ranks_and_no_file(login: Login) -> None:
+    secret = "hunter2-5f1d"
+    login.profiles["stub"]["secrets"] = ["MY_TOKEN"]
+    done = login.call("mrl-submit", *DEMO, "--run-dir", login.share / "run", MY_TOKEN=secret)
+    run = login.adopt(login.share / "run")
+    run.wait("COMPLETED")
+    assert run.seen()["train.1"]["environment"].pop("MY_TOKEN") == secret
+    for file in (run.dir.attempt(1).folder / "seen").iterdir():  # the stub writes its environment down
+        file.unlink()
+    texts = [done.stdout, done.stderr, run.dir.batch_log.read_text()]
+    texts += [file.read_text(errors="replace") for file in run.dir.root.rglob("*") if file.is_file()]
+    assert not [text for text in texts if secret in text]
+
+
+def test_a_run_with_a_live_job_is_not_submitted_again(login: Login) -> None:
+    run = login.submit(*DEMO, "--run-dir", login.share / "run", stub={"steps": 1000})
+    done = login.call("mrl-submit", *DEMO, "--run-dir", login.share / "run", code=2)
+    assert run.job in done.stderr
+    assert read_json(run.dir.job)["job_id"] == run.job
+    assert login.lab.run("squeue", "--noheader", "--format=%A", "--name", run.dir.root.name).split() == [run.job]
+
+
+def test_a_finished_run_is_not_submitted_again(login: Login) -> None:
+    run = login.submit(*DEMO, "--run-dir", login.share / "run")
+    run.wait("COMPLETED")
+    done = login.call("mrl-submit", *DEMO, "--run-dir", login.share / "run")
+    assert "already finished" in done.stdout
+    assert read_json(run.dir.job)["job_id"] == run.job
+
+
+def test_a_job_waits_for_another(login: Login) -> None:
+    first = login.submit(*DEMO, stub={"steps": 1000})
+    second = login.submit(*DEMO, "--after", first.job)
+    assert second.state() == "PENDING"
+    assert second.field("Dependency").startswith(f"afterany:{first.job}")
+    login.lab.run("scancel", first.job)
+    second.wait("COMPLETED")
+
+
+def test_slurm_says_when_it_would_start_and_takes_nothing(login: Login) -> None:
+    before = login.lab.run("squeue", "--noheader", "--states=all", "--format=%A").split()
+    done = login.call("mrl-submit", *DEMO, "--test-only")
+    assert "would start" in done.stdout
+    assert login.lab.run("squeue", "--noheader", "--states=all", "--format=%A").split() == before
+    assert not login.share.exists() or not list(login.share.rglob("resolved.yaml"))
+
+
+def test_a_run_inside_an_allocation(login: Login) -> None:
+    command = login.command("mrl-submit", *DEMO, "--in-allocation", "--run-dir", login.share / "run")
+    login.lab.run("salloc", "--nodes=2", "--exclusive", *command, **login.env)
+    run = login.adopt(login.share / "run")
+    assert run.ends() == [("finished", None)]
+    assert len({rank["host"] for rank in run.seen().values()}) == 2
