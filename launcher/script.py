@@ -182,7 +182,7 @@ def _geometry(job: Job, step: Step, name: str) -> list[Shell]:
     return [
         Shell(f'--nodes={len(step.nodes)} --nodelist="$(host job nodes {name})" --ntasks={len(step.nodes) * tasks}'),
         Shell(_per_node(job, tasks)),
-        Shell(f'--kill-on-bad-exit=1 --unbuffered --output="$logs/{log}"'),
+        Shell(f'--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/{log}"'),
     ]
 
 

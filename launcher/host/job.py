@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from launcher.host import ledger, policy, slurm, snapshot
+from launcher.host import health, ledger, policy, slurm, snapshot
 from launcher.host.nodes import NotEnoughNodes, assign
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, Verdict, in_words, judge
 from megatron_rl.run_dir import (
@@ -47,7 +47,6 @@ class Here:
         self.job_id = environ["SLURM_JOB_ID"]
         self.nodelist = environ.get("SLURM_JOB_NODELIST", "")
         self.restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
-        self.borrowed = "MRL_IN_ALLOCATION" in environ
         self._attempt = environ.get("MRL_ATTEMPT")
 
     @property
@@ -118,11 +117,7 @@ def choose_nodes(here: Here, options: argparse.Namespace) -> int:
         return EXIT_FINISHED
     plan = read_json(here.run.plan) or {}
     hosts = slurm.hostnames(here.nodelist)
-    bad = {}
-    if options.checked:
-        from launcher.host import health
-
-        bad = health.judge(health.read_reports(attempt), hosts)
+    bad = health.judge(health.read_reports(attempt), hosts) if options.checked else {}
     for host, why in sorted(bad.items()):
         print("node {} is not used: {}".format(host, why))
     try:
@@ -171,7 +166,7 @@ def close(here: Here, options: argparse.Namespace) -> int:
         _ask_slurm_why(here, options, now)
     request = read_json(attempt.drain)
     verdict = _verdict(attempt, request, options)
-    decision = policy.decide(verdict, request, not here.borrowed, slurm.version())
+    decision = policy.decide(verdict, request, _may_requeue(here), slurm.version())
     if decision.outcome == FINISHED:
         write_json(run.done, {"attempt": attempt.number, "step": verdict.step, "at": now})
     ledger.record(
@@ -198,6 +193,16 @@ def close(here: Here, options: argparse.Namespace) -> int:
     return decision.exit_code
 
 
+def _may_requeue(here: Here) -> bool:
+    """Not somebody's salloc, and not a job that was submitted with --no-requeue."""
+    try:
+        job = slurm.show_job(here.job_id)
+    except slurm.SlurmRefused as error:
+        print(error, file=sys.stderr)
+        return False
+    return job.get("BatchFlag") == "1" and job.get("Requeue") == "1"
+
+
 def _ask_slurm_why(here: Here, options: argparse.Namespace, now: float) -> None:
     """Ranks may have drained on a signal that never came by here: Slurm sends some to the steps only."""
     outcome = read_json(here.attempt.outcome)
@@ -219,7 +224,7 @@ def _verdict(attempt: Attempt, request: Optional[Dict[str, Any]], options: argpa
     if request is not None and (code is None or code > SIGNAL_BASE):
         return Verdict(DRAINED, None, None, None)  # asked to leave, and gone before anything could be saved
     if code is None:
-        return Verdict(CRASHED, None, "the batch script could not start the steps", None)
+        return Verdict(CRASHED, None, options.unready or "the steps could not be started", None)
     said = in_words(SIGNAL_BASE - code if code > SIGNAL_BASE else code)
     return Verdict(CRASHED, None, "the training step {} and recorded no outcome".format(said), None)
 
@@ -261,6 +266,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     for name in ("drain", "close"):
         one[name].add_argument("--notice", type=float, required=True, help="seconds of --signal")
     one["close"].add_argument("--code", help="what the training step ended with; left out: it never began")
+    one["close"].add_argument("--unready", help="why it never began")
     one["close"].add_argument("--began", required=True, help="when the attempt began, in unix time")
     return parser.parse_args(arguments)
 
