@@ -20,10 +20,14 @@ from launcher.backends.slurm_text import settings
 from launcher.doctor import Facts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.doctor.software import is_file
+from launcher.errors import BadInput
+from launcher.memory import checkpoint_bytes, vocabulary
+from launcher.plan import make_plan
 from launcher.profiles import LOCAL, Profile, load_clusters
-from launcher.recipe import load_recipe
+from launcher.recipe import Recipe, load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.supported import not_yet
 
 STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -56,10 +60,11 @@ def command(
     deep: bool,
     as_json: bool,
 ) -> None:
-    config = load_recipe(recipe, overrides).config if recipe else None
+    asked = load_recipe(recipe, overrides) if recipe else None
+    config = asked.config if asked else None
     clusters = load_clusters()
     name = clusters.choose(cluster, os.environ, config.cluster if config else None)
-    findings = on_this_machine(config) if name == LOCAL else on_cluster(config, clusters.profile(name), deep)
+    findings = on_this_machine(config) if name == LOCAL else on_cluster(asked, clusters.profile(name), deep)
     counts = Counter(finding.level for finding in findings)
     if as_json:
         found = {"recipe": recipe, "cluster": name, "findings": [asdict(one) for one in findings], "counts": counts}
@@ -70,11 +75,13 @@ def command(
 
 
 def on_this_machine(config: RunConfig | None) -> list[Finding]:
-    return examine_local(machine.inspect(), disk.inspect(Path.cwd() / "runs"), None, config)
+    run_root = disk.inspect(Path.cwd() / "runs")
+    return examine_local(machine.inspect(), run_root, checkpoint_size(config), config)
 
 
-def on_cluster(config: RunConfig | None, profile: Profile, deep: bool) -> list[Finding]:
+def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:
     """Collect, then judge. The parts that may be slow are asked side by side."""
+    config = recipe.config if recipe else None
     image = (config and config.image.reference) or (profile.container.image if profile.container else None)
     with ThreadPoolExecutor() as pool:
         slurm_asked = pool.submit(slurm_facts.collect)
@@ -93,9 +100,25 @@ def on_cluster(config: RunConfig | None, profile: Profile, deep: bool) -> list[F
         image_exists=Path(image).exists() if image and is_file(image) else None,
         missing_secrets=tuple(name for name in profile.secrets if name not in os.environ),
         missing_files=(),
-        checkpoint_bytes=None,
+        checkpoint_bytes=checkpoint_size(config),
+        refusals=tuple(refusals(recipe, profile)) if recipe else (),
     )
     return examine(facts, config, profile)
+
+
+def refusals(recipe: Recipe, profile: Profile) -> list[str]:
+    """What mrl-submit would say instead of submitting."""
+    missing = not_yet(recipe.config)
+    try:
+        make_plan(recipe, profile)
+    except BadInput as refused:
+        return [*refused.problems, *missing]
+    return missing
+
+
+def checkpoint_size(config: RunConfig | None) -> int | None:
+    rows = vocabulary(config) if config else None
+    return checkpoint_bytes(config, rows) if config and rows else None
 
 
 def draw(findings: Sequence[Finding], title: str, counts: Counter[Level]) -> None:

@@ -34,7 +34,9 @@ class Facts:
     missing_files: tuple[str, ...]
     """What mrl prefetch has not fetched yet."""
     checkpoint_bytes: int | None
-    """Size of one checkpoint; None: no recipe."""
+    """Size of one checkpoint; None: no recipe, or a vocabulary that only the tokenizer knows."""
+    refusals: tuple[str, ...]
+    """Why mrl-submit would refuse the recipe there: a layout that does not fit, what the runtime cannot do yet."""
 
 
 def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Finding]:
@@ -45,8 +47,9 @@ def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Fi
     """
     asked = wish(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
     cluster = read_cluster(facts.slurm)
-    found = list(software.slurm(facts.slurm, cluster))
-    if not any(finding.level == "error" for finding in found):
+    found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
+    found += software.slurm(facts.slurm, cluster)
+    if facts.slurm.config.known:
         place = target(cluster, profile)
         found += [limits.no_partition(cluster, profile)] if place is None else _placed(cluster, place, profile, asked)
         found.append(software.accounting(facts.slurm, cluster))

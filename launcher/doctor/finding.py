@@ -39,9 +39,9 @@ def error(topic: str, text: str, fix: str) -> Finding:
 
 
 def span(seconds: float) -> str:
-    """`20 s`, `10 min`, `1 h 30 min`, `4 days`."""
+    """`20 s`, `10 min`, `1 h 30 min`, `4 days`; what is under a second is `1 s`."""
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{max(seconds, 1):.0f} s" if seconds else "0 s"
     minutes = round(seconds / 60)
     if minutes < 120:
         return f"{minutes} min"

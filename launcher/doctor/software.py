@@ -64,9 +64,9 @@ def containers(facts: SlurmFacts, software: Software, ask: Ask, image_exists: bo
             "ask for pyxis on this cluster, or set container: null in the profile",
         )
         return
-    named = software.pyxis or "of a version that cannot be told"
+    named = software.pyxis or "loaded by srun; its version cannot be told"
     if missing:
-        yield error("pyxis", f"{named} lacks {', '.join(missing)}", "ask for pyxis 0.15 or later")
+        yield error("pyxis", f"this one ({named}) lacks {', '.join(missing)}", "ask for pyxis 0.15 or later")
     else:
         yield ok("pyxis", named)
     if image_exists is False:
@@ -123,13 +123,13 @@ def compute_node(node: NodeFacts, profile: Profile, ask: Ask) -> Iterator[Findin
     yield ok("compute node", f"a step ran on {node.host}{driver}")
     if ask.gpus and not node.driver and profile.health_check:
         yield note("compute node", "no nvidia-smi there: the health check cannot see the state of the GPUs")
-    if ask.image and node.enroot is None:
+    if ask.image and node.enroot is None and not is_file(ask.image):
         yield error(
             "enroot",
             f"not found on {node.host}, and {ask.who} needs containers",
             "install it there, or load it in prolog: of the profile",
         )
-    elif ask.image:
+    elif ask.image and node.enroot is not None:
         yield ok("enroot", f"{node.enroot or 'there'} on {node.host}")
 
 

@@ -1,0 +1,81 @@
+"""Facts of recorded clusters, and what tests of the doctor vary about them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from launcher.backends.commands import Fact
+from launcher.backends.disk import Disk, Measured
+from launcher.backends.slurm_facts import SlurmFacts
+from launcher.backends.software import Software
+from launcher.doctor import Facts, examine
+from launcher.doctor.finding import Finding
+from launcher.profiles import Profile
+from launcher.recipe import load_recipe
+from megatron_rl.config import RunConfig
+
+RECORDED = Path(__file__).parent / "slurm_output"
+
+
+def slurm(cluster: str, **texts: str) -> SlurmFacts:
+    """What the cluster of that directory says, with some texts put in place of its own."""
+
+    def fact(name: str) -> Fact:
+        if name in texts:
+            return Fact(texts[name])
+        said, failed = (RECORDED / cluster / f"{name}{end}" for end in (".txt", ".failure.txt"))
+        if failed.exists():
+            return Fact(failure=failed.read_text().strip())
+        return Fact(said.read_text() if said.exists() else "")
+
+    return SlurmFacts(**{field.name: fact(field.name) for field in fields(SlurmFacts)})
+
+
+def text(cluster: str, name: str) -> str:
+    return (RECORDED / cluster / f"{name}.txt").read_text()
+
+
+def profile(**values: Any) -> Profile:
+    return Profile.model_validate({"gpus_per_node": 8, "run_root": "/shared/mrl", "container": None, **values})
+
+
+@cache
+def recipe(*overrides: str) -> RunConfig:
+    """The demo, on one node with 8 GPUs unless told otherwise."""
+    usual = ("job.device=cuda", "job.gpus_per_node=8", "grpo.prompts_per_step=512")
+    return load_recipe("demo", [*usual, *overrides]).config
+
+
+def disk(**changes: Any) -> Disk:
+    found = Measured("/shared/mrl", True, 10**13, "lustre", 1e9, None)
+    return Disk(Path("/shared/mrl"), replace(found, **changes), None, Fact(""))
+
+
+def software(**changes: Any) -> Software:
+    credentials = Path("/home/ada/.config/enroot/.credentials")
+    return replace(Software(Fact("3.9.2\n"), "0.24.0", frozenset({"nvcr.io"}), credentials, False), **changes)
+
+
+def facts(cluster: str | SlurmFacts, **changes: Any) -> Facts:
+    """A login node where nothing is missing."""
+    said = slurm(cluster) if isinstance(cluster, str) else cluster
+    return replace(Facts(said, software(), disk(), None, None, (), (), None, ()), **changes)
+
+
+def config(cluster: str, **changes: str) -> str:
+    """Its `scontrol show config` with other values."""
+    lines = [line for line in text(cluster, "config").splitlines() if line.partition(" ")[0] not in changes]
+    return "\n".join([*lines, *(f"{key} = {value}" for key, value in changes.items())])
+
+
+def found(cluster: str | SlurmFacts, topic: str, config: RunConfig | None = None, **values: Any) -> list[Finding]:
+    """Findings on one topic for a profile with these values."""
+    return [one for one in examine(facts(cluster), config, profile(**values)) if one.topic == topic]
+
+
+def said(findings: list[Finding]) -> str:
+    """Their levels and texts, a line each."""
+    return "\n".join(f"{one.level}: {one.text}" for one in findings)
