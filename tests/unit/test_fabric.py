@@ -1,0 +1,108 @@
+"""The all-reduce between the nodes: real ranks over gloo, each of which says it is a node of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl import health
+from megatron_rl.config import Job
+from megatron_rl.health import Limits, findings, whole_nodes
+from megatron_rl.run_dir import RunDir, read_json
+
+JOB = Job(device="cpu", gpus_per_node=1)
+LIMITS = Limits(meet=20.0, stage=15.0, slack=10.0)
+
+
+def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, limits: Limits) -> None:
+    """One rank; `trouble` is what is wrong with its node."""
+    os.environ["SLURMD_NODENAME"] = node
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    health.MEASURE_S, health.BYTES = 0.05, {"cpu": 1 << 16}
+    real = health.measure
+
+    def measure(address: dict[str, Any], job: Job, stage: health.Stage, *who: int) -> dict[str, Any]:
+        if trouble == "hangs":
+            time.sleep(300)
+        found = real(address, job, stage, *who)
+        return found | {"gbps": 1.0 if trouble == "slow" else 100.0}
+
+    health.measure = measure
+    health.run(RunDir(root).attempt(1), JOB, rank, size, 0, 50.0, limits)
+
+
+def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS) -> Any:
+    """What rank 0 found, with one rank for each node n0, n1, ..."""
+    context = multiprocessing.get_context("forkserver")
+    size = len(troubles)
+    ranks = [
+        context.Process(target=rank_main, args=(str(root), rank, size, f"n{rank}", trouble, limits))
+        for rank, trouble in enumerate(troubles)
+        if rank not in absent
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(90)
+        assert [process.exitcode for process in ranks] == [0] * len(ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    return read_json(RunDir(root).attempt(1).fabric)
+
+
+def test_sound_nodes_are_measured_together_and_that_is_all(tmp_path):
+    found = fabric(tmp_path, [None] * 3)
+    assert found["hosts"] == ["n0", "n1", "n2"]
+    assert found["bad"] == {}
+    assert found["pairs"] == []
+    assert found["whole"]["gbps"] == 100.0
+    assert not found["unexplained"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words", "limits"),
+    [
+        ("slow", "is slow: 1 GB/s, expected 50", LIMITS),
+        ("hangs", "failed: no end within 3 s", Limits(meet=20.0, stage=3.0, slack=10.0)),
+    ],
+)
+def test_the_node_that_spoils_every_group_is_named(tmp_path, trouble, words, limits):
+    found = fabric(tmp_path, [None, None, trouble, None], limits=limits)
+    assert list(found["bad"]) == ["n2"]
+    assert words in found["bad"]["n2"]
+    assert "n1" in found["bad"]["n2"]
+    assert len(found["pairs"]) == 4
+
+
+def test_a_node_that_does_not_come_is_left_out_and_the_others_are_tried(tmp_path):
+    found = fabric(tmp_path, [None] * 3, absent=(2,), limits=Limits(meet=3.0, stage=15.0, slack=10.0))
+    assert found["hosts"] == ["n0", "n1"]
+    assert found["bad"] == {}
+
+
+def test_what_a_child_does_its_parent_survives():
+    def fail() -> dict[str, Any]:
+        raise RuntimeError("NCCL error\nin ncclCommInitRank")
+
+    assert health.in_child(lambda: {"gbps": 1.0}, 10.0) == {"gbps": 1.0}
+    assert health.in_child(lambda: os._exit(9), 10.0) == {"error": "its process ended with code 9"}
+    assert health.in_child(fail, 10.0)["error"].endswith(": RuntimeError: NCCL error")
+    assert health.in_child(lambda: time.sleep(60) or {}, 0.2) == {"error": "no end within 0 s"}
+
+
+def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
+    found = findings(["a", "b"], {"gbps": 1.0}, {(0, 1): {"gbps": 1.0}}, 50.0, 12.34)
+    assert found["bad"] == {}
+    assert found["unexplained"]
+    assert found["pairs"] == [{"hosts": ["a", "b"], "gbps": 1.0}]
+
+
+def test_a_node_counts_only_with_all_its_ranks():
+    assert whole_nodes(["a", "a", "b", None, "c", "c"]) == {"a": (0, 1), "c": (4, 5)}

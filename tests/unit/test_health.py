@@ -1,0 +1,183 @@
+"""Whether a node is fit to compute: what is looked at, what is said, and who must not be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.host import health
+from launcher.host.health import (
+    Reports,
+    canary,
+    check_ecc,
+    check_gpus,
+    check_shared_memory,
+    check_xids,
+    examine,
+    judge,
+    read_reports,
+    within,
+)
+from megatron_rl.run_dir import RunDir, read_json, write_json
+
+OK = {"ok": True, "problems": []}
+
+GPU = """<gpu id="00000000:19:00.0">
+  <ecc_errors>
+    <volatile>
+      <sram_correctable>5</sram_correctable>
+      <sram_uncorrectable_parity>{parity}</sram_uncorrectable_parity>
+      <dram_correctable>7</dram_correctable>
+      <dram_uncorrectable>{dram}</dram_uncorrectable>
+    </volatile>
+    <aggregate><dram_uncorrectable>99</dram_uncorrectable></aggregate>
+  </ecc_errors>
+  <remapped_rows>
+    <remapped_row_pending>{pending}</remapped_row_pending>
+    <remapped_row_failure>{failure}</remapped_row_failure>
+  </remapped_rows>
+</gpu>"""
+
+
+def smi(*gpus: dict[str, str]) -> str:
+    sound = {"parity": "0", "dram": "0", "pending": "No", "failure": "No"}
+    body = "".join(GPU.format(**(sound | gpu)) for gpu in gpus)
+    head = '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n'
+    return f"{head}<nvidia_smi_log><attached_gpus>{len(gpus)}</attached_gpus>{body}</nvidia_smi_log>"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "listing", "devices", "problems"),
+    [
+        (0, None, [], []),
+        (2, "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n", [], []),
+        (2, "GPU 0: NVIDIA H100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-3)\n", [], ["1 of 2 GPUs are there"]),
+        (2, None, ["/dev/nvidia0", "/dev/nvidia1"], []),
+        (8, None, [], ["0 of 8 GPUs are there"]),
+    ],
+)
+def test_gpus_are_counted(wanted, listing, devices, problems):
+    assert check_gpus(wanted, listing, devices).problems == problems
+
+
+def test_only_uncorrectable_errors_since_the_driver_started_condemn_a_gpu():
+    assert check_ecc(smi({}, {})).problems == []
+    assert check_ecc(smi({}, {"parity": "1", "dram": "2"})).problems == ["GPU 1 has 3 uncorrectable memory errors"]
+    assert check_ecc(smi({"dram": "N/A"})).problems == []
+    assert "cannot remap" in check_ecc(smi({"failure": "Yes"})).problems[0]
+    assert "waits for a reset" in check_ecc(smi({"pending": "Yes"})).problems[0]
+
+
+def test_an_unreadable_answer_is_no_verdict():
+    found = check_ecc("Unable to determine the device handle")
+    assert found.problems == []
+    assert "cannot be read" in found.skipped[0]
+
+
+def test_only_fresh_and_fatal_xids_condemn_a_gpu():
+    log = """[   10.000000] NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.
+[ 9000.500000] NVRM: Xid (PCI:0000:3b:00): 31, pid=2, MMU Fault
+[ 9100.500000] NVRM: Xid (PCI:0000:5d:00): 79, pid=3, GPU has fallen off the bus.
+[ 9100.600000] NVRM: Xid (PCI:0000:5d:00): 79, pid=3, GPU has fallen off the bus.
+[ 9200.000000] eth0: link up"""
+    assert check_xids(log, 9300.0).problems == ["GPU at 0000:5d:00: Xid 79 (GPU has fallen off the bus)"]
+    assert check_xids(log, 99999.0).problems == []
+
+
+def test_shared_memory_grows_with_the_gpus():
+    assert check_shared_memory(100, 0).problems == []
+    assert check_shared_memory(64, 8).problems == ["/dev/shm has 64 MiB free, 4096 are needed"]
+
+
+def test_the_canary_comes_back_and_leaves_nothing(tmp_path):
+    canary(tmp_path / "health", "n1")
+    assert list((tmp_path / "health").iterdir()) == []
+
+
+def test_what_hangs_is_given_up():
+    began = time.monotonic()
+    assert within(0.2, lambda: time.sleep(60)) == "no answer within 0 s"
+    assert time.monotonic() - began < 10
+    assert within(10.0, lambda: None) is None
+
+
+def test_a_file_system_that_refuses_is_quoted(tmp_path):
+    (tmp_path / "file").write_text("")
+    report, writable = examine(tmp_path / "file" / "health", "n1", 0)
+    assert not writable
+    assert "Not a directory" in report["problems"][0]
+    assert not report["ok"]
+
+
+def test_a_node_reports_under_the_name_that_slurm_gave_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    assert health.main(["--run-dir", str(tmp_path), "--attempt", "3", "--gpus", "0"]) == 0
+    report = read_json(RunDir(tmp_path).attempt(3).health("n7"))
+    assert report["ok"]
+    assert report["host"] == "n7"
+    assert judge(read_reports(RunDir(tmp_path).attempt(3)), ["n7"]) == {}
+
+
+def test_a_missing_gpu_and_a_tool_that_never_answers_are_reported(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(health, "TOOL_LIMIT", 0.2)
+    report, _ = examine(tmp_path / "health", "n1", 1)
+    assert "nvidia-smi: no answer within 0 s" in report["problems"]
+    monkeypatch.setattr(health, "TOOL_LIMIT", 60.0)
+    tool.write_text("#!/bin/sh\necho 'No devices were found' >&2; exit 6\n")
+    report, _ = examine(tmp_path / "health", "n1", 1)
+    assert "nvidia-smi: No devices were found" in report["problems"]
+
+
+def test_the_checks_of_a_sound_gpu_node(tmp_path, monkeypatch):
+    (tmp_path / "xml").write_text(smi({}))
+    tools = {
+        "nvidia-smi": f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: H100" || cat "{tmp_path}/xml"\n',
+        "dmesg": "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n",
+    }
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(health, "SHM_MIB_PER_GPU", 1)
+    monkeypatch.setattr(health, "SHM_MIB", 1)
+    report, writable = examine(tmp_path / "health", "n1", 1)
+    assert (report["ok"], writable, report["gpus"]) == (True, True, 1)
+    assert report["skipped"] == ["Xid: dmesg: dmesg: read kernel buffer failed: Operation not permitted"]
+
+
+def test_bad_are_nodes_that_say_so_that_say_nothing_and_that_slow_the_others():
+    sick = {"ok": False, "problems": ["7 of 8 GPUs are there", "/dev/shm is full"]}
+    fabric = {"hosts": ["a", "c"], "bad": {"c": "its all-reduce with a is slow"}}
+    bad = judge(Reports({"a": OK, "b": sick, "c": OK, "d": OK}, fabric), ["a", "b", "c", "d", "e"])
+    assert set(bad) == {"b", "c", "d", "e"}
+    assert bad["b"] == "7 of 8 GPUs are there; /dev/shm is full"
+    assert bad["c"] == "its all-reduce with a is slow"
+    assert "did not come" in bad["d"]
+    assert "no report" in bad["e"]
+    assert set(judge(Reports({"a": OK, "b": sick, "c": OK, "d": OK}, None), ["a", "b", "c", "d"])) == {"b"}
+
+
+def test_the_oldest_python_checks_a_node(tmp_path):
+    python = Path.home() / ".pyenv" / "versions" / "3.6.15" / "bin" / "python3"
+    command = [str(python) if python.exists() else sys.executable, "-m", "launcher.host.health"]
+    command += ["--run-dir", str(tmp_path), "--attempt", "1", "--gpus", "0"]
+    subprocess.run(command, check=True, timeout=60)
+    (report,) = RunDir(tmp_path).attempt(1).health("x").parent.iterdir()
+    assert read_json(report)["ok"]
+
+
+def test_reports_are_read_where_they_are_written(tmp_path):
+    attempt = RunDir(tmp_path).attempt(1)
+    assert read_reports(attempt) == Reports({}, None)
+    attempt.health("a").parent.mkdir(parents=True)
+    write_json(attempt.health("a"), OK)
+    write_json(attempt.fabric, {"hosts": ["a"], "bad": {}})
+    assert read_reports(attempt) == Reports({"a": OK}, {"hosts": ["a"], "bad": {}})
