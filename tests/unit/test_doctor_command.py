@@ -1,0 +1,93 @@
+"""mrl doctor: what it prints, as text and as JSON, and the code it leaves with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from doctor_helpers import disk, slurm
+
+from launcher.cli import doctor
+
+CLUSTERS = """
+lab: {partition: low, gpus_per_node: 8, container: null, run_root: /shared/mrl}
+other: {partition: lo, gpus_per_node: 8, container: null, run_root: /shared/mrl}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Calls the command on the recorded 22.05, with profiles `lab` and `other`."""
+    (tmp_path / "clusters.yaml").write_text(CLUSTERS)
+    monkeypatch.setenv("MRL_CLUSTERS", str(tmp_path / "clusters.yaml"))
+    monkeypatch.delenv("MRL_CLUSTER", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor.slurm_facts, "collect", lambda: slurm("22.05-partition"))
+    monkeypatch.setattr(doctor.disk, "inspect", lambda path: disk())
+    return lambda *arguments: CliRunner().invoke(doctor.command, arguments)
+
+
+def test_lines_to_read_and_to_grep_in(run):
+    result = run("demo", "--cluster", "lab")
+    lines = result.output.splitlines()
+    assert result.exit_code == 0
+    assert "ok       partition: low" in lines
+    assert lines[-1].startswith("demo on lab: ")
+    assert "\x1b" not in result.output
+    fixes = [line for line in lines if line.startswith("         fix: ")]
+    assert len(fixes) == sum(line.startswith(("warning ", "error ")) for line in lines)
+
+
+def test_errors_leave_with_1(run):
+    result = run("demo", "--cluster", "other")
+    assert result.exit_code == 1
+    assert "error    partition: there is none called lo; there are: high, low" in result.output
+    assert "fix: did you mean low?" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("dmo",), "did you mean demo?"),
+        (("demo", "--cluster", "lba"), "did you mean lab?"),
+        (("demo", "grpo.group_sise=8"), "did you mean"),
+    ],
+)
+def test_bad_usage_leaves_with_2(run, arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_json(run):
+    result = run("demo", "--cluster", "lab", "--json")
+    answer = json.loads(result.output)
+    assert (answer["recipe"], answer["cluster"]) == ("demo", "lab")
+    assert sum(answer["counts"].values()) == len(answer["findings"])
+    assert {"level", "topic", "text", "fix"} == set(answer["findings"][0])
+
+
+def test_a_layout_that_does_not_fit_is_an_error_among_the_others(run):
+    result = run("demo", "job.gpus_per_node=16", "job.device=cuda", "--cluster", "lab")
+    assert result.exit_code == 1
+    assert "error    recipe: override 'job.gpus_per_node=16'" in result.output
+    assert "preemption: " in result.output
+
+
+def test_without_a_recipe(run):
+    assert run("--cluster", "lab").output.splitlines()[-1].startswith("any run on lab: ")
+
+
+def test_a_recipe_for_this_machine_needs_no_slurm(run, monkeypatch):
+    monkeypatch.setattr(doctor.slurm_facts, "collect", lambda: pytest.fail("asked Slurm"))
+    result = run("demo")
+    assert result.exit_code == 0
+    assert "ok       local: runs on this machine without Slurm" in result.output
+    assert "demo on local: " in result.output
+
+
+def test_gpus_that_this_machine_lacks(run):
+    result = run("demo", "job.device=cuda", "job.gpus_per_node=16")
+    assert result.exit_code == 1
+    assert "error    gpus: demo wants 16 GPUs, this machine has" in result.output
