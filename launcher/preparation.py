@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -123,7 +124,8 @@ def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
     """What `prepare` would refuse, without touching anything (for --dry-run); returns the changes."""
     run = RunDir(root)
     _refuse_foreign(run)
-    _refuse_owned(run, None)
+    # The templates slurm/*.sbatch ask for their own script from inside the job that owns the run.
+    _refuse_owned(run, os.environ.get("SLURM_JOB_ID"))
     return _accept_changes(run, recipe.config, change) if run.resolved.exists() else []
 
 

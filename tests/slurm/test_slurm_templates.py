@@ -1,0 +1,68 @@
+"""The two templates for people who live by plain sbatch: with the marked lines edited they are jobs like any other."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from lab import wait_until
+from login import SECONDS, Login
+
+from launcher.placement import place
+from launcher.recipe import load_recipe
+
+TEMPLATES = Path(__file__).parents[2] / "slurm"
+
+
+def edited(name: str, login: Login, recipe: list[str], nodes: int) -> str:
+    """What a user with this small cluster makes of a template."""
+    run_dir = login.share / "my-run"
+    text = (TEMPLATES / f"{name}.sbatch").read_text()
+    text = re.sub(r"recipe=\(.*?\n\)", f"recipe=({' '.join(recipe)})", text, flags=re.DOTALL)
+    for pattern, line in (
+        (r"#SBATCH --partition=\S+", "#SBATCH --partition=low"),
+        (r"#SBATCH --account=.*\n", ""),
+        (r"#SBATCH --nodes=\d+", f"#SBATCH --nodes={nodes}"),
+        (r"#SBATCH --ntasks-per-node=8", "#SBATCH --ntasks-per-node=1"),
+        (r"#SBATCH --gpus-per-node=8.*\n", ""),
+        (r"#SBATCH --output=\S+", f"#SBATCH --output={run_dir}.log"),
+        (r"cluster=my-cluster", "cluster=stub"),
+        (r"run_dir=\S+", f"run_dir={run_dir}"),
+        (
+            r"source \S+",
+            f"export PATH={Path(sys.executable).parent}:$PATH MRL_CLUSTERS={login.env['MRL_CLUSTERS']}",
+        ),
+    ):
+        text, found = re.subn(pattern, line, text)
+        assert found, pattern
+    return text
+
+
+@pytest.mark.parametrize("name", ["colocated", "partitioned"])
+def test_an_edited_template_runs_and_goes_on_after_a_drain(login: Login, name: str) -> None:
+    login.share.mkdir()
+    script = login.home / f"{name}.sbatch"
+    script.write_text(edited(name, login, ["demo", "job.nodes=2", "job.gpus_per_node=1"], nodes=2))
+    job = login.sbatch(script, stub={"steps": 40})
+    root = login.share / "my-run"
+    wait_until(f"job {job} has made {root}", (root / "job.json").exists, SECONDS)
+    run = login.adopt(root)
+    assert run.job == job
+    run.wait_for_step(3)
+    login.lab.run("scancel", "--batch", "--signal=USR1", job)
+    run.wait("COMPLETED")
+    assert run.ends() == [("drained", "signal"), ("finished", None)]
+    assert [line["step"] for line in run.metrics()] == list(range(1, 41))
+
+
+@pytest.mark.parametrize("name", ["colocated", "partitioned"])
+def test_the_template_is_what_the_recipe_it_names_would_be_given(name: str) -> None:
+    text = (TEMPLATES / f"{name}.sbatch").read_text()
+    words = re.sub(r"\s+#.*", "", re.search(r"recipe=\((.*?)\n\)", text, re.DOTALL)[1]).split()
+    config = load_recipe(words[0], words[1:]).config
+    assert config.placement.mode == name
+    assert f"#SBATCH --nodes={config.job.nodes + config.job.spare_nodes} " in text
+    assert f"#SBATCH --ntasks-per-node={config.job.gpus_per_node} " in text
+    place(config.job, config.placement, 8, config.model)
