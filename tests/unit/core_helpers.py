@@ -9,10 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megatron_rl.agent.api import Problem, Rollout, RolloutGroup
-from megatron_rl.config import Model, RunConfig
+from megatron_rl.config import Model, Recompute, RunConfig
 from megatron_rl.platform import Platform
 from megatron_rl.rollout.pipeline import RolloutBatch
 from megatron_rl.training.attention import packed_layout
@@ -64,10 +72,12 @@ def tiny_run(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(recipe)
 
 
-def tiny_policy(platform: Platform, model: Model | None = None, scale: float = 0.3) -> Policy:
+def tiny_policy(
+    platform: Platform, model: Model | None = None, scale: float = 0.3, recompute: Recompute = "none"
+) -> Policy:
     """Random weights, the biases and norms included; `scale` makes its distributions far from uniform."""
     platform.seed(5)
-    policy = build_policy(model or tiny_model(), VOCAB, platform)
+    policy = build_policy(model or tiny_model(), VOCAB, platform, recompute)
     stir(policy, scale)
     return policy
 
@@ -140,9 +150,21 @@ def batch_of(groups: list[RolloutGroup], first: int, last: int) -> RolloutBatch:
 # The same model in transformers
 
 
-def witness(policy: Policy, model: Model) -> Qwen2ForCausalLM:
-    """Qwen2 of `transformers` with the policy's weights."""
-    config = Qwen2Config(
+def witness(policy: Policy, model: Model) -> PreTrainedModel:
+    """The model of `transformers` that has this shape, with the policy's weights: Qwen3 where queries and keys are
+    normed, Llama where there are no biases, else Qwen2."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    if model.rope_scaling is not None:
+        low_to_high = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        rope |= {"rope_type": "llama3", "factor": model.rope_scaling, **low_to_high}
+    if model.qk_norm:
+        architecture, extra = (Qwen3Config, Qwen3ForCausalLM), {"head_dim": model.head_size}
+    elif not model.qkv_bias:
+        architecture, extra = (LlamaConfig, LlamaForCausalLM), {"head_dim": model.head_size}
+    else:
+        architecture, extra = (Qwen2Config, Qwen2ForCausalLM), {}
+    make_config, make = architecture
+    config = make_config(
         vocab_size=PADDED_VOCAB,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_hidden_size,
@@ -151,11 +173,12 @@ def witness(policy: Policy, model: Model) -> Qwen2ForCausalLM:
         num_key_value_heads=model.num_query_groups,
         max_position_embeddings=model.max_position_embeddings,
         rms_norm_eps=model.layernorm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
+        rope_parameters=rope,
         tie_word_embeddings=model.tied_embeddings,
         attn_implementation="eager",
+        **extra,
     )
-    twin = Qwen2ForCausalLM(config).float()
+    twin = make(config).float()
     theirs = dict(twin.named_parameters())
     ours = in_their_names(policy, model, lambda weight: weight.detach().float())
     assert theirs.keys() == ours.keys()
@@ -166,9 +189,9 @@ def witness(policy: Policy, model: Model) -> Qwen2ForCausalLM:
 
 
 def in_their_names(policy: Policy, model: Model, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """`of(parameter)`, which may be the weight or its gradient, under the names and shapes of Qwen2."""
+    """`of(parameter)`, which may be the weight or its gradient, under the names and shapes of `transformers`."""
     ours = {name: of(weight) for name, weight in policy.named_parameters()}
-    head = model.hidden_size // model.num_attention_heads
+    head = model.head_size
     per_group = model.num_attention_heads // model.num_query_groups
     theirs = {
         "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
@@ -185,11 +208,14 @@ def in_their_names(policy: Policy, model: Model, of: Callable[[Tensor], Tensor])
         gate, up = ours[f"{layer}.mlp.linear_fc1.weight"].chunk(2)
         theirs[f"{their_layer}.mlp.gate_proj.weight"], theirs[f"{their_layer}.mlp.up_proj.weight"] = gate, up
         # megatron-core keeps each group's query heads, key and value together.
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
             qkv = ours[f"{layer}.self_attention.linear_qkv.{kind}"]
             grouped = qkv.view(model.num_query_groups, (per_group + 2) * head, -1)
             q, k, v = (part.reshape(-1, *qkv.shape[1:]) for part in grouped.split([per_group * head, head, head], 1))
             theirs[f"{their_layer}.self_attn.q_proj.{kind}"] = q
             theirs[f"{their_layer}.self_attn.k_proj.{kind}"] = k
             theirs[f"{their_layer}.self_attn.v_proj.{kind}"] = v
+        if model.qk_norm:
+            theirs[f"{their_layer}.self_attn.q_norm.weight"] = ours[f"{layer}.self_attention.q_layernorm.weight"]
+            theirs[f"{their_layer}.self_attn.k_norm.weight"] = ours[f"{layer}.self_attention.k_layernorm.weight"]
     return theirs
