@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
 
 from launcher.backends.slurm_reasons import wait_of
-from launcher.backends.slurm_state import JobState
+from launcher.backends.slurm_state import JobState, read_jobs
 from launcher.host.ledger import LOST
 from launcher.host.lock import owner_of
 from launcher.host.policy import STOPPED
@@ -141,3 +142,10 @@ def _end_in_words(job: JobState) -> str:
     code = f" with exit code {job.exit_code}" if job.exit_code else ""
     why = f" ({job.reason})" if job.reason else ""
     return f"job {job.job_id} ended as {job.word}{code}{why} and left no record; see the batch log"
+
+
+def look_all(all_runs: Sequence[RunDir]) -> list[Standing]:
+    """How each of these runs stands; Slurm is asked once for all of them."""
+    job_ids = [job_id_of(run) for run in all_runs]
+    jobs = read_jobs([job_id for job_id in job_ids if job_id])
+    return [look(run, jobs[job_id] if job_id else None) for run, job_id in zip(all_runs, job_ids, strict=True)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from launcher import __file__ as launcher_file
 from launcher import runs
@@ -19,13 +20,14 @@ from launcher.changes import Change
 from launcher.errors import BadInput
 from launcher.host import snapshot
 from launcher.host.listing import SnapshotError
-from launcher.placement import LayoutError, place, rank_rows
+from launcher.plan import make_plan, plan_json
 from launcher.preparation import RUNS, new_run_dir, opened
 from launcher.profiles import Profile
 from launcher.recipe import Recipe
 from launcher.script import Job, header, render
 from launcher.sources import code_sources
 from megatron_rl.run_dir import RunDir, read_json, write_atomic, write_json
+from megatron_rl.supported import not_yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,42 +54,49 @@ class Submission:
     notes: tuple[str, ...]
 
 
-def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path) -> Draft:
+def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_code: bool = False) -> Draft:
     """Everything that a submission to `cluster` does before it writes anything.
 
     Args:
         recipe: with `config.cluster` already `cluster`.
         root: the run directory, absolute.
+        update_code: take a new snapshot of the code where there is one already.
 
     Raises:
         BadInput: the recipe does not fit the cluster, or cannot be put into a script.
     """
     config = recipe.config
-    try:
-        plan = place(config.job, config.placement, profile.gpus_per_node, config.model)
-    except LayoutError as error:
-        raise BadInput(f"{recipe.asked}: {problem}" for problem in error.problems) from error
-    file = Path(recipe.asked)
+    plan = make_plan(recipe, profile)
     job = Job(
         recipe=recipe,
         plan=plan,
-        plan_json={
-            "mode": plan.mode,
-            "nodes": plan.nodes,
-            "gpus_per_node": plan.gpus_per_node,
-            "spare_nodes": plan.spare_nodes,
-            "steps": [asdict(step) for step in plan.steps],
-            "ranks": rank_rows(plan),
-        },
+        plan_json=plan_json(config, plan, profile),
         cluster=cluster,
         profile=profile,
         run_dir=root,
-        sources=code_sources(config, file if file.exists() else None, Path.cwd()),
+        sources=_sources(recipe, RunDir(root), update_code),
         installed=Path(launcher_file).absolute().parents[1],
         version=version("mrl"),
     )
     render(job)  # refuses what cannot stand in a script
     return Draft(job, tuple(_notes(job)), tuple(_obstacles(job)))
+
+
+def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, Any]]:
+    """Where the code comes from; for a run that has a snapshot, the same places, wherever it is resumed from."""
+    record = read_json(run.code_record)
+    if record is None:
+        file = Path(recipe.asked)
+        return code_sources(recipe.config, file if file.exists() else None, Path.cwd())
+    before = record["sources"]
+    if not update_code:
+        return [{key: source[key] for key in ("path", "name", "kind", "commit", "dirty")} for source in before]
+    ours = [source["path"] for source in before if source["kind"] in ("package", "metadata")]
+    included = [source["path"] for source in before if source["path"] not in ours]
+    try:
+        return snapshot.plan_sources(ours, included)
+    except SnapshotError as error:
+        raise BadInput(f"--update-code: {error}") from error
 
 
 def _notes(job: Job) -> list[str]:
@@ -100,11 +109,14 @@ def _notes(job: Job) -> list[str]:
 
 
 def _obstacles(job: Job) -> list[str]:
+    found = not_yet(job.recipe.config)
     container = job.profile.container
     image = job.recipe.config.image.reference or (container.image if container else None)
     if container and image and image.startswith("/") and not Path(image).is_file():
-        return [f"image: {image} does not exist (image.reference of the recipe, or container.image of {job.cluster})"]
-    return []
+        found.append(
+            f"image: {image} does not exist (image.reference of the recipe, or container.image of {job.cluster})"
+        )
+    return found
 
 
 def submit(

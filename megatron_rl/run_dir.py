@@ -12,6 +12,7 @@ from pathlib import Path
 EXIT_FINISHED = 0
 EXIT_CRASHED = 1
 EXIT_USAGE = 2  # of the command line itself
+EXIT_UNKNOWN = 3  # of `mrl`: Slurm cannot be asked, so the answer is not known
 EXIT_CONFIG = 78  # of a rank: bad configuration, never retried
 EXIT_DRAINED = 75  # of a rank: saved, resume me
 EXIT_INTERRUPTED = 130  # of the command line: Ctrl-C, saved
@@ -67,6 +68,11 @@ class RunDir:
         """Output of the batch script, all attempts in one. Beside the run directory, because Slurm opens it before the
         job can create anything."""
         return self.root.with_name(self.root.name + ".log")
+
+    @property
+    def fork(self):
+        """{from, step, at, by, changes}: the run and checkpoint that this one began as."""
+        return self.root / "fork.json"
 
     @property
     def lock(self):

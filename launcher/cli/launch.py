@@ -86,7 +86,7 @@ def _refuse_contradictions(asked: Asked) -> None:
 
 
 def _refuse_slurm_only(asked: Asked, count: int) -> None:
-    slurm_only = ("script", "test_only", "follow", "after", "max_running", "in_allocation")
+    slurm_only = ("script", "test_only", "follow", "after", "max_running", "in_allocation", "update_code")
     given = [f"--{name.replace('_', '-')}" for name in slurm_only if getattr(asked, name)]
     if given:
         raise BadInput(f"{', '.join(given)}: for Slurm clusters only, and this run is local (--cluster chooses)")

@@ -7,10 +7,17 @@ from importlib import import_module
 import click
 
 COMMANDS = (
+    "cancel",
+    "completion",
     "doctor",
     "environments",
+    "ls",
     "plan",
+    "prefetch",
     "recipes",
+    "requeue",
+    "resume",
+    "status",
 )
 """Modules of launcher.cli that hold a click command named `command`."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_rl.run_dir import Attempt, RunDir, read_json
 
 BARS = "▁▂▃▄▅▆▇█"
+LONGEST_ROW = 65536  # bytes
 RECENT = 20  # steps behind a mean and the time left
 
 Row = dict[str, Any]
@@ -91,6 +92,17 @@ class _Tail:
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
         self._rows.extend(json.loads(line) for line in whole.splitlines() if line)
+
+
+def last_row(path: Path) -> Row | None:
+    """The last whole line of a JSON-lines file, without reading the rest."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LONGEST_ROW))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    return dict(json.loads(lines[-1])) if lines and lines[-1].startswith(b"{") else None
 
 
 def accuracies(row: Row) -> dict[str, float]:

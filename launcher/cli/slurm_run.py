@@ -28,7 +28,7 @@ def run_there(planned: Sequence[Planned], asked: Asked, profile: Profile) -> int
         raise BadInput(f"a sweep of {len(planned)} jobs cannot be followed or run inside one allocation")
     if len(planned) == 1 and asked.max_running is not None:
         raise BadInput("--max-running: is for sweeps, such as training.seed=1,2,3")
-    drafts = [_draft(one, profile) for one in planned]
+    drafts = [_draft(one, profile, asked.update_code) for one in planned]
     if asked.dry_run or asked.test_only:
         for one, drafted in zip(planned, drafts, strict=True):
             check(one.recipe, drafted.job.run_dir, asked.change)
@@ -54,10 +54,10 @@ def run_there(planned: Sequence[Planned], asked: Asked, profile: Profile) -> int
     return watch(submissions[0].run)
 
 
-def _draft(planned: Planned, profile: Profile) -> Draft:
+def _draft(planned: Planned, profile: Profile, update_code: bool) -> Draft:
     cluster = str(planned.recipe.config.cluster)
     root = planned.given.absolute() if planned.given else default_root(profile, planned.name)
-    return draft(planned.recipe, cluster, profile, root)
+    return draft(planned.recipe, cluster, profile, root, update_code)
 
 
 def _job_to_wait_for(text: str) -> str:
@@ -142,21 +142,24 @@ def describe(job: Job) -> str:
     """`qwen on 8 nodes x 8 GPUs, colocated`."""
     config = job.recipe.config
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
-    nodes = "1 node" if job.plan.nodes == 1 else f"{job.plan.nodes} nodes"
     spare = f" and {job.plan.spare_nodes} spare" if job.plan.spare_nodes else ""
-    return f"{config.name} on {nodes}{spare} x {job.plan.gpus_per_node} {kind}, {job.plan.mode}"
+    return f"{config.name} on {_nodes(job.plan.nodes)}{spare} x {job.plan.gpus_per_node} {kind}, {job.plan.mode}"
 
 
 def steps_in_words(plan: Plan) -> list[str]:
     """One line for the training step, one for all inference replicas."""
     train = next(step for step in plan.steps if step.replica is None)
     replicas = [step for step in plan.steps if step.replica is not None]
-    lines = [f"train      {len(train.nodes) * train.tasks_per_node} ranks on {len(train.nodes)} nodes"]
+    lines = [f"train      {len(train.nodes) * train.tasks_per_node} ranks on {_nodes(len(train.nodes))}"]
     if replicas:
         ranks = len(replicas[0].nodes) * replicas[0].tasks_per_node
         nodes = len({node for step in replicas for node in step.nodes})
-        lines.append(f"inference  {len(replicas)} replicas of {ranks} ranks on {nodes} nodes")
+        lines.append(f"inference  {len(replicas)} replicas of {ranks} ranks on {_nodes(nodes)}")
     return lines
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _dry_record(drafted: Draft) -> dict[str, Any]:

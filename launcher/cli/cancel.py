@@ -1,0 +1,34 @@
+"""mrl cancel: end a run, after a save or at once."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from launcher.cli.complete import complete_run
+
+
+@click.command("cancel")
+@click.argument("run", required=False, shell_complete=complete_run)
+@click.option("--drain", is_flag=True, help="Save first; the run ends as stopped and is not requeued.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: {run, run_dir, job_id, done}.")
+def command(run: str | None, drain: bool, as_json: bool) -> None:
+    """End RUN: a run's name, its directory, its job id, or nothing for the newest. `mrl resume` goes on with it.
+
+    Without --drain what was trained since the last checkpoint is lost.
+
+    \b
+    Exit codes: 0 asked for, or it had ended already  1 could not be done  2 there is no such run
+    """
+    from launcher.orders import Failed, cancel
+    from launcher.runs import find
+    from launcher.standing import look_all
+
+    (standing,) = look_all([find(run)])
+    if standing.state == "unknown":
+        raise Failed(f"{standing.name}: {standing.reason}")
+    done = cancel(standing, drain) if standing.alive else f"has ended already: {standing.state}"
+    job_id = standing.job.job_id if standing.job else None
+    told = {"run": standing.name, "run_dir": str(standing.run.root.absolute()), "job_id": job_id, "done": done}
+    click.echo(json.dumps(told) if as_json else f"{standing.name}: {done}")

@@ -1,0 +1,90 @@
+"""mrl logs: what the ranks and the batch script of a run say."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.complete import complete_run
+
+if TYPE_CHECKING:
+    from launcher.cli.tail import Tail
+
+TICK = 0.3  # seconds between looks at the files
+ASK_EVERY_S = 10.0  # seconds between questions whether the run is still alive
+
+
+@click.command("logs")
+@click.argument("run", required=False, shell_complete=complete_run)
+@click.option("-f", "--follow", is_flag=True, help="Go on as the log grows, across attempts, until the run ends.")
+@click.option("--role", help="Whose: train, infer-0, supervisor, health, batch, ... [default: train, else batch]")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Of the role's ranks.")
+@click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
+@click.option("-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="Of its end.")
+@click.option("--list", "listing", is_flag=True, help="Name the log files instead.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object a line: {attempt, role, rank, line}, or {files}."
+)
+def command(
+    run: str | None,
+    follow: bool,
+    role: str | None,
+    rank: int,
+    attempt: int | None,
+    lines: int,
+    listing: bool,
+    as_json: bool,
+) -> None:
+    """Print a log of RUN: a run's name, its directory, its job id, or nothing for the newest.
+
+    The role `batch` is the output of the batch script, one file for all attempts. Ctrl-C ends --follow, not the run.
+
+    \b
+    Exit codes: 0 printed  1 there is no such log (yet)  2 bad usage
+    """
+    from launcher.cli.tail import Tail, log_files
+    from launcher.orders import Failed
+    from launcher.runs import find
+
+    found = find(run)
+    if listing:
+        files = log_files(found, attempt)
+        click.echo(json.dumps({"files": [str(path) for path in files]}) if as_json else "\n".join(map(str, files)))
+        return
+    tail = Tail(found, role, rank, attempt, lines)
+    try:
+        seen = _print(tail, as_json)
+        if follow:
+            _follow(tail, as_json)
+        elif not seen and tail.path is None:
+            names = ", ".join(path.name for path in log_files(found, attempt)) or "none yet"
+            raise Failed(f"{found.root.name}: no log of {role or 'train'} {rank}; there are: {names}")
+    except KeyboardInterrupt:
+        click.echo()
+    except BrokenPipeError:  # `mrl logs | head`
+        sys.stderr.close()
+
+
+def _follow(tail: Tail, as_json: bool) -> None:
+    from launcher.standing import look_all
+
+    asked_at = float("-inf")
+    alive = True
+    while alive:
+        if time.monotonic() >= asked_at + ASK_EVERY_S:
+            asked_at = time.monotonic()
+            alive = look_all([tail.run])[0].alive
+        time.sleep(TICK)
+        _print(tail, as_json)
+
+
+def _print(tail: Tail, as_json: bool) -> int:
+    count = 0
+    for line in tail.poll():
+        count += 1
+        click.echo(json.dumps(line._asdict()) if as_json else line.line)
+    return count

@@ -1,0 +1,99 @@
+"""What is told about a run: as data for --json, as lines for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.cli.record import RECENT, Reader, clock, mean
+from launcher.host.slurm import SlurmRefused, show_job
+from launcher.standing import Standing
+
+
+def report(standing: Standing) -> dict[str, Any]:
+    """All that is known; absent is null, never a made-up number."""
+    run, job = standing.run, standing.job
+    status = Reader(run, run.attempt(standing.attempt), standing.steps).poll()
+    rewards = status.rewards()[-RECENT:]
+    eta = status.eta_s() if standing.state in ("running", "requeued", "queued") else None
+    return {
+        "run": standing.name,
+        "run_dir": str(run.root.absolute()),
+        "cluster": standing.cluster,
+        "state": standing.state,
+        "reason": standing.reason or None,
+        "waits_for": standing.waits_for or None,
+        "attempt": standing.attempt,
+        "phase": status.phase if standing.state in ("running", "saving") else None,
+        "step": status.step,
+        "steps": standing.steps,
+        "reward": mean(rewards) if rewards else None,
+        "eta_s": eta,
+        "job": job
+        and {
+            "id": job.job_id,
+            "state": job.word or job.kind,
+            "reason": job.reason or None,
+            "restarts": job.restarts,
+            "nodes": job.nodes or None,
+            "started_at": job.started_at,
+            "ends_at": job.ended_at,
+            **(_details(job.job_id) if job.kind in ("pending", "running") else {}),
+        },
+        "logs": str(run.attempt(standing.attempt).logs if standing.attempt else run.batch_log),
+    }
+
+
+def _details(job_id: str) -> dict[str, str | None]:
+    """What squeue does not tell: nodes that the job avoids, and that it is being preempted."""
+    try:
+        record = show_job(job_id)
+    except SlurmRefused:
+        return {}
+    told = {"avoids": record.get("ExcNodeList"), "preempted_at": record.get("PreemptTime")}
+    return {key: None if value in (None, "", "(null)", "None") else value for key, value in told.items()}
+
+
+def lines(told: dict[str, Any]) -> list[str]:
+    """
+    Args:
+        told: what `report` returned.
+    """
+    rows = [("reason", told["reason"]), ("waits for", told["waits_for"]), ("job", _job(told))]
+    rows.append(("phase", told["phase"]))
+    if told["step"]:
+        rows.append(("step", f"{told['step']} of {told['steps']} ({told['step'] / told['steps']:.0%})"))
+    if told["reward"] is not None:
+        rows.append(("reward", f"{told['reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
+    if told["eta_s"]:
+        rows.append(("left", f"about {clock(told['eta_s'])} of running"))
+    rows += [("directory", told["run_dir"]), ("logs", told["logs"]), ("next", _next(told))]
+    return [f"{told['run']}: {told['state']}", *(f"  {name:<10} {value}" for name, value in rows if value)]
+
+
+def _job(told: dict[str, Any]) -> str | None:
+    job = told["job"]
+    if job is None:
+        return None
+    parts = [f"{job['id']} on {told['cluster']}, {job['state']}"]
+    if job["reason"]:
+        parts[0] += f" ({job['reason']})"
+    if job["nodes"]:
+        parts.append(job["nodes"])
+    if told["attempt"]:
+        parts.append(f"attempt {told['attempt']}")
+    if job["restarts"]:
+        parts.append("requeued once" if job["restarts"] == 1 else f"requeued {job['restarts']} times")
+    if job.get("preempted_at"):
+        parts.append(f"being preempted since {job['preempted_at']}")
+    if job.get("avoids"):
+        parts.append(f"avoids {job['avoids']}")
+    return ", ".join(parts)
+
+
+def _next(told: dict[str, Any]) -> str | None:
+    """The command that one would type now."""
+    if told["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
+        return f"mrl resume {told['run']}"
+    if told["state"] == "finished":
+        return f"mrl resume {told['run']} training.steps=N goes on"
+    return None

@@ -1,0 +1,34 @@
+"""mrl requeue: give the nodes back and start again elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from launcher.cli.complete import complete_run
+
+
+@click.command("requeue")
+@click.argument("run", required=False, shell_complete=complete_run)
+@click.option("--now", is_flag=True, help="Do not save first.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: {run, run_dir, job_id, done}.")
+def command(run: str | None, now: bool, as_json: bool) -> None:
+    """Have RUN save, give its nodes back and wait in the queue again under the same job id.
+
+    RUN is a run's name, its directory, its job id, or nothing for the newest. A run that has ended needs `mrl resume`.
+
+    \b
+    Exit codes: 0 asked for  1 could not be done  2 there is no such run
+    """
+    from launcher.orders import Failed, requeue
+    from launcher.runs import find
+    from launcher.standing import look_all
+
+    (standing,) = look_all([find(run)])
+    if standing.state == "unknown":
+        raise Failed(f"{standing.name}: {standing.reason}")
+    done = requeue(standing, now)
+    job_id = standing.job.job_id if standing.job else None
+    told = {"run": standing.name, "run_dir": str(standing.run.root.absolute()), "job_id": job_id, "done": done}
+    click.echo(json.dumps(told) if as_json else f"{standing.name}: {done}")

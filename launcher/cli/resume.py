@@ -1,0 +1,61 @@
+"""mrl resume: go on with a run that has ended."""
+
+from __future__ import annotations
+
+import click
+
+from launcher.changes import CHANGEABLE
+from launcher.cli.complete import complete_override, complete_run
+
+HELP = f"""Go on with RUN where it was saved: a new job (or local start) of the same run directory, the same recipe
+and, unless --update-code, the same snapshot of the code.
+
+RUN is a run's name, its directory, its job id, or nothing for the newest. SECTION.KEY=VALUE changes what a run that
+has begun may change, and is recorded: {", ".join(CHANGEABLE)}. More training.steps reopen a finished run.
+
+\b
+Exit codes: as of mrl-submit; 2 also where a live job owns the run
+"""
+
+
+@click.command("resume", help=HELP)
+@click.argument("run", default="-", shell_complete=complete_run)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from where it came from.")
+@click.option("--cluster", help="Go on there instead of where the run was.")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted; writes nothing.")
+@click.option("--detach", is_flag=True, help="Return as soon as a local run has started.")
+@click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
+@click.pass_context
+def command(
+    context: click.Context,
+    run: str,
+    overrides: tuple[str, ...],
+    update_code: bool,
+    cluster: str | None,
+    dry_run: bool,
+    detach: bool,
+    follow: bool,
+    as_json: bool,
+) -> None:
+    from launcher.cli.launch import Asked, launch
+    from launcher.runs import find
+    from launcher.standing import resolved_values
+
+    if "=" in run:  # no RUN was given
+        run, overrides = "-", (run, *overrides)
+    found = find(None if run == "-" else run)
+    asked = Asked(
+        recipe=str(found.resolved),
+        overrides=overrides,
+        cluster=cluster or str(resolved_values(found).get("cluster") or "local"),
+        run_dir=found.root,
+        change=bool(overrides),
+        dry_run=dry_run,
+        as_json=as_json,
+        detach=detach,
+        follow=follow,
+        update_code=update_code,
+    )
+    context.exit(launch(asked))

@@ -1,0 +1,47 @@
+"""mrl status: how a run stands, and what it waits for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from launcher.cli.complete import complete_run
+from megatron_rl.run_dir import EXIT_FINISHED, EXIT_UNKNOWN
+
+
+@click.command("status")
+@click.argument("run", required=False, shell_complete=complete_run)
+@click.option("--all", "every", is_flag=True, help="Every run that is queued or running.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; with --all: {runs: [...]}.")
+@click.pass_context
+def command(context: click.Context, run: str | None, every: bool, as_json: bool) -> None:
+    """Say what RUN does, what it waits for, how far it is and how long it will take.
+
+    RUN is a run's name, its directory, its job id, or nothing for the newest.
+
+    \b
+    States: new, queued, requeued, running, saving, finished, stopped (saved and left), failed, cancelled, lost (ended
+    without a record), unknown (Slurm cannot be asked; never taken for "gone").
+    \b
+    Exit codes: 0 told  2 there is no such run  3 Slurm cannot be asked: what the run's own files say is shown
+    """
+    from launcher.cli.report import lines, report  # not needed to complete a command line
+    from launcher.errors import BadInput
+    from launcher.runs import find, runs, submissions
+    from launcher.standing import look_all
+    from megatron_rl.run_dir import RunDir
+
+    if every and run is not None:
+        raise BadInput("--all: and a RUN: give one of them")
+    if every:
+        standings = [one for one in look_all([RunDir(entry.run_dir) for entry in runs(submissions())]) if one.alive]
+    else:
+        standings = look_all([find(run)])
+    reports: list[dict[str, Any]] = [report(one) for one in standings]
+    if as_json:
+        click.echo(json.dumps({"runs": reports} if every else reports[0]))
+    else:
+        click.echo("\n\n".join("\n".join(lines(one)) for one in reports) or "no run is queued or running")
+    context.exit(EXIT_UNKNOWN if any(one["state"] == "unknown" for one in reports) else EXIT_FINISHED)

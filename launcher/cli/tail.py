@@ -1,0 +1,91 @@
+"""The end of one log of a run, and what is added to it, from attempt to attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.run_dir import RunDir
+
+BATCH = "batch"
+BLOCK = 1 << 16
+
+
+class Line(NamedTuple):
+    attempt: int
+    """0 for the batch log, which is one for all attempts."""
+    role: str
+    rank: int
+    line: str
+
+
+class Tail:
+    """
+    Args:
+        role: None: that of the training ranks, and the batch log until there is one.
+        attempt: None: the newest, and the next ones as they come.
+        lines: how many of the end of the first log.
+    """
+
+    def __init__(self, run: RunDir, role: str | None, rank: int, attempt: int | None, lines: int) -> None:
+        self.run = run
+        self.path: Path | None = None
+        self._asked = role, rank, attempt
+        self._lines = lines
+        self._offset = 0
+        self._of = (0, BATCH, 0)
+
+    def poll(self) -> Iterator[Line]:
+        """The lines that have come since; half a line waits for its end."""
+        path, of = self._choose()
+        if path is not None and path != self.path:
+            yield from self._rest()
+            first = self.path is None
+            self.path, self._of = path, of
+            self._offset = _start_of_last(path, self._lines) if first else 0
+        yield from self._rest()
+
+    def _rest(self) -> Iterator[Line]:
+        if self.path is None:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.split(b"\n")[:-1]:
+            yield Line(*self._of, line.decode("utf-8", "replace").rstrip("\r"))
+
+    def _choose(self) -> tuple[Path | None, tuple[int, str, int]]:
+        role, rank, attempt = self._asked
+        batch = self.run.batch_log if self.run.batch_log.is_file() else None
+        if role == BATCH:
+            return batch, (0, BATCH, 0)
+        number = attempt or self.run.last_attempt()
+        log = self.run.attempt(number).log(rank, role or "train")
+        if log.is_file():
+            return log, (number, role or "train", rank)
+        return (batch if role is None and attempt is None and rank == 0 else None), (0, BATCH, 0)
+
+
+def log_files(run: RunDir, attempt: int | None) -> list[Path]:
+    """Logs of an attempt (default: the newest), and the batch log."""
+    folder = run.attempt(attempt or run.last_attempt()).logs
+    found = sorted(folder.glob("*.log")) if folder.is_dir() else []
+    return [*([run.batch_log] if run.batch_log.is_file() else []), *found]
+
+
+def _start_of_last(path: Path, lines: int) -> int:
+    """Offset of the last `lines` lines, found from the end: logs grow to gigabytes."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        begin, ends, text = end, 0, b""
+        while begin > 0 and ends <= lines:
+            step = min(BLOCK, begin)
+            begin -= step
+            file.seek(begin)
+            text = file.read(step) + text
+            ends = text.count(b"\n")
+    kept = text.split(b"\n")
+    return end - len(b"\n".join(kept[-lines - 1 :])) if lines else end - len(kept[-1])
