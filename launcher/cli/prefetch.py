@@ -1,0 +1,64 @@
+"""mrl prefetch: bring a cluster what a recipe reads from the internet."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from launcher.prefetch import Cache, Need, fetch, needs
+from launcher.profiles import LOCAL, load_clusters
+from launcher.recipe import load_recipe
+from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+
+
+@click.command("prefetch")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--cluster", help="Whose cache, instead of the recipe's cluster.")
+@click.option("--check", is_flag=True, help="Only say what is there and what is missing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for programs.")
+@click.pass_context
+def command(
+    context: click.Context, recipe: str, overrides: tuple[str, ...], cluster: str | None, check: bool, as_json: bool
+) -> None:
+    """Fetch the container image, model, tokenizer and data sets of RECIPE into the cluster's cache.
+
+    Run it where there is internet and the cluster's run_root: the job itself runs offline. What is there already is
+    not fetched again, unless its tag or branch moved. HF_TOKEN, or the token of `hf auth login`, opens gated models;
+    enroot has credentials of its own (containers/README.md).
+
+    \b
+    Exit codes:
+      0  everything is there
+      1  something could not be fetched; with --check: something is missing
+      2  the recipe or an argument cannot be used
+    """
+    config = load_recipe(recipe, overrides).config
+    clusters = load_clusters()
+    name = clusters.choose(cluster, os.environ, config.cluster)
+    profile = None if name == LOCAL else clusters.profile(name)
+    cache, wanted = Cache.of(profile), needs(config, profile)
+    if not check:
+        for need in wanted:
+            click.echo(f"fetching {need}", err=True)
+            fetch(need, cache)
+    found = {need: cache.find(need) for need in wanted}
+    if as_json:
+        rows = [{"kind": need.kind, "name": need.name, "path": path and str(path)} for need, path in found.items()]
+        click.echo(json.dumps({"cluster": name, "needs": rows}, indent=1))
+    else:
+        for line in table(found):
+            click.echo(line)
+    context.exit(EXIT_FINISHED if all(found.values()) else EXIT_CRASHED)
+
+
+def table(found: Mapping[Need, Path | None]) -> list[str]:
+    """One line a need."""
+    if not found:
+        return ["nothing to fetch"]
+    width = max(len(str(need)) for need in found)
+    return [f"{need!s:<{width}}  {path or 'missing'}" for need, path in found.items()]
