@@ -3,7 +3,7 @@
 import socket
 from typing import Any
 
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines
+from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines
 
 LOST = "lost"
 
@@ -23,8 +23,12 @@ def close_lost_attempts(run: RunDir, now: float, why: str) -> None:
             record(run, line["attempt"], "end", now, outcome=LOST, error=why)
 
 
-def point_latest(attempt: Any, tag: str) -> None:
-    """Have logs/latest lead to this attempt's logs."""
+def point_latest(attempt: Attempt, tag: str) -> None:
+    """Have logs/latest lead to this attempt's logs.
+
+    Args:
+        tag: tells this process from others that do the same.
+    """
     fresh = attempt.latest_logs.with_name(".latest.{}".format(tag))
     if fresh.is_symlink():
         fresh.unlink()

@@ -10,12 +10,12 @@ deadline are ended. A later drain file with an earlier deadline counts: `deadlin
 import argparse
 import os
 import signal
-import socket
 import sys
 import time
 from types import FrameType
 from typing import Any, Dict, List, NamedTuple, Optional
 
+from launcher.host.ledger import close_lost_attempts, point_latest, record
 from launcher.host.lock import RunIsOwned, RunLock
 from launcher.host.processes import RankProcess, start_time
 from launcher.host.verdict import EXIT_CODES, FINISHED, Verdict, judge
@@ -25,9 +25,7 @@ from megatron_rl.run_dir import (
     EXIT_USAGE,
     Attempt,
     RunDir,
-    append_json_line,
     read_json,
-    read_json_lines,
     write_json,
 )
 
@@ -61,7 +59,7 @@ class Supervisor:
 
     def supervise(self) -> Verdict:
         began = time.time()
-        self._close_lost_attempts(began)
+        close_lost_attempts(self.run, began, "its supervisor was killed")
         self._record("start", began, pid=os.getpid(), ranks=self.options.ranks)
         self._listen()
         try:
@@ -181,18 +179,8 @@ class Supervisor:
         command = command + ["--run-dir", str(self.run.root), "--attempt", str(self.attempt.number)]
         return RankProcess(rank, command, env, str(self.attempt.log(rank)))
 
-    def _close_lost_attempts(self, now: float) -> None:
-        """An attempt that started and never ended had its supervisor killed: its lock is ours now."""
-        lines = read_json_lines(self.run.attempts_ledger)
-        ended = {line["attempt"] for line in lines if line["event"] == "end"}
-        for line in lines:
-            if line["event"] == "start" and line["attempt"] not in ended:
-                self._record("end", now, number=line["attempt"], outcome="lost", error="its supervisor was killed")
-
-    def _record(self, event: str, at: float, number: Optional[int] = None, **facts: Any) -> None:
-        line = {"attempt": number or self.attempt.number, "event": event, "at": at, "host": socket.gethostname()}
-        line.update(facts)
-        append_json_line(self.run.attempts_ledger, line)
+    def _record(self, event: str, at: float, **facts: Any) -> None:
+        record(self.run, self.attempt.number, event, at, **facts)
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
@@ -215,7 +203,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     attempt.folder.mkdir(parents=True, exist_ok=True)
     attempt.logs.mkdir(parents=True, exist_ok=True)
     _own_output(str(attempt.log(0, role="supervisor")))
-    _point_latest(attempt)
+    point_latest(attempt, str(os.getpid()))
     if attempt.address("train").exists():
         attempt.address("train").unlink()  # at an address left behind the ranks would meet ghosts
     verdict = Supervisor(run, attempt, options).supervise()
@@ -244,12 +232,6 @@ def _own_output(path: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
-
-
-def _point_latest(attempt: Attempt) -> None:
-    fresh = attempt.latest_logs.with_name(".latest.{}".format(os.getpid()))
-    fresh.symlink_to(attempt.logs.name)
-    os.replace(str(fresh), str(attempt.latest_logs))
 
 
 if __name__ == "__main__":
