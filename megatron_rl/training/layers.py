@@ -7,6 +7,7 @@ cross-attention, offloading and communication that are not in use here, which to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ def packed_layer_spec(config: TransformerConfig, recompute: Recompute) -> Any:
     attention.module = RecomputedAttention if recompute == "selective" else PackedAttention
     attention.submodules.core_attention = NoCoreAttention
     if config.tensor_model_parallel_size == 1 and not config.gradient_accumulation_fusion:
-        attention.submodules.linear_qkv = mlp.submodules.linear_fc1 = WholeColumnLinear
-        attention.submodules.linear_proj = mlp.submodules.linear_fc2 = WholeRowLinear
+        # A ModuleSpec in 0.16.1, a partial builder in 0.19.2.
+        of_mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+        attention.submodules.linear_qkv = of_mlp.linear_fc1 = WholeColumnLinear
+        attention.submodules.linear_proj = of_mlp.linear_fc2 = WholeRowLinear
     return spec
 
 
