@@ -79,7 +79,7 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         version=version("mrl"),
     )
     render(job)  # refuses what cannot stand in a script
-    return Draft(job, tuple(_notes(job)), tuple(_obstacles(job)))
+    return Draft(job, tuple(_notes(job, update_code)), tuple(_obstacles(job)))
 
 
 def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, Any]]:
@@ -99,11 +99,12 @@ def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, A
         raise BadInput(f"--update-code: {error}") from error
 
 
-def _notes(job: Job) -> list[str]:
+def _notes(job: Job, update_code: bool) -> list[str]:
     unset = [name for name in job.profile.secrets if not os.environ.get(name)]
     notes = [f"{name} is not set here, so the job will not have it (secrets of {job.cluster})" for name in unset]
-    for source in job.sources:
-        if source.get("dirty"):
+    fresh = update_code or read_json(RunDir(job.run_dir).code_record) is None
+    for source in job.sources if fresh else ():
+        if source["dirty"]:
             notes.append(f"code: {source['path']} has uncommitted changes; they are part of the snapshot")
     return notes
 
