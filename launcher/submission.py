@@ -102,6 +102,8 @@ def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, A
 def _notes(job: Job, update_code: bool) -> list[str]:
     unset = [name for name in job.profile.secrets if not os.environ.get(name)]
     notes = [f"{name} is not set here, so the job will not have it (secrets of {job.cluster})" for name in unset]
+    if not job.run_dir.parent.is_dir():
+        notes.append(f"{job.run_dir.parent} does not exist here; Slurm writes the job's log there before it starts")
     fresh = update_code or read_json(RunDir(job.run_dir).code_record) is None
     for source in job.sources if fresh else ():
         if source["dirty"]:
