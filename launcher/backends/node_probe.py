@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +82,6 @@ def _read(text: str) -> NodeFacts:
     )
 
 
-def _pair(line: str) -> Sequence[str]:
+def _pair(line: str) -> tuple[str, str]:
     key, _, value = line.removeprefix("mrl.").partition("=")
     return key, value.strip()

@@ -19,10 +19,10 @@ from launcher.backends import disk, machine, node_probe, slurm_facts, software
 from launcher.backends.slurm_text import settings
 from launcher.doctor import Facts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
-from launcher.doctor.software import is_file
 from launcher.errors import BadInput
 from launcher.memory import checkpoint_bytes, vocabulary
 from launcher.plan import make_plan
+from launcher.prefetch import Cache, Need, needs
 from launcher.profiles import LOCAL, Profile, load_clusters
 from launcher.recipe import Recipe, load_recipe
 from megatron_rl.config import RunConfig
@@ -82,7 +82,6 @@ def on_this_machine(config: RunConfig | None) -> list[Finding]:
 def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:
     """Collect, then judge. The parts that may be slow are asked side by side."""
     config = recipe.config if recipe else None
-    image = (config and config.image.reference) or (profile.container.image if profile.container else None)
     with ThreadPoolExecutor() as pool:
         slurm_asked = pool.submit(slurm_facts.collect)
         disk_asked = pool.submit(disk.inspect, Path(profile.run_root))
@@ -97,9 +96,8 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         software=software.inspect(profile.host_python, Path(plugstack) if plugstack else None),
         run_root=run_root,
         node=node,
-        image_exists=Path(image).exists() if image and is_file(image) else None,
-        missing_secrets=tuple(name for name in profile.secrets if name not in os.environ),
-        missing_files=(),
+        missing_secrets=tuple(name for name in profile.secrets if not os.environ.get(name)),
+        missing_files=tuple(missing_files(config, profile)) if config and run_root.measured else (),
         checkpoint_bytes=checkpoint_size(config),
         refusals=tuple(refusals(recipe, profile)) if recipe else (),
     )
@@ -114,6 +112,11 @@ def refusals(recipe: Recipe, profile: Profile) -> list[str]:
     except BadInput as refused:
         return [*refused.problems, *missing]
     return missing
+
+
+def missing_files(config: RunConfig, profile: Profile) -> list[Need]:
+    cache = Cache.of(profile)
+    return [need for need in needs(config, profile) if cache.find(need) is None]
 
 
 def checkpoint_size(config: RunConfig | None) -> int | None:

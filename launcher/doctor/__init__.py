@@ -13,7 +13,9 @@ from launcher.backends.software import Software
 from launcher.doctor import limits, local, nodes, preemption, software, storage
 from launcher.doctor.ask import Ask, wish
 from launcher.doctor.cluster import Cluster, Target, read_cluster, target
-from launcher.doctor.finding import Finding, error, ok, warning
+from launcher.doctor.finding import Finding, error, note, ok, warning
+from launcher.host.image_reference import is_path
+from launcher.prefetch import Need
 from launcher.profiles import Profile
 from megatron_rl.config import RunConfig
 
@@ -27,12 +29,10 @@ class Facts:
     run_root: Disk
     node: NodeFacts | None
     """None: not asked for."""
-    image_exists: bool | None
-    """Whether a container image that is a file is there; None: it is no file."""
     missing_secrets: tuple[str, ...]
     """Names of the profile's secrets that are not set in this shell."""
-    missing_files: tuple[str, ...]
-    """What mrl prefetch has not fetched yet."""
+    missing_files: tuple[Need, ...]
+    """What the run reads and mrl prefetch has not brought yet, its image included."""
     checkpoint_bytes: int | None
     """Size of one checkpoint; None: no recipe, or a vocabulary that only the tokenizer knows."""
     refusals: tuple[str, ...]
@@ -53,7 +53,7 @@ def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Fi
         place = target(cluster, profile)
         found += [limits.no_partition(cluster, profile)] if place is None else _placed(cluster, place, profile, asked)
         found.append(software.accounting(facts.slurm, cluster))
-        found += software.containers(facts.slurm, facts.software, asked, facts.image_exists)
+        found += software.containers(facts.slurm, facts.software, asked)
     if facts.node is not None:
         found += software.compute_node(facts.node, profile, asked)
     found += software.host_python(facts.software, facts.node, profile)
@@ -94,5 +94,10 @@ def _belongings(facts: Facts, profile: Profile) -> Iterator[Finding]:
         yield warning("secrets", f"not set in this shell, so not in the job: {names}", "export them before mrl-submit")
     elif profile.secrets:
         yield ok("secrets", f"set: {', '.join(profile.secrets)}")
-    for missing in facts.missing_files:
-        yield error("files", f"{missing}: the job runs without internet", "mrl prefetch RECIPE")
+    for need in facts.missing_files:
+        if need.kind != "image":
+            yield error("files", f"{need} is not there, and the job runs offline", "mrl prefetch RECIPE")
+        elif is_path(need.name):
+            yield error("files", f"{need} is not there, or is no whole squashfs file", "correct its path")
+        else:
+            yield note("files", f"{need} is imported first, which takes minutes", "mrl prefetch RECIPE does it now")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 
 from launcher.backends.node_probe import NodeFacts
 from launcher.backends.slurm_facts import SlurmFacts
@@ -12,6 +11,7 @@ from launcher.backends.software import Software
 from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster
 from launcher.doctor.finding import Finding, error, note, ok, span, warning
+from launcher.host.image_reference import ImageError, is_path, parse
 from launcher.profiles import Profile
 
 OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
@@ -46,12 +46,8 @@ def slurm(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
             yield ok("slurm", f"{shown}, cluster {name}")
 
 
-def containers(facts: SlurmFacts, software: Software, ask: Ask, image_exists: bool | None) -> Iterator[Finding]:
-    """Can the container be started, and its image be had?
-
-    Args:
-        image_exists: whether an image that is a file is there; None: it is no file.
-    """
+def containers(facts: SlurmFacts, software: Software, ask: Ask) -> Iterator[Finding]:
+    """Can the container be started, and may its image be had?"""
     if ask.image is None:
         yield ok("containers", "none: the ranks run on the nodes as they are")
         return
@@ -69,20 +65,8 @@ def containers(facts: SlurmFacts, software: Software, ask: Ask, image_exists: bo
         yield error("pyxis", f"this one ({named}) lacks {', '.join(missing)}", "ask for pyxis 0.15 or later")
     else:
         yield ok("pyxis", named)
-    if image_exists is False:
-        yield error("image", f"{ask.image}: no such file", "correct container.image or image.reference")
-    elif image_exists is None:
-        yield _credentials(software, registry(ask.image))
-
-
-def registry(image: str) -> str:
-    """Registry of `[USER@][REGISTRY#]IMAGE[:TAG]`."""
-    host, separator, _ = image.rpartition("@")[2].partition("#")
-    return host if separator else DOCKER_HUB
-
-
-def is_file(image: str) -> bool:
-    return image.startswith(("/", "./")) or PurePosixPath(image).suffix == ".sqsh"
+    if not is_path(ask.image):
+        yield _credentials(software, ask.image)
 
 
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
@@ -123,7 +107,7 @@ def compute_node(node: NodeFacts, profile: Profile, ask: Ask) -> Iterator[Findin
     yield ok("compute node", f"a step ran on {node.host}{driver}")
     if ask.gpus and not node.driver and profile.health_check:
         yield note("compute node", "no nvidia-smi there: the health check cannot see the state of the GPUs")
-    if ask.image and node.enroot is None and not is_file(ask.image):
+    if ask.image and node.enroot is None and not is_path(ask.image):
         yield error(
             "enroot",
             f"not found on {node.host}, and {ask.who} needs containers",
@@ -145,7 +129,11 @@ def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
     )
 
 
-def _credentials(software: Software, host: str) -> Finding:
+def _credentials(software: Software, image: str) -> Finding:
+    try:
+        host = parse(image).registry or DOCKER_HUB
+    except ImageError as bad:
+        return error("image", str(bad), "correct container.image or image.reference")
     if software.registries is None:
         return note(
             "credentials",

@@ -11,7 +11,7 @@ from launcher.backends.commands import Fact
 from launcher.backends.node_probe import NodeFacts
 from launcher.backends.software import credentials_path, inspect, pyxis_version
 from launcher.doctor import examine
-from launcher.doctor.software import registry
+from launcher.prefetch import Need
 
 BOX = {"container": {"image": "nvcr.io#nvidia/pytorch:25.06-py3"}}
 NODE = NodeFacts(host="node03", python="3.6.8", shared=True, enroot="3.5.0", driver="570.86")
@@ -66,11 +66,8 @@ def test_no_containers_need_no_pyxis():
     assert told("pyxis", values={}) == ""
 
 
-def test_an_image_that_is_a_file():
-    image = {"container": {"image": "/images/pytorch.sqsh"}}
-    assert told("image", values=image, image_exists=False) == "error: /images/pytorch.sqsh: no such file"
-    assert told("image", values=image, image_exists=True) == ""
-    assert told("credentials", values=image, image_exists=True) == ""
+def test_an_image_that_is_a_file_needs_no_credentials():
+    assert told("credentials", values={"container": {"image": "/images/pytorch.sqsh"}}) == ""
 
 
 def test_credentials_are_present_or_not():
@@ -82,17 +79,19 @@ def test_credentials_are_present_or_not():
     )
 
 
-@pytest.mark.parametrize(
-    ("image", "host"),
-    [
-        ("nvcr.io#nvidia/pytorch:25.06-py3", "nvcr.io"),
+def test_credentials_of_the_registry_that_the_image_names():
+    for image, host in (
         ("$oauthtoken@nvcr.io#nvidia/pytorch", "nvcr.io"),
         ("ubuntu:24.04", "registry-1.docker.io"),
         ("ada@localhost:5000#mine", "localhost:5000"),
-    ],
-)
-def test_the_registry_of_an_image(image, host):
-    assert registry(image) == host
+    ):
+        values = {"container": {"image": image}}
+        assert told("credentials", values=values, software=software(registries=frozenset({host}))).startswith("ok")
+        assert f"none for {host}:" in told("credentials", values=values, software=software(registries=frozenset()))
+
+
+def test_an_image_that_is_none_is_an_error():
+    assert told("image", values={"container": {"image": "no image"}}).startswith("error: image 'no image': expected")
 
 
 def test_credentials_are_read_for_machines_only(tmp_path, monkeypatch):
@@ -172,10 +171,19 @@ def test_secrets_are_named_and_never_shown(monkeypatch):
     assert "hunter2" not in repr(examine(facts("25.05"), recipe(), profile(**values)))
 
 
-def test_what_was_not_fetched_and_what_is_refused_is_an_error():
-    assert told("files", missing_files=("model Qwen/Qwen2.5-32B",)) == (
-        "error: model Qwen/Qwen2.5-32B: the job runs without internet"
-    )
+@pytest.mark.parametrize(
+    ("need", "words"),
+    [
+        (Need("model", "Qwen/Qwen2.5-32B"), "error: model Qwen/Qwen2.5-32B is not there, and the job runs offline"),
+        (Need("image", "/images/a.sqsh"), "error: image /images/a.sqsh is not there, or is no whole squashfs file"),
+        (Need("image", "nvcr.io#a"), "note: image nvcr.io#a is imported first, which takes minutes"),
+    ],
+)
+def test_what_was_not_fetched(need, words):
+    assert told("files", missing_files=(need,)) == words
+
+
+def test_what_mrl_submit_would_refuse_is_an_error():
     assert told("recipe", refusals=("placement.training.tp 8 is not supported yet",)).startswith("error: placement")
 
 
