@@ -166,6 +166,11 @@ class Attempt:
         """{steps: {step name: [hosts]}, spare: [hosts], bad: {host: reason}}: which node does what."""
         return self.folder / "nodes.json"
 
+    @property
+    def image(self):
+        """Text file with the path of the container image that the steps were given."""
+        return self.folder / "image"
+
     def health(self, host):
         """{ok, problems: [...], ...}: what the health check found on one node."""
         return self.folder / "health" / "{}.json".format(host)

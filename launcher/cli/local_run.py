@@ -28,7 +28,10 @@ def run_here(planned: Planned, asked: Asked) -> int:
         return EXIT_FINISHED
     root = planned.given or new_run_dir(planned.name, Path(RUNS))
     prepared = prepare(recipe, root, asked.change)
-    resume = shlex.join(["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(root)])
+    again = ["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(root)]
+    if Path(recipe.asked) == prepared.run.resolved:
+        again = ["mrl", "resume", str(root)]
+    resume = shlex.join(again)
     return start(recipe.config, prepared, resume, asked)
 
 

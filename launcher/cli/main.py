@@ -7,10 +7,13 @@ from importlib import import_module
 import click
 
 COMMANDS = (
+    "attach",
     "cancel",
     "completion",
     "doctor",
     "environments",
+    "fork",
+    "logs",
     "ls",
     "plan",
     "prefetch",
