@@ -1,0 +1,314 @@
+"""mrl prefetch: what a recipe reads is fetched whole, once, and a dry run says what is missing.
+
+huggingface_hub is the real one; the hub is a loopback server that answers the few requests it makes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from launcher.cli.main import main
+from launcher.hub import explain, patterns
+from launcher.prefetch import Cache, Need, _environment, fetch, missing, needs, record_of
+from launcher.profiles import Profile
+from launcher.recipe import load_recipe
+
+pytest.importorskip("huggingface_hub", reason="an extra of mrl")
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights" * 1000,
+    "pytorch_model.bin": b"the same once more",
+    "original/consolidated.pth": b"and again",
+    "tokenizer.json": b'{"tokens": []}',
+    "tokenizer_config.json": b"{}",
+}
+DATA = {"data/train.parquet": b"rows", "README.md": b"about"}
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories by `models/NAME` or `datasets/NAME`, and what was asked for."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.gated: set[str] = set()
+        self.broken: set[str] = set()
+        self.asked: list[str] = []
+        self.tokens: set[str | None] = set()
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *arguments: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path.lstrip("/")
+        self.server.tokens.add(self.headers.get("Authorization"))
+        name = next((name for name in self.server.repositories if f"{name.removeprefix('models/')}/" in path), "")
+        files = self.server.repositories.get(name, {})
+        file = path.partition(f"/resolve/{COMMIT}/")[2]
+        if path.startswith(f"api/{name}/revision/"):
+            siblings = [{"rfilename": file} for file in files]
+            self.say({"id": name.partition("/")[2], "sha": COMMIT, "siblings": siblings})
+        elif path.startswith(f"api/{name}/tree/"):
+            self.say([self.entry(file, data) for file, data in files.items()])
+        elif file in files:
+            self.give(name, file, files[file])
+        else:
+            self.refuse(404, "RepoNotFound")
+
+    def entry(self, file: str, data: bytes) -> dict[str, Any]:
+        return {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
+    def give(self, name: str, file: str, data: bytes) -> None:
+        self.server.asked.append(f"{self.command} {file}")
+        if name in self.server.gated:
+            self.refuse(403, "GatedRepo")
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data[: len(data) // 2] if file in self.server.broken else data)
+            if file in self.server.broken:
+                self.connection.close()
+
+    def say(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def refuse(self, code: int, reason: str) -> None:
+        self.send_response(code)
+        self.send_header("X-Error-Code", reason)
+        self.send_header("X-Error-Message", reason)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    server = Hub()
+    server.repositories = {"models/org/model": MODEL, "datasets/org/data": DATA}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        environment.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        environment.setenv("HF_HUB_OFFLINE", "1")  # as a user may have it, for the job
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "HF_TOKEN"):
+            environment.delenv(name, raising=False)
+        yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving() as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A run root that has org/data, fetched with a token, and what that left behind."""
+
+    root: Path
+    tokens: set[str | None]
+
+    @property
+    def cache(self) -> Cache:
+        return Cache(self.root / "cache" / "images", self.root / "cache" / "huggingface")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> Stock:
+    folder = tmp_path_factory.mktemp("stock")
+    (folder / "own").mkdir()
+    (folder / "own" / "token").write_text("hf_hunter2")
+    with serving() as server, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HOME", str(folder / "own"))
+        made = Stock(folder / "root", server.tokens)
+        assert fetch(Need("dataset", "org/data"), made.cache)
+    return made
+
+
+@pytest.fixture
+def profile(tmp_path) -> Profile:
+    return Profile.model_validate(
+        {"gpus_per_node": 8, "run_root": str(tmp_path / "root"), "container": {"image": "org/image:1"}}
+    )
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_model_is_fetched_once_without_its_copies_in_other_formats(hub, profile):
+    cache, need = Cache.of(profile), Need("model", "org/model")
+    assert cache.find(need) is None
+    assert fetch(need, cache)
+    assert names(cache.find(need)) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert cache.find(need).is_relative_to(profile.run_root)
+    assert (cache.find(need) / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    hub.asked.clear()
+    assert fetch(need, cache)
+    assert not [request for request in hub.asked if request.startswith("GET")]
+
+
+def test_the_job_finds_it_offline(stock):
+    from huggingface_hub import snapshot_download
+
+    hub = stock.cache.huggingface / "hub"
+    path = snapshot_download("org/data", repo_type="dataset", cache_dir=hub, local_files_only=True)
+    assert names(Path(path)) == set(DATA)
+
+
+def test_of_a_tokenizer_no_weights_are_fetched(hub, profile):
+    cache, need = Cache.of(profile), Need("tokenizer", "org/model")
+    assert fetch(need, cache)
+    assert names(cache.find(need)) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert cache.find(Need("model", "org/model")) is None
+
+
+def test_half_a_download_does_not_count(hub, profile, capfd):
+    cache, need = Cache.of(profile), Need("model", "org/model")
+    hub.broken.add("model.safetensors")
+    assert not fetch(need, cache)
+    assert cache.find(need) is None
+    assert capfd.readouterr().err.count("error: model org/model:") == 1
+    hub.broken.clear()
+    assert fetch(need, cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("org/nowhere", "the hub has none of that name, or it is private: export HF_TOKEN"),
+        ("org/model", "accept terms at https://huggingface.co/org/model"),
+        ("not a name", "is no name of the hub"),
+    ],
+)
+def test_a_refusal_is_one_line_that_says_what_to_do(hub, profile, capfd, name, words):
+    hub.gated.add("models/org/model")
+    assert not fetch(Need("model", name), Cache.of(profile))
+    said = capfd.readouterr().err
+    (error,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert words in error
+    assert "Traceback" not in said
+
+
+def test_the_token_of_the_user_is_used_and_kept_nowhere(stock):
+    assert "Bearer hf_hunter2" in stock.tokens
+    written = [path.read_bytes() for path in stock.root.rglob("*") if path.is_file()]
+    assert written
+    assert not [text for text in written if b"hunter2" in text]
+
+
+def test_the_record_moves_with_the_cache(stock, tmp_path):
+    moved = Stock(tmp_path / "moved", set())
+    shutil.copytree(stock.root, moved.root, symlinks=True)
+    assert names(moved.cache.find(Need("dataset", "org/data"))) == set(DATA)
+    shutil.rmtree(moved.cache.huggingface / "hub")
+    assert moved.cache.find(Need("dataset", "org/data")) is None
+
+
+def test_a_recipe_needs_each_thing_once(profile):
+    config = load_recipe("qwen2.5-32b-dapo").config
+    assert needs(config, profile) == [
+        Need("image", "org/image:1"),
+        Need("model", "Qwen/Qwen2.5-32B"),
+        Need("dataset", "BytedTsinghua-SIA/DAPO-Math-17k"),
+        Need("dataset", "Maxwell-Jia/AIME_2024"),
+    ]
+    other = load_recipe("qwen2.5-32b-dapo", ["tokenizer.path=Qwen/Qwen2.5-7B", "image.reference=/images/a.sqsh"]).config
+    assert Need("tokenizer", "Qwen/Qwen2.5-7B") in needs(other, profile)
+    assert Need("image", "/images/a.sqsh") in needs(other, profile)
+    local = load_recipe("qwen2.5-32b-dapo", ["tokenizer.path=/models/qwen", "model.huggingface=/models/qwen"]).config
+    assert {need.kind for need in needs(local, None)} == {"dataset"}
+    assert needs(load_recipe("demo").config, None) == []
+
+
+def test_a_dry_run_is_told_what_is_missing_and_what_to_do(profile):
+    config = load_recipe("qwen2.5-32b-dapo").config
+    said = missing(config, profile)
+    assert [line.split(" is not in ")[0] for line in said] == [str(need) for need in needs(config, profile)]
+    assert "the job's first node imports it" in said[0]
+    assert all("mrl prefetch" in line for line in said[1:])
+    on_login = load_recipe("qwen2.5-32b-dapo", ["image.import_on=login"]).config
+    assert "mrl-submit imports it first" in missing(on_login, profile)[0]
+    path = load_recipe("qwen2.5-32b-dapo", ["image.reference=/nowhere.sqsh"]).config
+    assert missing(path, profile)[0] == "image /nowhere.sqsh is not here, or is no whole squashfs file"
+
+
+def test_the_command_fetches_and_reports(hub, profile, tmp_path, monkeypatch):
+    clusters = tmp_path / "clusters.yaml"
+    lab = {"gpus_per_node": 8, "run_root": profile.run_root, "partition": "gpu", "container": None}
+    clusters.write_text(yaml.safe_dump({"clusters": {"lab": lab}}))
+    monkeypatch.setenv("MRL_CLUSTERS", str(clusters))
+    monkeypatch.delenv("MRL_CLUSTER", raising=False)
+    asked = ["prefetch", "qwen2.5-32b-dapo", "model.huggingface=org/model", "tokenizer.path=org/model"]
+    asked += ["environment.args.train.path=org/data", "environment.args.evaluate.aime_2024.path=org/data"]
+    before = CliRunner().invoke(main, [*asked, "--check"])
+    assert before.exit_code == 1
+    assert before.stdout.splitlines() == ["model org/model   missing", "dataset org/data  missing"]
+    assert CliRunner().invoke(main, asked).exit_code == 0
+    after = CliRunner().invoke(main, [*asked, "--check", "--json"])
+    assert after.exit_code == 0
+    rows = json.loads(after.stdout)["needs"]
+    assert [row["kind"] for row in rows] == ["model", "dataset"]
+    assert all(Path(row["path"]).is_dir() for row in rows)
+
+
+def test_pickles_are_left_where_there_are_safetensors_and_taken_where_not():
+    assert "*.bin" in (patterns("model", ["a.safetensors", "a.bin"])[1] or [])
+    assert "*.bin" not in (patterns("model", ["a.bin"])[1] or [])
+    assert patterns("dataset", ["a.bin"]) == (None, None)
+
+
+def test_no_internet_is_said():
+    error = ConnectionError("[Errno 111] Connection refused")
+    said = explain("model", "a/b", error)
+    assert said.startswith("model a/b: [Errno 111] Connection refused; is there internet here?")
+
+
+def test_an_unwritable_cache_is_named():
+    error = PermissionError(13, "Permission denied", "/cache/hub")
+    assert explain("model", "a/b", error) == "model a/b: /cache/hub: Permission denied"
+
+
+def test_names_make_distinct_records(tmp_path):
+    found = {record_of(tmp_path, kind, name) for kind in ("model", "tokenizer") for name in ("a/b", "a--c", "a")}
+    assert len(found) == 6
+
+
+def test_the_child_is_online_whatever_the_user_exported(profile):
+    env = _environment(Cache.of(profile), {"HF_HUB_OFFLINE": "1", "HF_TOKEN_PATH": "/t"})
+    assert (env["HF_HUB_OFFLINE"], env["HF_TOKEN_PATH"]) == ("0", "/t")
+    assert env["HF_HOME"] == str(Path(profile.run_root) / "cache" / "huggingface")
