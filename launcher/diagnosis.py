@@ -98,9 +98,11 @@ def where_named(message: str, locate: Locate, section: Path = (), prefix: Path =
     here, _ = locate((*prefix, *section))
     named = []
     for word in re.findall(r"[A-Za-z_][\w.]*", message):
-        for path in ((*section, *word.split(".")), tuple(word.split("."))):
+        key = tuple(word.split("."))
+        for path in ((*section, *key), key) if len(key) > 1 else ((*section, *key),):
             where, overridden = locate((*prefix, *path))
-            if where != here:
+            is_key = where != locate((*prefix, *path[:-1]))[0]  # no key: located like the section that it would be in
+            if is_key and where != here:
                 named.append((not overridden, where))
     return min(named, key=lambda entry: entry[0])[1] if named else here
 

@@ -235,7 +235,8 @@ def nearest(sizes: Sizes, node_gpus: int | None, model: Model | None) -> list[st
     for _, changes in found:
         # More than what suffices is worth saying only where a rank then holds less of the model, or more ranks work.
         sufficient = [less for less in kept if less.items() <= changes.items()]
-        if all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
+        variant = len(changes) > 1 and any(other.keys() == changes.keys() for other in kept)
+        if not variant and all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
             kept.append(changes)
         if len(kept) == NEAREST:
             break
@@ -272,7 +273,7 @@ def _distance(old: Sizes, new: Sizes) -> float:
     for name in _KEYS:
         before, after = getattr(old, name), getattr(new, name)
         if isinstance(before, bool):
-            total += 2.0 * (before != after)
+            total += (4.0 if name == "tp_across_nodes" else 2.0) * (before != after)
         elif before != after:
             if name == "inference_nodes":  # half of the nodes where none were asked for
                 before, after = before or old.nodes / 2, after or 1

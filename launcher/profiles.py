@@ -195,7 +195,7 @@ class Clusters:
         names = self.names()
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else "there are"
+            hint = f"did you mean {close[0]}? There are" if close else "there are"
             where = f"{self._locate(('default',))[0]}: default" if source == "default" else source
             raise BadInput(f"{where}: no cluster is called {name!r}; {hint} {', '.join(names)} (yours: {self.file})")
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -42,9 +43,9 @@ def show(config: RunConfig, plan: Plan, record: dict[str, Any], cluster: str) ->
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
     console.print()
-    for line in drawing(plan, console.width):
+    for line in drawing(plan, console.width, "GPU" if config.job.device == "cuda" else "process"):
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
-    console.print(Text(_legend(plan), style="dim"))
+    console.print(Padding(Text(_legend(plan), style="dim"), (0, 0, 0, MARGIN)))
     console.print()
     console.print(_facts(config, plan, record))
     for memory in record["memory"]:
@@ -54,13 +55,13 @@ def show(config: RunConfig, plan: Plan, record: dict[str, Any], cluster: str) ->
         console.print(Text(f"warning: {warning}", style="bold yellow"))
 
 
-def drawing(plan: Plan, width: int) -> Iterator[Text]:
-    """One line a node; runs of like nodes are folded."""
+def drawing(plan: Plan, width: int, unit: str = "GPU") -> Iterator[Text]:
+    """One line a node, at most `width` columns; runs of like nodes are folded."""
     rows = [list(_blocks(plan, ranks)) for _, ranks in groupby(plan.ranks, key=lambda rank: rank.node)]
     cell, short, framed = _cell([block for row in rows for block in row], plan.gpus_per_node, width - MARGIN)
     if cell:
         numbers = "".join(f"{gpu:^{cell}}" for gpu in range(plan.gpus_per_node))
-        yield Text(f"{'GPU':>{MARGIN - 1}} {numbers}".rstrip(), style="dim")
+        yield Text(f"{unit:>{MARGIN - 1}} {numbers}".rstrip(), style="dim")
     for _, like in groupby(enumerate(rows), key=lambda row: [(block.role, block.gpus) for block in row[1]]):
         run = list(like)
         folded = len(run) > FOLD
@@ -118,15 +119,14 @@ def _headline(config: RunConfig, plan: Plan) -> str:
 
 def _legend(plan: Plan) -> str:
     sizes = plan.sizes
-    tp = f" = {sizes.tp} tensor-parallel ranks" if sizes.tp > 1 else ""
-    what = [f"dp: data-parallel replica{tp}"]
+    what = ["dp: data-parallel replica"]
     if sizes.partitioned:
         what.append("r: inference replica")
     if max(sizes.pp, sizes.inference_pp if sizes.partitioned else 1) > 1:
         what.append("p: pipeline stage")
     if sizes.cp > 1:
         what.append("c: context-parallel part")
-    return f"{'':{MARGIN}}{', '.join(what)}"
+    return ", ".join(what)
 
 
 def _grid() -> Table:
