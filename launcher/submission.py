@@ -21,7 +21,7 @@ from launcher.errors import BadInput
 from launcher.host import snapshot
 from launcher.host.listing import SnapshotError
 from launcher.plan import make_plan, plan_json
-from launcher.preparation import RUNS, new_run_dir, opened
+from launcher.preparation import new_run_dir, opened
 from launcher.profiles import Profile
 from launcher.recipe import Recipe
 from launcher.script import Job, header, render
@@ -211,4 +211,4 @@ def flags_by_name(options: Sequence[str]) -> dict[str, str]:
 
 
 def default_root(profile: Profile, name: str) -> Path:
-    return Path(profile.run_root) / RUNS / name
+    return Path(profile.run_root) / name  # Slurm opens the log beside it, before the job can make a directory

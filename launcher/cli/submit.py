@@ -45,7 +45,7 @@ Exit codes:
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
-    help="Directory of the run; of a sweep, that of its runs. [default: NAME-DATE-TIME in ./runs or run_root/runs]",
+    help="Directory of the run; of a sweep, that of its runs. [default: NAME-DATE-TIME in ./runs, or in run_root]",
 )
 @click.option("--change", is_flag=True, help="Resume with other values than before, where that is allowed.")
 @click.option(
