@@ -24,6 +24,11 @@ START_S = 120.0
 """Longest start of a child: importing sympy from a busy network file system."""
 
 
+LONGEST_ANSWER = 500
+"""Characters up to which an answer is looked at, unless the right one is as long: a model that puts its whole text into
+the box is wrong, and parsing a thousand characters takes seconds."""
+
+
 class NoVerdict(Exception):
     """Two answers could not be compared."""
 
@@ -50,6 +55,8 @@ class Verifier:
         """
         if golden == answer:
             return True
+        if len(answer) > max(LONGEST_ANSWER, 2 * len(golden)):
+            return False
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._compare, golden, answer)
 
     def _compare(self, golden: str, answer: str) -> bool:
@@ -79,7 +86,10 @@ class _Child:
             raise NoVerdict(f"comparing two answers took longer than {self._timeout_s:g} s") from error
         except (EOFError, BrokenPipeError) as error:
             self.kill()
-            raise NoVerdict(f"comparing two answers took more memory than {self._memory / 2**30:g} GiB") from error
+            raise NoVerdict(
+                "the process that compared two answers died, most likely of its limit of "
+                f"{self._memory / 2**30:g} GiB (environment.args.verify_memory_gib)"
+            ) from error
 
     def kill(self) -> None:
         if self._process is not None:

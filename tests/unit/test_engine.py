@@ -73,6 +73,14 @@ def test_greedy_equals_a_forward_without_cache_token_for_token(platform: Any, gr
     assert len({token for tokens in expected for token in tokens}) > 5
 
 
+def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platform: Any, group: Any) -> None:
+    model = tiny_model(qk_norm=True, qkv_bias=False, head_dim=12)
+    policy = tiny_policy(platform, model, scale=0.15)
+    answers = answer(Engine(policy, model, Inference(max_batch=16), END), *(ask(prompt) for prompt in PROMPTS))
+    expected = [[greedy_without_cache(policy, prompt, 12)] for prompt in PROMPTS]
+    assert [tokens_of(completions) for completions in answers] == expected
+
+
 @pytest.mark.parametrize("sampling", [CUT, Sampling(max_new_tokens=12), GREEDY], ids=["cut", "plain", "greedy"])
 def test_log_probs_are_those_of_a_full_forward_before_any_cut(policy: Policy, sampling: Sampling) -> None:
     answers = answer(engine_of(policy), *(ask(prompt, 3, sampling, key) for key, prompt in enumerate(PROMPTS)))
@@ -205,6 +213,14 @@ def test_a_prompt_too_long_is_one_clear_error_and_costs_the_others_nothing(polic
         assert part in str(error)
     assert tokens_of(first) == [greedy_without_cache(policy, PROMPTS[0], 12)]
     assert tokens_of(last) == [greedy_without_cache(policy, PROMPTS[1], 12)]
+
+
+def test_the_sequence_length_of_the_recipe_is_the_limit(policy: Policy) -> None:
+    engine = Engine(policy, tiny_model(), Inference(max_batch=4), END, max_length=20)
+    (fits,) = answer(engine, ask([1] * 8))
+    assert tokens_of(fits) == [greedy_without_cache(policy, [1] * 8, 12)]
+    with pytest.raises(PromptTooLong, match=r"9 tokens .*max_new_tokens 12 exceed training.sequence_length 20"):
+        answer(engine, ask([1] * 9))
 
 
 # Over time

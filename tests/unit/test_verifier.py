@@ -1,0 +1,171 @@
+"""Answers are compared in processes that may hang or die: nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.environments.verifier import NoVerdict, Verifier
+
+pytest.importorskip("math_verify")
+
+HANGS = "9^{9^{9^{9}}}"
+"""sympy evaluates it, for longer than the universe is old."""
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    made = Verifier(processes=1, timeout_s=20.0, memory_gib=4.0)
+    yield made
+    made.close()
+
+
+def children() -> set[int]:
+    """Processes this one started and has not buried."""
+    listed = (entry.read_text() for entry in Path("/proc/self/task").glob("*/children"))
+    return {int(pid) for text in listed for pid in text.split()}
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while running(pid):
+        assert time.monotonic() < end, f"process {pid} still runs after {limit_s} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("golden", "answer", "equal"),
+    [
+        ("42", "42", True),
+        ("42", "42.0", True),
+        ("1/2", r"\frac{1}{2}", True),
+        (r"2\sqrt{2}", r"\sqrt{8}", True),
+        ("1000", "1,000", True),
+        ("5", "x=5", True),
+        ("5", r"5\text{ cm}", True),
+        ("34", "35", False),
+        ("34", "nonsense {{", False),
+        ("34", "", False),
+        ("1", "\x00\n\ud800", False),
+    ],
+)
+def test_answers_are_equal_where_their_mathematics_is(
+    verifier: Verifier, golden: str, answer: str, equal: bool
+) -> None:
+    assert asyncio.run(verifier.equal(golden, answer)) is equal
+
+
+def test_a_comparison_that_hangs_is_killed_and_the_next_one_answered() -> None:
+    verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
+    before = children()
+
+    async def compare() -> tuple[int, bool]:
+        assert not await verifier.equal("3", "4")
+        (hung,) = children() - before
+        with pytest.raises(NoVerdict, match=r"longer than 1 s"):
+            await verifier.equal("3", HANGS)
+        return hung, await verifier.equal("3", "3.0")
+
+    hung, right = asyncio.run(compare())
+    assert right
+    assert not running(hung)
+    (fresh,) = children() - before
+    verifier.close()
+    assert not running(fresh)
+
+
+def test_the_event_loop_goes_on_while_answers_are_compared() -> None:
+    verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
+
+    async def compare() -> int:
+        hanging = asyncio.ensure_future(verifier.equal("3", HANGS))
+        turns = 0
+        while not hanging.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        with pytest.raises(NoVerdict):
+            await hanging
+        return turns
+
+    assert asyncio.run(compare()) > 20
+    verifier.close()
+
+
+def test_a_process_that_dies_costs_one_comparison() -> None:
+    """As the kernel ends one that has taken too much memory."""
+    verifier = Verifier(processes=1, timeout_s=20.0, memory_gib=4.0)
+    before = children()
+
+    async def compare() -> bool:
+        assert not await verifier.equal("3", "4")
+        (child,) = children() - before
+        hanging = asyncio.ensure_future(verifier.equal("3", HANGS))
+        await asyncio.sleep(0.2)
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(NoVerdict, match=r"died, most likely of its limit of 4 GiB"):
+            await hanging
+        return await verifier.equal("3", "3.0")
+
+    assert asyncio.run(compare())
+    verifier.close()
+
+
+def test_a_text_in_place_of_an_answer_is_wrong_without_a_comparison() -> None:
+    verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
+    before = children()
+    assert not asyncio.run(verifier.equal("3", "+".join(["x"] * 300)))
+    assert asyncio.run(verifier.equal("x" * 600, "x" * 600))
+    assert children() == before
+
+
+def test_a_process_that_cannot_start_is_one_clear_error() -> None:
+    verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=0.01)
+    with pytest.raises(NoVerdict, match=r"did not start .* \(environment.args.verify_memory_gib\)"):
+        asyncio.run(verifier.equal("3", "4"))
+
+
+def test_signals_for_the_ranks_do_not_end_a_comparison(verifier: Verifier) -> None:
+    assert not asyncio.run(verifier.equal("3", "4"))
+    (child,) = [pid for pid in children() if "verifier_child" in Path(f"/proc/{pid}/cmdline").read_text()]
+    for name in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        os.kill(child, name)
+    assert asyncio.run(verifier.equal("3", "3.0"))
+    assert running(child)
+
+
+def test_nothing_outlives_a_rank_that_is_killed() -> None:
+    """One process waits for work then, another hangs in it."""
+    program = f"""
+import asyncio, sys
+from megatron_rl.environments.verifier import Verifier
+verifier = Verifier(processes=2, timeout_s=1.0, memory_gib=4.0)
+async def main():
+    await asyncio.gather(verifier.equal("3", "4"), verifier.equal("4", "5"))
+    hanging = asyncio.ensure_future(verifier.equal("3", {HANGS!r}))
+    await asyncio.sleep(0.3)
+    print(*(child._process.pid for child in verifier.close.peek()[2][1]), flush=True)
+    await hanging
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        pids = [int(pid) for pid in rank.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(running, pids))
+        rank.kill()
+    for pid in pids:
+        wait_until_gone(pid, limit_s=6.0)
