@@ -67,7 +67,8 @@ def floating_point_operations(model: Model, tokens: int, groups: Iterable[tuple[
 
     A group's prompt needs one forward, and so does each token of an answer but the last, which predicts nothing;
     the logits are needed once per answer token. Query i attends to i + 1 keys. Generation is one such forward;
-    training a second one (on policy it gives the old log-probs too) and a backward of twice its work.
+    training a second one (on policy it gives the old log-probs too) and a backward of twice its work. Beginnings that
+    answers share by chance are counted for each of them.
     """
     head_size = model.hidden_size // model.num_attention_heads
     qkv = model.hidden_size * (model.hidden_size + 2 * model.num_query_groups * head_size)
