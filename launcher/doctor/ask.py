@@ -36,6 +36,8 @@ class Ask:
     """Checkpoints on disk at once, the one being written included."""
     write_s: float | None
     """Seconds that writing a checkpoint takes, where its size and the file system's speed are known."""
+    write_basis: str
+    """Which speed that is."""
 
     @property
     def loss(self) -> str:
@@ -65,7 +67,7 @@ def wish(
     if config is None:
         limit = time_limit_s(profile.time_limit)
         gpus = profile.gpus_per_node
-        return Ask("a run", 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None)
+        return Ask("a run", 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None, "")
     measured = node_bytes_per_s * config.job.nodes if node_bytes_per_s else None
     speed = profile.fs_bandwidth * 1e9 if profile.fs_bandwidth else measured
     return Ask(
@@ -81,4 +83,5 @@ def wish(
         checkpoint_bytes=checkpoint_bytes,
         kept=config.save.keep + 1,
         write_s=checkpoint_bytes / speed if checkpoint_bytes and speed else None,
+        write_basis="fs_bandwidth" if profile.fs_bandwidth else f"{count(config.job.nodes, 'node')} at this speed",
     )

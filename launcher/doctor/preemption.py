@@ -150,7 +150,8 @@ def _notice(ask: Ask, grace_s: int, kill_s: int, source: str) -> Finding:
         )
     if ask.write_s is None and total < TIGHT_S:
         return warning("notice", f"{notice}; a save that takes longer is lost, and with it {ask.loss}", fix)
-    return ok("notice", f"{notice}; a save must fit in, or {ask.loss} are lost")
+    takes = "a save" if ask.write_s is None else f"a checkpoint, about {span(ask.write_s)},"
+    return ok("notice", f"{notice}; {takes} must fit in, or {ask.loss} are lost")
 
 
 def _signals(cluster: Cluster, grace_s: int) -> Finding:

@@ -57,7 +57,10 @@ def _speed(bytes_per_s: float, ask: Ask) -> Finding:
         lasts = f"; a checkpoint of {size(ask.checkpoint_bytes)} may take very long" if ask.checkpoint_bytes else ""
         return warning("speed", f"{text}: slow for a shared file system{lasts}", MOVE)
     if ask.write_s is not None and ask.checkpoint_bytes:
-        return ok("speed", f"{text}; a checkpoint of {size(ask.checkpoint_bytes)} takes about {span(ask.write_s)}")
+        return ok(
+            "speed",
+            f"{text}; a checkpoint of {size(ask.checkpoint_bytes)} takes about {span(ask.write_s)} ({ask.write_basis})",
+        )
     return ok("speed", text)
 
 

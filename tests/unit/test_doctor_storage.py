@@ -84,8 +84,8 @@ def test_speed(speed, level):
 
 
 def test_a_checkpoint_is_timed_by_the_profile_before_the_measurement():
-    assert "400 GB takes about 3 min" in said(about("speed", disk(), 4 * 10**11, fs_bandwidth=2.0))
-    assert "400 GB takes about 7 min" in said(about("speed", disk(), 4 * 10**11))
+    assert "400 GB takes about 3 min (fs_bandwidth)" in said(about("speed", disk(), 4 * 10**11, fs_bandwidth=2.0))
+    assert "400 GB takes about 7 min (1 node at this speed)" in said(about("speed", disk(), 4 * 10**11))
 
 
 def test_space_for_the_checkpoints_that_are_kept():
