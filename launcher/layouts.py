@@ -1,16 +1,11 @@
-"""Pure: which parallel sizes are possible, why the others are not, and the nearest ones that are."""
+"""Pure: which parallel sizes are possible, and why the others are not."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import combinations, product
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_rl.config import Job, Model, Placement
-
-NEAREST = 3
 
 
 class LayoutError(Exception):
@@ -183,10 +178,16 @@ def _fits(s: Sizes, model: Model | None) -> Iterator[str]:
             continue
         for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple"):
             yield from _divides(key, tp, f"model.{name}", getattr(model, name))
+        if model.expert_ffn_hidden_size:
+            yield from _divides(key, tp, "model.expert_ffn_hidden_size", model.expert_ffn_hidden_size)
         if tp % model.num_query_groups:  # more ranks than key/value heads: each is on several
             yield from _divides(key, tp, "model.num_query_groups", model.num_query_groups)
     for key, pp in (("placement.training.pp", s.pp), ("placement.inference.pp", s.inference_pp)):
         yield from _divides(key, pp, "model.num_layers", model.num_layers)
+    if model.num_experts:
+        yield from _divides("placement.training.ep", s.ep, "model.num_experts", model.num_experts)
+    elif s.ep > 1:
+        yield f"placement.training.ep {s.ep} needs model.num_experts: there are no experts to share"
 
 
 def _divides(key: str, size: int, of: str, value: int) -> Iterator[str]:
@@ -196,101 +197,3 @@ def _divides(key: str, size: int, of: str, value: int) -> Iterator[str]:
 
 def _remainder(value: int, size: int) -> str:
     return f"{value} = {value // size} x {size} + {value % size}"
-
-
-_KEYS = {
-    "nodes": "job.nodes",
-    "gpus_per_node": "job.gpus_per_node",
-    "partitioned": "placement.mode",
-    "tp": "placement.training.tp",
-    "pp": "placement.training.pp",
-    "cp": "placement.training.cp",
-    "ep": "placement.training.ep",
-    "sequence_parallel": "placement.training.sequence_parallel",
-    "inference_nodes": "placement.inference.nodes",
-    "asked_inference_tp": "placement.inference.tp",
-    "inference_pp": "placement.inference.pp",
-    "tp_across_nodes": "placement.tp_across_nodes",
-}
-
-
-def nearest(sizes: Sizes, node_gpus: int | None, model: Model | None) -> list[str]:
-    """The cheapest changes that make the layout possible, as overrides: `placement.training.tp=4 (dp 6, 6 replicas)`.
-
-    Tries every change of one or two keys, and of three only where none of these works.
-    """
-    moves = {name: list(_moves(name, sizes, node_gpus)) for name in _KEYS}
-    found: list[tuple[float, dict[str, Any]]] = []
-    for keys in (1, 2, 3):
-        if keys == 3 and found:
-            break
-        for names in combinations(_KEYS, keys):
-            for values in product(*(moves[name] for name in names)):
-                changes: dict[str, Any] = dict(zip(names, values, strict=True))
-                candidate = replace(sizes, **changes)
-                if not check(candidate, node_gpus, model):
-                    found.append((_distance(sizes, candidate), changes))
-    found.sort(key=lambda entry: entry[0])
-    kept: list[dict[str, Any]] = []
-    for _, changes in found:
-        # More than what suffices is worth saying only where a rank then holds less of the model, or more ranks work.
-        sufficient = [less for less in kept if less.items() <= changes.items()]
-        variant = len(changes) > 1 and any(other.keys() == changes.keys() for other in kept)
-        if not variant and all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
-            kept.append(changes)
-        if len(kept) == NEAREST:
-            break
-    return [_as_overrides(changes, replace(sizes, **changes)) for changes in kept]
-
-
-def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:
-    """How much more of the model a rank holds, and how many fewer ranks work, than was asked for; in doublings."""
-    new = replace(sizes, **changes)
-    ranks = sizes.nodes * sizes.gpus_per_node / (new.nodes * new.gpus_per_node)
-    return max(0.0, math.log2(sizes.model_size / new.model_size)) + max(0.0, math.log2(ranks))
-
-
-def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> Iterator[int | bool]:
-    """Other values of one key that are worth trying."""
-    value = getattr(sizes, name)
-    if isinstance(value, bool):
-        if name != "partitioned" or sizes.nodes > 1:
-            yield not value
-    elif name == "nodes":
-        yield from (n for n in range(max(1, value - 8), value + 9) if n != value)
-    elif name == "gpus_per_node":
-        yield from (n for n in range(1, (node_gpus or value) + 1) if n != value)
-    elif name == "inference_nodes":
-        low = max(0, value - 8) if value else 0
-        yield from (n for n in range(low, min(low + 17, sizes.nodes)) if n != value)
-    elif value is not None:
-        yield from (n for n in sorted({*range(1, 17), *(2**k for k in range(5, 8))}) if n != value)
-
-
-def _distance(old: Sizes, new: Sizes) -> float:
-    """How unlike what was asked: the ratios of the sizes, of all ranks, and of what each then holds of the model."""
-    total = 0.0
-    for name in _KEYS:
-        before, after = getattr(old, name), getattr(new, name)
-        if isinstance(before, bool):
-            total += (4.0 if name == "tp_across_nodes" else 2.0) * (before != after)
-        elif before != after:
-            if name == "inference_nodes":  # half of the nodes where none were asked for
-                before, after = before or old.nodes / 2, after or 1
-            odd = name not in ("nodes", "inference_nodes") and after & (after - 1) != 0
-            total += abs(math.log2(after / before)) + 0.1 + odd / 2
-    ranks = new.nodes * new.gpus_per_node / (old.nodes * old.gpus_per_node)
-    return total + abs(math.log2(new.model_size / old.model_size)) / 2 + abs(math.log2(ranks)) * 1.5
-
-
-def _as_overrides(changes: dict[str, Any], new: Sizes) -> str:
-    shown = []
-    for name, value in changes.items():
-        if name == "partitioned":
-            text = "partitioned" if value else "colocated"
-        elif name == "inference_nodes" and not value:
-            text = "null"
-        else:
-            text = str(value).lower()
-        shown.append(f"{_KEYS[name]}={text}")
-    return f"{' '.join(shown)} (dp {new.dp}, {new.replicas} inference replica{'s' * (new.replicas != 1)})"

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from launcher.layouts import LayoutError, Sizes, check, nearest
+from launcher.layouts import LayoutError, Sizes, check
+from launcher.nearest import nearest
 from megatron_rl.config import Job, Model, Placement
 
 __all__ = ["Infer", "LayoutError", "Plan", "Rank", "Step", "Train", "place", "rank_rows"]
@@ -106,9 +107,8 @@ def place(job: Job, placement: Placement, node_gpus: int | None = None, model: M
     limit = node_gpus if job.device == "cuda" else None
     problems = check(sizes, limit, model)
     if problems:
-        near = nearest(sizes, limit, model)
-        hint = f"; nearest that work: {', or '.join(near)}" if near else ""
-        raise LayoutError((*problems[:-1], problems[-1] + hint))
+        near = ", or ".join(nearest(sizes, limit, model))
+        raise LayoutError((*problems[:-1], f"{problems[-1]}; nearest that work: {near}"))
     partitioned = placement.mode == "partitioned"
     return Plan(
         mode=placement.mode,
