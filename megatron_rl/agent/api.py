@@ -97,6 +97,10 @@ class GroupedRolloutGenerator(ABC):
 class EvaluationAgent(ABC):
     """Measures the model on sets of problems."""
 
+    prompt_format: str = ""
+    """How answers are asked for, where a recipe can choose: recorded with every evaluation, because scores in
+    different formats do not compare."""
+
     @abstractmethod
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         """Named sets, e.g. `trained` and `held_out`; none of the problems of `held_out` is trained on."""

@@ -81,6 +81,8 @@ class MathEnvironment(RewardOnlyAgent):
     def __init__(self, config: MathConfig, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)
         self._format = FORMATS[config.answer_format]
+        chat = config.chat == "auto" and tokenizer.chat("") is not None
+        self.prompt_format = f"{config.answer_format}{', chat template' if chat else ''}"
         held_out = {name: distinct(read_questions(data)) for name, data in config.evaluate.items()}
         kept_apart = {normalised(question.text) for questions in held_out.values() for question in questions}
         questions = distinct(read_questions(config.train))
@@ -92,11 +94,6 @@ class MathEnvironment(RewardOnlyAgent):
         self._verifier = Verifier(config.verifiers, config.verify_timeout_s, config.verify_memory_gib)
         if not self._trained:
             raise ValueError(f"environment.args.train: {config.train.path} leaves no problem to train on")
-
-    @property
-    def prompt_format(self) -> str:
-        chat = self.config.chat == "auto" and self.tokenizer.chat("") is not None
-        return f"{self.config.answer_format}{', chat template' if chat else ''}"
 
     def training_problems(self) -> Sequence[Problem]:
         return self._trained

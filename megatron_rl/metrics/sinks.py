@@ -51,11 +51,11 @@ class MetricsWriter:
             line["throughput/tokens_per_s"],
         )
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         append_json_line(self.run_dir.evaluations, {"step": step, **_finite(metrics)})
         self._scalars(step, metrics)
         for name, value in metrics.items():
-            logger.info("step %d  %s %.3f", step, name, value)
+            logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
 
     def look(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Now and then: histograms, and some whole groups as text, of rank 0's rollouts."""
@@ -135,7 +135,7 @@ class NoRecord(MetricsWriter):
         pass
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def look(self, step: int, groups: Sequence[RolloutGroup]) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...

@@ -62,9 +62,9 @@ class Run:
             "data_parallel_size": dist.get_world_size(self.group),
         }
 
-    def evaluate(self) -> dict[str, float]:
-        """Greedy accuracy on the environment's evaluation sets. Collective."""
-        return evaluate(
+    def evaluate(self) -> dict[str, Any]:
+        """Greedy accuracy on the environment's evaluation sets, and how it was asked for. Collective."""
+        accuracies = evaluate(
             self.environment,
             self.engine,
             self.config.sampling,
@@ -72,6 +72,8 @@ class Run:
             self.platform.device,
             self.config.evaluation.prompts,
         )
+        asked = self.environment.prompt_format
+        return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of this run, written by any number of ranks. Collective."""

@@ -195,3 +195,13 @@ def test_a_skipped_update_is_counted_and_has_no_gradient_norm() -> None:
     assert update_metrics(UPDATES, [skipped, Update(3.0, 1e-3, True)])["grad_norm"] == 3.0
     assert update_metrics(UPDATES, [skipped, Update(3.0, 1e-3, True)])["skipped_updates"] == 1
     assert "grad_norm" not in update_metrics(UPDATES, [skipped])
+
+
+def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
+    record = writer(tmp_path)
+    record.evaluation(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})
+    record.close()
+    (row,) = read_json_lines(RunDir(tmp_path).evaluations)
+    assert row == {"step": 3, "eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"}
+    accumulator = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload()
+    assert accumulator.Tags()["scalars"] == ["eval/aime/greedy_accuracy"]
