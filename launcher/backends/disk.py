@@ -61,7 +61,7 @@ class Disk:
 def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
     """Look at `path` without leaving anything there; it need not exist yet."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "launcher.backends.disk", str(path)],
+        [sys.executable, "-P", "-m", "launcher.backends.disk", str(path)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ QOS_COLUMNS = (
     "Name,GraceTime,Preempt,PreemptMode,PreemptExemptTime,Flags,MaxWall,GrpTRES,MaxTRES,MaxTRESPU,MaxTRESPA,"
     "MaxJobsPU,MaxSubmitPU"
 )
-ASSOCIATION_COLUMNS = "Account,User,Partition,QOS,DefaultQOS,MaxWall,GrpTRES,MaxTRES,MaxJobs"
+ASSOCIATION_COLUMNS = "Cluster,Account,User,Partition,QOS,DefaultQOS,MaxWall,GrpTRES,MaxTRES,MaxJobs"
 NODE_COLUMNS = (
     "%N|%R|%T|%G|%c|%f"  # node, partition, state, gres, CPUs, features: a line for each partition of each node
 )

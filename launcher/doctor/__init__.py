@@ -12,7 +12,7 @@ from launcher.backends.slurm_facts import SlurmFacts
 from launcher.backends.software import Software
 from launcher.doctor import limits, local, nodes, preemption, software, storage
 from launcher.doctor.ask import Ask, wish
-from launcher.doctor.cluster import Cluster, Target, read_cluster, target
+from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.finding import Finding, error, note, ok, warning
 from launcher.host.image_reference import is_path
 from launcher.prefetch import Need
@@ -50,8 +50,7 @@ def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Fi
     found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
     found += software.slurm(facts.slurm, cluster)
     if facts.slurm.config.known:
-        place = target(cluster, profile)
-        found += [limits.no_partition(cluster, profile)] if place is None else _placed(cluster, place, profile, asked)
+        found += _placed(cluster, profile, asked)
         found.append(software.accounting(facts.slurm, cluster))
         found += software.containers(facts.slurm, facts.software, asked)
     if facts.node is not None:
@@ -60,7 +59,7 @@ def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Fi
     found += storage.run_root(facts.run_root, asked)
     found += storage.shared(facts.run_root, facts.node, asked)
     found += _belongings(facts, profile)
-    return found
+    return list(dict.fromkeys(found))  # several partitions have much in common
 
 
 def examine_local(
@@ -78,13 +77,22 @@ def _speed(run_root: Disk) -> float | None:
     return run_root.measured.bytes_per_s if run_root.measured else None
 
 
-def _placed(cluster: Cluster, place: Target, profile: Profile, asked: Ask) -> Iterator[Finding]:
-    yield from limits.access(cluster, place, profile)
-    yield from nodes.nodes(cluster, place, profile, asked)
-    yield from limits.sizes(cluster, place, asked)
-    yield from limits.time_limit(cluster, place, profile, asked)
-    yield from preemption.preemption(cluster, place, asked)
-    yield from preemption.requeue(cluster)
+def _placed(cluster: Cluster, profile: Profile, asked: Ask) -> Iterator[Finding]:
+    """What holds in each partition that the job may start in."""
+    names = partition_names(cluster, profile)
+    if not names:
+        yield limits.no_partition(cluster, None)
+    for name in names:
+        if name not in cluster.partitions:
+            yield limits.no_partition(cluster, name)
+            continue
+        place = target(cluster, profile, name)
+        yield from limits.access(cluster, place, profile)
+        yield from nodes.nodes(cluster, place, profile, asked)
+        yield from limits.sizes(cluster, place, asked)
+        yield from limits.time_limit(cluster, place, profile, asked)
+        yield from preemption.preemption(cluster, place, asked)
+        yield from preemption.requeue(cluster)
 
 
 def _belongings(facts: Facts, profile: Profile) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Pure: Slurm's texts, understood; and the one partition, QOS and association that a job of this profile would get."""
+"""Pure: Slurm's texts, understood; and the partition, QOS and association that a job of this profile would get."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def read_cluster(facts: SlurmFacts) -> Cluster:
     """Understand what was collected; texts that are missing leave empty places."""
     config = settings(facts.config.text)
     partitions = [row for row in records(facts.partitions.text) if "PartitionName" in row]
+    associations = table(facts.associations.text) if facts.associations.known else []
     reservations = [row for row in records(facts.reservations.text) if "ReservationName" in row]
     return Cluster(
         client=version(facts.version.text),
@@ -95,21 +96,21 @@ def read_cluster(facts: SlurmFacts) -> Cluster:
         partitions={row["PartitionName"]: row for row in partitions},
         nodes=_nodes(facts.nodes.text),
         qos={row["Name"]: row for row in table(facts.qos.text)} if facts.qos.known else None,
-        associations=table(facts.associations.text) if facts.associations.known else [],
+        associations=[row for row in associations if row.get("Cluster") == config.get("ClusterName")],
         reservations={row["ReservationName"]: row for row in reservations},
         enforced=frozenset(options(config.get("AccountingStorageEnforce", "").lower())),
     )
 
 
-def default_partition(cluster: Cluster) -> str | None:
-    return next((name for name, row in cluster.partitions.items() if row.get("Default") == "YES"), None)
+def partition_names(cluster: Cluster, profile: Profile) -> list[str]:
+    """Where the job may go: Slurm takes several, and starts it in the first that has room."""
+    if profile.partition:
+        return profile.partition.split(",")
+    return [name for name, row in cluster.partitions.items() if row.get("Default") == "YES"]
 
 
-def target(cluster: Cluster, profile: Profile) -> Target | None:
-    """What the profile's words select; None: there is no such partition."""
-    name = profile.partition or default_partition(cluster)
-    if name is None or name not in cluster.partitions:
-        return None
+def target(cluster: Cluster, profile: Profile, name: str) -> Target:
+    """What the profile's words select in a partition that is there."""
     partition = cluster.partitions[name]
     association = _association(cluster, profile.account, name)
     known = cluster.qos or {}

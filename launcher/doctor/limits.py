@@ -24,19 +24,19 @@ TRES_LIMITS = {
 """Column of sacctmgr -> the limit's own name."""
 
 
-def no_partition(cluster: Cluster, profile: Profile) -> Finding:
-    """Why `target` found none."""
+def no_partition(cluster: Cluster, name: str | None) -> Finding:
+    """What is wrong with the name, or with there being none."""
     names = sorted(cluster.partitions)
     known = ", ".join(names) or "none that you may see"
-    if profile.partition is None:
+    if name is None:
         return error(
             "partition",
             f"the profile names none and the cluster has no default; there are: {known}",
             "set partition: in the profile",
         )
-    close = difflib.get_close_matches(profile.partition, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else "set partition: in the profile to one of these"
-    return error("partition", f"there is none called {profile.partition}; there are: {known}", hint)
+    return error("partition", f"there is none called {name}; there are: {known}", hint)
 
 
 def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Finding]:

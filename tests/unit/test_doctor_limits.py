@@ -24,6 +24,15 @@ def test_no_partition_and_no_default():
     assert "the cluster has no default; there are: gpu" in problem.text
 
 
+def test_each_of_several_partitions_is_looked_at():
+    several = {"partition": "low,high,hgih"}
+    assert said(found("22.05-partition", "partition", **several)) == (
+        "ok: low\nok: high\nerror: there is none called hgih; there are: high, low"
+    )
+    assert len(found("22.05-partition", "preemption", **several)) == 2
+    assert len(found("22.05-partition", "dead node", **several)) == 1
+
+
 def test_the_default_partition_is_said():
     assert said(found("22.05-partition", "partition")) == "ok: low, the default of the cluster"
 
@@ -161,12 +170,18 @@ def test_the_notice_at_the_end_must_leave_time_to_work():
 def test_an_account_of_ones_own_choice_selects_its_association():
     texts = slurm(
         "22.05-qos",
-        associations="Account|User|Partition|QOS|Def QOS\n"
-        "a|ada||normal|normal\nb|ada|high|burst|burst\nb|ada||normal|normal\n",
+        associations="Cluster|Account|User|Partition|QOS|Def QOS\n"
+        "old|z|ada||urgent|urgent\n"  # the database serves another cluster too
+        "lab|a|ada||normal|normal\nlab|b|ada|high|burst|burst\nlab|b|ada||normal|normal\n",
     )
     cluster = read_cluster(texts)
     names = [
-        target(cluster, profile(**values)).qos_name
-        for values in ({}, {"account": "b"}, {"account": "b", "partition": "high"}, {"account": "b", "qos": "urgent"})
+        target(cluster, profile(**values), partition).qos_name
+        for partition, values in (
+            ("low", {}),
+            ("low", {"account": "b"}),
+            ("high", {"account": "b"}),
+            ("high", {"account": "b", "qos": "urgent"}),
+        )
     ]
     assert names == ["normal", "normal", "burst", "urgent"]
