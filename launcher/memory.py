@@ -1,8 +1,8 @@
 """Pure: how much GPU memory a rank needs and how large a checkpoint is, by formula.
 
 Estimates for planning: each term says how it was computed, so that a surprising one can be checked by hand. What a
-layer keeps for its backward pass follows arXiv 2205.05198, counted for this model's layers (SwiGLU, grouped queries,
-no dropout, attention that never holds the scores).
+layer keeps for its backward pass is counted as in arXiv 2205.05198, for our layers (SwiGLU, grouped queries, no
+dropout, attention that never holds the scores, no fused kernels: fusion needs less).
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _adam(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
 
 
 def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
-    """A layer keeps inputs and outputs of its two norms; queries, keys and values and what came of them; and of the
-    feed-forward network the gate, the value, the activated gate and the product."""
+    """A layer keeps of its two norms the input, normalised and scaled; queries, keys and values and, unless recomputed,
+    what attention makes of them; of the feed-forward network its first output, gate, value and their product."""
     model, size, recompute = config.model, WEIGHT_BYTES[config.model.dtype], config.training.recompute
     tokens = _tokens(config, sizes)
     kept = _kept(model, sizes, recompute)
@@ -203,10 +203,10 @@ def _kept(model: Model, sizes: Sizes, recompute: str) -> int:
     attention = (2 if recompute == "selective" else 3) * heads * head + 2 * groups * head
     if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
         routed = model.experts_per_token
-        feed_forward = routed * (2 * model.hidden_size + 4 * model.expert_ffn_hidden_size // sizes.tp)
+        feed_forward = routed * (2 * model.hidden_size + 5 * model.expert_ffn_hidden_size // sizes.tp)
     else:
-        feed_forward = 4 * model.ffn_hidden_size // sizes.tp
-    return 4 * model.hidden_size // split + attention // sizes.tp + feed_forward
+        feed_forward = 5 * model.ffn_hidden_size // sizes.tp
+    return 6 * model.hidden_size // split + attention // sizes.tp + feed_forward
 
 
 def _logits(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
