@@ -109,20 +109,24 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
-    of_the_hub = not Path(path).is_dir()
-    if of_the_hub and not is_hub_name(path):
-        raise ValueError(f"tokenizer.path {path}: no such directory; give one that holds tokenizer.json")
     try:
-        # Imported here because it takes seconds, and a character tokenizer must not need it installed.
+        # Imported here because they take seconds, and a character tokenizer must not need them installed.
+        from huggingface_hub import snapshot_download
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError(f"tokenizer.type huggingface needs `pip install mrl[huggingface]`: {error}") from error
-    try:
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
-    except (OSError, ValueError) as error:
-        if of_the_hub:
+    folder = Path(path)
+    if not folder.is_dir():
+        if not is_hub_name(path):
+            raise ValueError(f"tokenizer.path {path}: no such directory; give one that holds tokenizer.json")
+        try:
+            folder = Path(snapshot_download(path, local_files_only=True))
+        except (OSError, ValueError) as error:
             raise ValueError(
-                f"tokenizer.path {path}: no such directory, and no tokenizer of that name in the Hugging Face cache; "
-                f"`mrl prefetch RECIPE` fetches it where there is internet: {error}"
+                f"tokenizer.path {path}: no such directory, and nothing of that name in the Hugging Face cache; "
+                "`mrl prefetch RECIPE` fetches it where there is internet"
             ) from error
+    try:
+        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error

@@ -21,7 +21,6 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.config import PositiveFloat, PositiveInt, Section, is_hub_name
 from megatron_rl.environments.math_format import FORMATS
 from megatron_rl.environments.math_problems import DataSet, Question, distinct, normalised, read_questions
-from megatron_rl.environments.verifier import Verifier
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.tokenizer import Tokenizer
 
@@ -79,6 +78,8 @@ class MathEnvironment(RewardOnlyAgent):
     Config = MathConfig
 
     def __init__(self, config: MathConfig, tokenizer: Tokenizer) -> None:
+        from megatron_rl.environments.verifier import Verifier  # the launcher checks a recipe without it
+
         super().__init__(config, tokenizer)
         self._format = FORMATS[config.answer_format]
         chat = config.chat == "auto" and tokenizer.chat("") is not None

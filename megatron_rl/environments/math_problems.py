@@ -89,6 +89,7 @@ def _rows(source: DataSet) -> Iterator[tuple[Any, Any]]:
         import pyarrow
     except ImportError as error:
         raise ValueError(f"environment math needs `pip install mrl[math]`: {error}") from error
+    datasets.disable_progress_bars()  # a rank's log is no terminal
     try:
         data = _load(source)
         paths = source.question, source.answer

@@ -142,3 +142,27 @@ def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own
     assert response.rewards == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert [request.prompt_tokens[0] for request in engine.requests] == [4, 5, 6]
     assert len({request.key for request in engine.requests}) == 3
+
+
+class ScoredElsewhere(Scored):
+    """Waits for its scores, as for another process; knows how many it waits for at once."""
+
+    waiting = most = 0
+
+    async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0.01)
+        self.waiting -= 1
+        return super().get_reward(response, golden, finish_reason)
+
+
+def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
+    def score(text: str) -> float:
+        return float("nan") if text == "3" else float(text)
+
+    agent = ScoredElsewhere(score)
+    group = rollout_group(agent, Scripted(["1", "2", "3", "4"]), 4)
+    assert agent.most == 4
+    assert [(rollout.text, rollout.reward) for rollout in group.rollouts] == [("1", 1.0), ("2", 2.0), ("4", 4.0)]
+    assert group.failures == {"get_reward: ValueError: the reward is nan": 1}

@@ -1,5 +1,6 @@
 """Tokenizers: characters for tiny models, Hugging Face's for real ones, behind one interface."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,30 @@ def test_folder_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"tokenizer.path .*: not a Hugging Face tokenizer"):
         build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+
+
+def test_a_chat_template_asks_as_a_user_and_its_absence_is_said(hugging_face_folder: Path, tmp_path: Path) -> None:
+    assert characters().chat("1+1=") is None
+    assert build_tokenizer(TokenizerConfig(path=str(hugging_face_folder))).chat("one") is None
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hugging_face_folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    assert build_tokenizer(TokenizerConfig(path=str(tmp_path))).chat("one and two") == "[user] one and two [assistant]"
+
+
+def test_a_name_of_the_hub_is_looked_for_in_its_cache(
+    hugging_face_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `mrl prefetch` leaves it; nothing is fetched."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"tokenizer.path owner/words: no such directory, and nothing of that name"):
+        build_tokenizer(TokenizerConfig(path="owner/words"))
+    repository = tmp_path / "models--owner--words"
+    shutil.copytree(hugging_face_folder, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    assert build_tokenizer(TokenizerConfig(path="owner/words")).encode("one and two") == [3, 4, 5]
