@@ -35,7 +35,10 @@ class Located:
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
-class _Loader(yaml.SafeLoader):
+_Fastest = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with libyaml
+
+
+class _Loader(_Fastest):  # type: ignore[valid-type, misc]
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

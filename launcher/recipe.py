@@ -23,6 +23,8 @@ from launcher.located_yaml import Located, YamlProblems, read
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # written in C where PyYAML was built with libyaml
+
 _FREE_FORM = ("environment", "args")
 """Keys below this section belong to the environment, so RunConfig does not know them."""
 
@@ -96,9 +98,9 @@ def asked_text(recipe: Recipe) -> str:
 def dump_resolved(config: RunConfig) -> str:
     """resolved.yaml: the recipe with every default written out; reads back as the same RunConfig."""
     head = "# Every value of this run, defaults included. Written by mrl-submit; the ranks read this file.\n"
-    text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(config.model_dump(), Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
     if set(text) & set("\x85\u2028\u2029"):  # line breaks to YAML, which PyYAML writes raw and reads back as others
-        text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+        text = yaml.dump(config.model_dump(), Dumper=_DUMPER, sort_keys=False)
     return head + text
 
 
@@ -141,7 +143,7 @@ def _locator(file: str, document: Located, overrides: Sequence[_Override]) -> Lo
 
 
 def _parse_overrides(texts: Sequence[str]) -> list[_Override]:
-    known = known_keys(RunConfig.model_json_schema())
+    known = known_keys(RunConfig.model_json_schema()) if texts else {}  # slow to make
     parsed, problems = [], []
     for text in texts:
         key, equals, value = text.partition("=")

@@ -69,7 +69,8 @@ def render(job: Job) -> str:
     Raises:
         BadInput: something cannot be written into a script, such as a path with a line break.
     """
-    _refuse_unspeakable(job)
+    documents = _documents(job)
+    _refuse_unspeakable(job, documents)
     config, profile = job.recipe.config, job.profile
     container = profile.container
     reference = config.image.reference or (container and container.image)
@@ -93,7 +94,7 @@ def render(job: Job) -> str:
             replicas=Shell(" ".join(step.name for step in job.plan.steps if step.replica is not None)),
             max_restarts=MAX_REPLICA_RESTARTS,
             steps=list(_steps(job)),
-            documents=[(Shell(name), Shell(text)) for name, text in _documents(job).items()],
+            documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
         )
     )
 
@@ -273,7 +274,7 @@ def _documents(job: Job) -> dict[str, str]:
     }
 
 
-def _refuse_unspeakable(job: Job) -> None:
+def _refuse_unspeakable(job: Job, documents: dict[str, str]) -> None:
     problems = []
     if job.profile.container is not None:
         for path in (job.profile.run_root, str(job.run_dir)):
@@ -282,7 +283,7 @@ def _refuse_unspeakable(job: Job) -> None:
     for path in (str(job.run_dir), str(job.installed), job.profile.run_root):
         if not path.isprintable():
             problems.append(f"{path!r}: a path with a line break or control character cannot stand in a script")
-    for name, text in _documents(job).items():
+    for name, text in documents.items():
         if f"{name}_ends_here" in text.splitlines():
             problems.append(f"{name}_ends_here: the recipe must not hold this line: it ends a part of the script")
     if problems:

@@ -39,10 +39,7 @@ class Draft:
     """What the user should know and does not stop the job."""
     obstacles: tuple[str, ...]
     """What a submission is refused for; a dry run shows them."""
-
-    @property
-    def script(self) -> str:
-        return render(self.job)
+    script: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +75,7 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         installed=Path(launcher_file).absolute().parents[1],
         version=version("mrl"),
     )
-    render(job)  # refuses what cannot stand in a script
-    return Draft(job, tuple(_notes(job, update_code)), tuple(_obstacles(job)))
+    return Draft(job, tuple(_notes(job, update_code)), tuple(_obstacles(job)), render(job))
 
 
 def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, Any]]:

@@ -8,15 +8,12 @@ from typing import Any
 
 import click
 
-from launcher.backends.slurm_state import read_jobs
 from launcher.cli.launch import Asked, Planned
 from launcher.errors import BadInput
 from launcher.placement import Plan
 from launcher.preparation import check
 from launcher.profiles import Profile
-from launcher.runs import find
 from launcher.script import Job
-from launcher.standing import job_id_of
 from launcher.submission import Draft, Submission, default_root, draft, estimate, submit
 from launcher.sweep import chains
 from megatron_rl.run_dir import EXIT_FINISHED
@@ -62,6 +59,10 @@ def _draft(planned: Planned, profile: Profile, update_code: bool) -> Draft:
 
 def _job_to_wait_for(text: str) -> str:
     """The job id that --after means, known to Slurm: it takes a dependency on a job that never was for fulfilled."""
+    from launcher.backends.slurm_state import read_jobs
+    from launcher.runs import find
+    from launcher.standing import job_id_of
+
     job_id = text if text.isdigit() else job_id_of(find(text))
     if job_id is None:
         raise BadInput(f"--after {text}: is a local run, which Slurm cannot wait for")

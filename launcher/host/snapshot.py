@@ -10,14 +10,12 @@ Of a git work tree: tracked files as they are on disk, and untracked files that 
 else: every file. Never byte code, virtual environments and run directories.
 """
 
-import ctypes
 import errno
 import os
 import re
 import shutil
 import socket
 import time
-import uuid
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
@@ -106,7 +104,7 @@ def update(sources: List[Source], target: Path) -> Dict[str, Any]:
     number = _newest(target) + 1
     while not _publish(sources, target, number):
         number += 1
-    fresh = str(target) + ".{}".format(uuid.uuid4().hex[:8])
+    fresh = str(target) + ".{}".format(os.urandom(4).hex())
     os.symlink(_numbered(target, number).name, fresh)
     os.replace(fresh, str(target))
     return dict(_record_of(_numbered(target, number)) or {})
@@ -151,7 +149,7 @@ def _publish(sources: List[Source], target: Path, number: int) -> bool:
     """Whether the snapshot of this number is ours; False: somebody else's is there, whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target)
-    building = "{}.{}.{}.tmp".format(_building(target), os.getpid(), uuid.uuid4().hex[:8])
+    building = "{}.{}.{}.tmp".format(_building(target), os.getpid(), os.urandom(4).hex())
     try:
         os.mkdir(building)
         _fill(sources, building, number)
@@ -249,6 +247,8 @@ def _copy(source: str, goal: str) -> None:
 
 def _flush(folder: str) -> None:
     """Have the file system that holds `folder` write out everything: one call instead of one fsync per file."""
+    import ctypes  # slow, and a dry run gets no further than `plan_sources`
+
     syncfs = getattr(ctypes.CDLL(None), "syncfs", None)
     if syncfs is None:
         os.sync()

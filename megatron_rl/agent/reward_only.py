@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from abc import abstractmethod
@@ -56,6 +55,8 @@ class RewardOnlyAgent(Environment):
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         """All problems are handed to the engine at once; it decides how many it answers together."""
+        import asyncio  # slow, and the launcher imports this module to check a recipe
+
         answered = await asyncio.gather(
             *(
                 self._answer(
@@ -80,6 +81,8 @@ class RewardOnlyAgent(Environment):
             self._score(problem, self.tokenizer.decode(completion.tokens), completion) for completion in completions
         ]
         if iscoroutinefunction(self.get_reward):
+            import asyncio  # as above
+
             results = await asyncio.gather(*scored)
         else:
             results = [await score for score in scored]  # nothing to wait for: no task for each
