@@ -174,3 +174,13 @@ def test_with_one_step_for_all_parameters_it_would_not(
     expected = undisturbed(platform, tmp_path, distributed=True)
     monkeypatch.setattr(optimizer_module, "unshare_step", lambda adam: None)
     assert not equal(resumed(platform, tmp_path, distributed=True), expected)
+
+
+@pytest.mark.parametrize(("in_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_gradients_of_a_bf16_model_are_summed_as_the_recipe_says(
+    platform: Any, group: Any, in_fp32: bool, dtype: torch.dtype
+) -> None:
+    model = tiny_model(dtype="bf16")
+    policy = tiny_policy(platform, model)
+    PolicyOptimizer(policy, model, Optimizer(learning_rate=1e-3, grad_reduce_in_fp32=in_fp32), 4)
+    assert {weight.main_grad.dtype for weight in policy.parameters()} == {dtype}

@@ -6,11 +6,14 @@ ours: two records that must agree.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from launcher.cli.main import main
 from launcher.recipe import load_recipe, shipped_recipes
 from megatron_rl.agent.registry import environment_class, required_datasets
 from megatron_rl.config import RunConfig
@@ -148,3 +151,27 @@ def test_dapos_problems_are_trained_on_and_aime_2024_is_only_evaluated(name: str
 def test_a_model_that_was_taught_to_talk_is_talked_to() -> None:
     base = {"qwen2.5-3b-dapo", "qwen2.5-math-7b-dapo", *HEADLINE}
     assert {name for name in TRAINING if recipe(name).environment.args["chat"] == "never"} == base
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_recipe_that_does_not_fit_into_80_gib_says_so(name: str) -> None:
+    """As `mrl plan` estimates it: the layout is the table's, and not all of those fit here."""
+    result = CliRunner().invoke(main, ["plan", name, "--json"])
+    assert result.exit_code == 0, result.output
+    largest = max(part["bytes"] for part in json.loads(result.stdout)["memory"])
+    warned = "GB a GPU" in load_recipe(name).text
+    assert warned == (largest > 80 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3-4b-dapo", ["placement.training.tp=4"]),
+        ("qwen3-8b-dapo", ["placement.training.tp=4"]),
+        ("qwen3-32b-dapo", ["placement.training.tp=8", "job.nodes=4"]),
+    ],
+)
+def test_the_layout_that_such_a_recipe_names_does_fit(name: str, overrides: list[str]) -> None:
+    result = CliRunner().invoke(main, ["plan", name, *overrides, "--json"])
+    assert result.exit_code == 0, result.output
+    assert all(part["bytes"] < 80 * 2**30 for part in json.loads(result.stdout)["memory"])
