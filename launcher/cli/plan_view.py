@@ -14,9 +14,12 @@ from rich.text import Text
 
 from launcher.placement import Plan, Rank
 from megatron_rl.config import RunConfig
+from megatron_rl.supported import not_yet
 
 FOLD = 8
 """Equal rows in a run beyond which most are left out."""
+TIGHT = 0.95
+"""Part of a GPU's memory beyond which an estimate is no promise."""
 MARGIN = 11
 """Columns before the first GPU."""
 STYLES = {"training": ("cyan", "blue"), "colocated": ("cyan", "blue"), "inference": ("green", "yellow")}
@@ -51,7 +54,7 @@ def show(config: RunConfig, plan: Plan, record: dict[str, Any], cluster: str) ->
     for memory in record["memory"]:
         console.print()
         console.print(_memory(config, plan, memory))
-    for warning in warnings(record):
+    for warning in (*warnings(record), *not_yet(config)):
         console.print(Text(f"warning: {warning}", style="bold yellow"))
 
 
@@ -212,12 +215,14 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
 
 
 def warnings(record: dict[str, Any]) -> Iterator[str]:
-    """What the plan should not go unsaid about."""
+    """Where the memory that is needed comes close to what there is."""
     for memory in record["memory"]:
-        if memory["gpu_bytes"] and memory["bytes"] > memory["gpu_bytes"]:
+        needed, limit = memory["bytes"], memory["gpu_bytes"]
+        if limit and needed > TIGHT * limit:
+            verdict = f"and has {size(limit)}" if needed > limit else f"of {size(limit)}, too close for an estimate"
             largest = max(memory["terms"], key=lambda term: term["bytes"])
             yield (
-                f"one {memory['role']} GPU needs about {size(memory['bytes'])} and has {size(memory['gpu_bytes'])}; "
+                f"one {memory['role']} GPU needs about {size(needed)} {verdict}; "
                 f"the largest term is {largest['name']}: {CURES[largest['name']]}"
             )
 
@@ -227,8 +232,8 @@ CURES = {
     "gradients": "raise tp or pp",
     "optimizer": "raise tp or pp, or use more nodes (optimizer.distributed)",
     "reference": "set grpo.kl_beta to 0, or raise tp",
-    "activations": "lower training.tokens_per_microbatch, or set training.recompute",
-    "logits": "lower training.tokens_per_microbatch",
+    "activations": "lower training.tokens_per_microbatch and training.sequence_length, or set training.recompute: full",
+    "logits": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp",
     "inference weights": "give placement.inference the sizes of placement.training",
     "KV cache": "lower inference.max_batch or training.sequence_length",
     "prefill": "lower inference.prefill_tokens",

@@ -17,6 +17,7 @@ from launcher.plan import batch, make_plan, plan_json
 from launcher.profiles import load_clusters
 from launcher.recipe import load_recipe
 from megatron_rl.config import Job, Placement
+from megatron_rl.supported import not_yet
 
 RECIPE = "qwen2.5-32b-dapo"
 
@@ -104,7 +105,15 @@ def test_what_does_not_fit_is_warned_about_with_the_way_out():
     assert result.exit_code == 0
     assert "the largest term is KV cache" in " ".join(result.output.split())
     record = json.loads(mrl_plan(RECIPE, "--cluster", "h100", "inference.max_batch=256", "--json").output)
-    assert len(list(warnings(record))) == 1
+    (warning,) = warnings(record)
+    assert warning.startswith("one colocated GPU needs about")
+    assert list(warnings(json.loads(mrl_plan("demo", "--json").output))) == []
+
+
+def test_what_the_ranks_cannot_do_yet_is_said():
+    config = load_recipe(RECIPE).config
+    said = " ".join(mrl_plan(RECIPE).output.split())
+    assert all(f"warning: {sentence}" in said for sentence in not_yet(config))
 
 
 def test_the_json_has_one_row_a_gpu():
