@@ -1,0 +1,102 @@
+"""The image of the ranks: pins that fit the package, scripts that leave nothing half built. What an image is built of
+cannot be fetched here, so srun and unsquashfs are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+CONTAINERS = ROOT / "containers"
+SCRIPTS = sorted([*CONTAINERS.glob("*.sh"), *CONTAINERS.glob("*.sbatch")])
+OF_THE_IMAGE = {"torch", "numpy", "psutil", "tensorboard"}  # and what mrl's own launcher needs, which has no pins
+
+
+def pins() -> dict[str, str]:
+    lines = (CONTAINERS / "constraints.txt").read_text().splitlines()
+    found = [re.match(r"^([A-Za-z0-9_.-]+)==(\S+)", line) for line in lines]
+    return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
+
+
+def asked_for() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return [Requirement(text) for extra in ("train", "huggingface", "math", "prefetch") for text in extras[extra]]
+
+
+def test_every_library_is_pinned_within_the_ranges_of_the_package_or_comes_with_the_image():
+    for requirement in asked_for():
+        if requirement.name not in OF_THE_IMAGE:
+            assert requirement.specifier.contains(pins()[requirement.name]), requirement
+
+
+def test_nothing_that_the_image_built_is_pinned():
+    assert not OF_THE_IMAGE & set(pins())
+    assert not {"transformer-engine", "apex", "flash-attn"} & set(pins())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_scripts_are_sound(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True)
+
+
+def test_the_dockerfile_copies_what_is_there():
+    text = (CONTAINERS / "Dockerfile").read_text()
+    copied = re.search(r"^COPY (.*) /opt/mrl/$", text, re.M)
+    assert copied
+    assert {name for name in copied[1].split() if (ROOT / name).exists()} == set(copied[1].split()) - {"dist/mrl-*.whl"}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Runs build.sbatch; `srun` is the script of the stand-in that has the path to save to in $SAVE."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "dist").mkdir()
+
+    def run(srun: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        tools = {
+            "srun": f'#!/bin/bash\nfor a; do [[ $a != --container-save=* ]] || SAVE=${{a#*=}}; done\necho "$@"\n{srun}',
+            "unsquashfs": '#!/bin/bash\ngrep -q whole "${@: -1}"\n',
+        }
+        for name, text in tools.items():
+            (tmp_path / "bin" / name).write_text(text)
+            (tmp_path / "bin" / name).chmod(0o755)
+        env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **environment}
+        command = ["bash", str(CONTAINERS / "build.sbatch")]
+        return subprocess.run(command, env={**env, "SLURM_JOB_ID": "7"}, capture_output=True, text=True, timeout=30)
+
+    return run
+
+
+def test_an_image_is_built_under_another_name_and_appears_whole(build, tmp_path):
+    (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
+    image = tmp_path / "mrl.sqsh"
+    built = build('echo whole >"$SAVE"', IMAGE=str(image))
+    assert built.returncode == 0, built.stderr
+    assert "--container-image=nvcr.io#nvidia/pytorch:25.06-py3" in built.stdout
+    assert "install.sh /opt/checkout/dist/mrl-0.1.0-py3-none-any.whl" in built.stdout
+    assert [path.name for path in tmp_path.glob("*.sqsh")] == ["mrl.sqsh"]
+    again = build('echo whole >"$SAVE"', IMAGE=str(image))
+    assert again.returncode != 0
+    assert "images are never changed" in again.stderr
+
+
+@pytest.mark.parametrize("srun", ['echo ha >"$SAVE"', 'echo whole >"$SAVE"; exit 3', "exit 1"])
+def test_a_build_that_fails_leaves_no_image(build, tmp_path, srun):
+    (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()
+    assert build(srun, IMAGE=str(tmp_path / "mrl.sqsh")).returncode != 0
+    assert list(tmp_path.glob("*.sqsh")) == []
+
+
+def test_what_is_missing_is_said(build, tmp_path):
+    assert "say where the image goes" in build("").stderr
+    assert "make one first" in build("", IMAGE=str(tmp_path / "mrl.sqsh")).stderr
