@@ -40,7 +40,7 @@ if [ -n "$address" ]; then
 fi
 dev=$lab/spool/$name.dev
 mkdir -p "$dev"
-mount -t tmpfs -o mode=755 dev "$dev"
+mount -t tmpfs -o mode=755,size=16g dev "$dev" # /dev/shm of a node with eight GPUs
 cp -a "$lab/dev/." "$dev"
 mount --rbind /dev/pts "$dev/pts"
 mount --rbind "$dev" /dev

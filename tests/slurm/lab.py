@@ -164,6 +164,10 @@ class Cluster:
         records = self.directory / "containers.jsonl"
         return [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
 
+    def jobs(self) -> set[str]:
+        """Ids of the jobs that Slurm remembers."""
+        return set(self.run("squeue", "--noheader", "--states=all", "--format=%A").split())
+
     def wait_until_up(self, *names: str, limit: float = SECONDS_UP) -> None:
         """Until jobs can start there, or do."""
 
@@ -276,6 +280,13 @@ def _listens(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def make_image(file: Path, **environment: str) -> None:
+    """A container image as the stand-in for pyxis takes it: a squashfs file's header, then the image's environment."""
+    superblock = b"hsqs".ljust(48, b"\0")  # says that it needs 0 bytes, so it is not cut short
+    lines = "".join(f"{name}={value}\n" for name, value in environment.items())
+    file.write_bytes(superblock + b"\n" + lines.encode())
 
 
 def _free_ports(count: int) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab import HERE, Cluster, wait_until
+from lab import HERE, Cluster, make_image, wait_until
 
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines
 
@@ -31,7 +31,7 @@ class Login:
         self.jobs: list[str] = []
         home.mkdir(parents=True, exist_ok=True)
         self.image = home / "pytorch.sqsh"
-        self.image.write_text("PYTORCH_VERSION=2.8\nHF_HOME=/of/the/image\n")
+        make_image(self.image, PYTORCH_VERSION="2.8", HF_HOME="/of/the/image")
         profile = {"partition": "low", "gpus_per_node": 8, "container": None, "run_root": str(share)}
         container = {"image": str(self.image), "mounts": [f"{HERE}:{HERE}:ro"]}
         self.profiles: dict[str, dict[str, Any]] = {

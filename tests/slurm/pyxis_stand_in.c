@@ -2,8 +2,8 @@
  * task on the host with the environment a container would give it. Each step leaves one JSON line a node in
  * DIRECTORY/containers.jsonl. Loaded by plugstack.conf: required pyxis_stand_in.so DIRECTORY
  *
- * An image is a text file of NAME=value lines, the environment that the image sets. An image without a path is taken
- * to be in a registry that has everything. A container has no Slurm in it: its tasks do not find the controller. */
+ * An image file has, after the header of a squashfs, NAME=value lines: the environment that the image sets.
+ * An image without a path is taken to be in a registry that has everything. A container has no Slurm in it: its tasks do not find the controller. */
 #include <errno.h>
 #include <limits.h>
 #include <slurm/spank.h>

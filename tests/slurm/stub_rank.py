@@ -6,6 +6,7 @@
 Each process writes what it saw to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a JSON object in the job's environment:
     steps, seconds   how many training steps of how many seconds (5 of 0.05)
     crash_at         step at which rank 1 crashes
+    killed_at        step at which the kernel kills rank 1
     replica_dies     replica that dies at its first start
 """
 
@@ -17,7 +18,7 @@ import sys
 import time
 
 from megatron_rl import run_dir as run_dir_module
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_json
+from megatron_rl.run_dir import RunDir, append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-m", dest="module")
@@ -29,29 +30,55 @@ asked = {"steps": 5, "seconds": 0.05, **json.loads(os.environ.get("MRL_STUB", "{
 run = RunDir(options.run_dir)
 attempt = run.attempt(options.attempt)
 rank = int(os.environ["SLURM_PROCID"])
-told_to_leave = []
+told = []
 
 
 def train():
-    """Rank 0 records the steps and the outcome; the others leave after it, as after a barrier."""
-    signal.signal(signal.SIGUSR1, lambda *_: told_to_leave.append(True))
-    if rank != 0:
-        while not attempt.outcome.exists():
-            if asked.get("crash_at") == len(read_json_lines(run.metrics)):
-                error = {"rank": rank, "host": os.uname().nodename, "step": asked["crash_at"], "phase": "training"}
-                write_json(attempt.error(rank), dict(error, error="RuntimeError: boom", traceback="", exit_code=1))
-                sys.exit(1)
-            time.sleep(0.05)
-        sys.exit(0)
+    """Rank 0 records the steps and the outcome; the others leave after it, as after a barrier. One rank that is told
+    to leave tells all; without an answer from each there is no outcome, as after a collective with a dead peer."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda *_: told.append(True))
     step = len(read_json_lines(run.metrics))
-    while step < asked["steps"] and not told_to_leave:
-        step += 1
-        write_json(attempt.progress, {"phase": "training", "step": step, "steps": asked["steps"]})
-        append_json_line(run.metrics, {"step": step, "mean_reward": step / asked["steps"], "attempt": attempt.number})
+    while step < asked["steps"] and not attempt.outcome.exists():
+        if told:
+            (attempt.folder / "leave").touch()
+        if (attempt.folder / "leave").exists():
+            (attempt.folder / f"leave.{rank}").touch()
+        elif rank == 0:
+            step += 1
+            write_json(attempt.progress, {"phase": "training", "step": step, "steps": asked["steps"]})
+            line = {"step": step, "mean_reward": step / asked["steps"], "attempt": attempt.number}
+            append_json_line(run.metrics, line)
+        else:
+            step = len(read_json_lines(run.metrics))
+            fail_as_asked(step)
+        if rank == 0 and len(list(attempt.folder.glob("leave.*"))) == int(os.environ["SLURM_NTASKS"]):
+            write_json(attempt.outcome, {"outcome": "drained", "step": step})
         time.sleep(asked["seconds"])
-    outcome = "drained" if told_to_leave else "finished"
-    write_json(attempt.outcome, {"outcome": outcome, "step": step})
-    sys.exit(75 if told_to_leave else 0)
+    if rank == 0 and not attempt.outcome.exists():
+        write_json(attempt.outcome, {"outcome": "finished", "step": step})
+    while not attempt.outcome.exists():
+        time.sleep(0.05)
+    sys.exit(75 if read_json(attempt.outcome)["outcome"] == "drained" else 0)
+
+
+def fail_as_asked(step):
+    if step == asked.get("killed_at"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == asked.get("crash_at"):
+        error = {"rank": rank, "host": os.uname().nodename, "step": step, "phase": "training"}
+        write_json(attempt.error(rank), dict(error, error="RuntimeError: boom", traceback="", exit_code=1))
+        sys.exit(1)
+
+
+def reduce():
+    """Rank 0 says that all who came are well."""
+    size = int(os.environ["SLURM_NTASKS"])
+    while rank == 0 and len(list(seen.parent.glob("fabric.*.json"))) < size:
+        time.sleep(0.05)
+    if rank == 0:
+        hosts = {read_json(file)["host"] for file in seen.parent.glob("fabric.*.json")}
+        write_json(attempt.fabric, {"hosts": sorted(hosts), "bad": {}})
 
 
 def serve():
@@ -68,4 +95,4 @@ seen = attempt.folder / "seen" / "{}.{}.json".format(os.environ["MRL_STEP"], ran
 seen.parent.mkdir(exist_ok=True)
 what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": run_dir_module.__file__}
 write_json(seen, dict(what, replica=options.replica, environment=dict(os.environ)))
-{"megatron_rl.train_rl": train, "megatron_rl.server.inference": serve}.get(options.module, lambda: None)()
+{"megatron_rl.train_rl": train, "megatron_rl.server.inference": serve, "megatron_rl.health": reduce}[options.module]()

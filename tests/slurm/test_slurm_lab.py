@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import HERE, Cluster, LabError, wait_until
+from lab import HERE, Cluster, LabError, make_image, wait_until
 
 
 def test_a_job_has_its_nodes_and_gpus(lab: Cluster) -> None:
@@ -77,7 +77,7 @@ def processes_of(directory: Path) -> list[str]:
 
 def test_a_container_step_sees_its_image_and_is_recorded(lab: Cluster, tmp_path: Path) -> None:
     image = tmp_path / "image.sqsh"
-    image.write_text("FROM_IMAGE=image\nBOTH=image\nKEPT=image\nPYTORCH_VERSION=2.8\n")
+    make_image(image, FROM_IMAGE="image", BOTH="image", KEPT="image", PYTORCH_VERSION="2.8")
     options = [f"--container-image={image}", "--container-workdir=/usr", "--container-env=KEPT"]
     show = "echo $PWD $FROM_IMAGE $BOTH $KEPT $LOCAL_RANK"
     answer = lab.run("srun", *options, "--no-container-mount-home", "sh", "-c", show, BOTH="host", KEPT="host")

@@ -77,10 +77,10 @@ def test_a_job_waits_for_another(login: Login) -> None:
 
 
 def test_slurm_says_when_it_would_start_and_takes_nothing(login: Login) -> None:
-    before = login.lab.run("squeue", "--noheader", "--states=all", "--format=%A").split()
+    before = login.lab.jobs()
     done = login.call("mrl-submit", *DEMO, "--test-only")
     assert "would start" in done.stdout
-    assert login.lab.run("squeue", "--noheader", "--states=all", "--format=%A").split() == before
+    assert login.lab.jobs() == before
     assert not login.share.exists() or not list(login.share.rglob("resolved.yaml"))
 
 

@@ -1,0 +1,57 @@
+"""A job that is told to leave saves, leaves, and comes back where it was: preemption, time limit, requeue."""
+
+from __future__ import annotations
+
+from lab import wait_until
+from login import SECONDS, Login, Run
+
+DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
+
+
+def assert_no_gap(run: Run) -> None:
+    assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+
+
+def test_a_preempted_run_goes_on_where_it_was(login: Login) -> None:
+    login.profiles["stub"]["sbatch"] = ["--nodelist=node[09-10]"]
+    run = login.submit(*DEMO, stub={"steps": 60, "seconds": 0.5})
+    run.wait_for_step(2)
+    options = ("--partition=high", "--nodelist=node[09-10]", "--exclusive", "--output=/dev/null")
+    urgent = login.lab.run("sbatch", "--parsable", *options, "--wrap=sleep 1000").strip()
+    login.jobs.append(urgent)
+    run.wait("PENDING")
+    assert run.ends() == [("drained", "preempted")]
+    assert_no_gap(run)
+    login.lab.run("scancel", urgent)
+    steps = len(run.metrics())
+    run.wait_for_step(steps + 2)
+    assert run.metrics()[-1]["attempt"] == 2
+    assert_no_gap(run)
+    assert run.field("Restarts") == "1"
+
+
+def test_a_crash_ends_the_job_and_names_the_rank(login: Login) -> None:
+    run = login.submit(*DEMO, stub={"steps": 1000, "crash_at": 3})
+    assert run.wait() == "FAILED"
+    assert run.ends() == [("crashed", None)]
+    end = run.ledger()[-1]
+    assert (end["rank"], end["error"]) == (1, "RuntimeError: boom")
+
+
+def test_a_rank_that_is_killed_is_a_crash(login: Login) -> None:
+    run = login.submit(*DEMO, stub={"steps": 1000, "killed_at": 3})
+    assert run.wait() == "FAILED"
+    assert run.ends() == [("crashed", None)]
+
+
+def test_a_job_cancelled_during_the_health_check_stays_cancelled(login: Login) -> None:
+    slow = login.home / "slow-python"  # keeps the health check busy
+    slow.write_text('#!/bin/sh\ncase "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"\n')
+    slow.chmod(0o755)
+    login.profiles["stub"]["host_python"] = str(slow)
+    run = login.submit(*DEMO)
+    wait_until("the health check begins", lambda: list(run.dir.root.glob("logs/*/health.*")), SECONDS)
+    login.lab.run("scancel", run.job)
+    assert run.wait() == "CANCELLED"
+    assert run.ends() in ([], [("stopped", "cancelled")])
+    assert run.field("Restarts") == "0"

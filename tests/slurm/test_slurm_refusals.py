@@ -1,0 +1,64 @@
+"""What Slurm or the cluster does not allow: one clear error, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from login import Login
+
+DEMO = ("demo", "--cluster", "stub")
+
+
+def refused(login: Login, *words: str | Path, **changes: str) -> str:
+    jobs = login.lab.jobs()
+    done = login.call("mrl-submit", *words, code=2, **changes)
+    assert login.lab.jobs() == jobs
+    assert "Traceback" not in done.stderr
+    assert not list(login.home.parent.rglob("resolved.yaml"))
+    assert not list(login.home.parent.rglob("job.sbatch"))
+    return done.stderr
+
+
+def test_a_partition_that_does_not_exist(login: Login) -> None:
+    login.profiles["stub"]["partition"] = "gold"
+    said = refused(login, *DEMO)
+    assert "gold" in said
+    assert "partition" in said
+    assert said.count("error") == 1
+
+
+def test_a_constraint_that_no_node_meets(login: Login) -> None:
+    login.profiles["stub"]["constraint"] = "h200"
+    said = refused(login, *DEMO)
+    assert "constraint" in said
+    assert said.count("error") == 1
+
+
+def test_a_time_limit_that_is_no_time(login: Login) -> None:
+    assert "time_limit" in refused(login, *DEMO, "job.time_limit=soon")
+
+
+def test_a_run_root_that_cannot_be_written(login: Login) -> None:
+    login.profiles["stub"]["run_root"] = "/proc/mrl"
+    assert "/proc/mrl" in refused(login, *DEMO)
+
+
+def test_no_sbatch_on_path(login: Login) -> None:
+    assert "no sbatch on PATH" in refused(login, *DEMO, PATH="/nonexistent")
+
+
+def test_a_cluster_without_a_controller(login: Login, tmp_path: Path) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(login.lab.conf.read_text().replace("\nSlurmctldPort=", "\nSlurmctldPort=1 #"))
+    said = refused(login, *DEMO, SLURM_CONF=str(conf))
+    assert said.count("error") == 1
+
+
+@pytest.mark.parametrize("value", ["$(touch /tmp/mrl-injected)", "two\nlines", 'it\'s "quoted" `id` \\ 100%'])
+def test_an_environment_value_reaches_the_ranks_literally(login: Login, value: str) -> None:
+    login.profiles["stub"]["environment"] = {"ODD": value}
+    run = login.submit(*DEMO)
+    assert run.wait() == "COMPLETED", run.log()
+    assert run.seen()["train.0"]["environment"]["ODD"] == value
+    assert not Path("/tmp/mrl-injected").exists()

@@ -1,0 +1,88 @@
+"""The script's steps: who runs where, in which container, for the shipped 64-GPU recipes as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from login import Login, Run
+
+
+def run_script_of(login: Login, *words: str | Path, stub: dict | None = None) -> Run:
+    """By the script alone: mrl-submit takes no recipe that the ranks cannot run yet, and stub ranks can."""
+    root = login.share / "run"
+    login.share.mkdir(exist_ok=True)
+    script = login.home / "job.sbatch"
+    done = login.call("mrl-submit", *words, "--cluster", "pods", "--run-dir", root, "--dry-run", "--script")
+    script.write_text(done.stdout)
+    return login.adopt(root, login.sbatch(script, stub=stub))
+
+
+def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
+    before = len(login.lab.containers())
+    run = run_script_of(login, "qwen2.5-32b-dapo")
+    assert run.wait(limit=200) == "COMPLETED", run.log()
+    assert run.ends() == [("finished", None)]
+
+    ranks = [seen for name, seen in run.seen().items() if name.startswith("train.")]
+    assert len(ranks) == 64
+    hosts = [rank["host"] for rank in ranks]
+    assert len(set(hosts)) == 8
+    assert {hosts.count(host) for host in hosts} == {8}
+    for rank in ranks:
+        environment = rank["environment"]
+        assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"  # peers stay visible to NCCL
+        assert environment["HF_HOME"] == f"{login.share}/cache/huggingface"  # not the image's
+        assert environment["MRL_STEP"] == "train"
+        assert "LANG" not in environment
+
+    steps = login.lab.containers()[before:]
+    assert {step["image"] for step in steps} == {str(login.image)}
+    for step in steps:
+        assert step["mount_home"] == "false"
+        assert "name" not in step  # unnamed: gone with the step
+        assert "writable" not in step
+        mounts = [mount.split(":")[:2] for mount in step["mounts"].split(",")]
+        assert any(source == target and run.dir.root.is_relative_to(source) for source, target in mounts)
+    assert len([step for step in steps if step["step"] == max(step["step"] for step in steps)]) == 8
+
+
+def test_a_partitioned_run_gives_every_replica_a_step_of_its_own(login: Login) -> None:
+    layout = ("placement.mode=partitioned", "job.nodes=5", "placement.inference.nodes=3", "placement.inference.tp=8")
+    run = run_script_of(login, "qwen2.5-32b-dapo", *layout, stub={"steps": 20, "seconds": 0.2, "replica_dies": 1})
+    assert run.wait(limit=200) == "COMPLETED", run.log()
+    seen = run.seen()
+    hosts = {
+        step: {rank["host"] for name, rank in seen.items() if name.rpartition(".")[0] == step}
+        for step in ("train", "infer-0", "infer-1", "infer-2")
+    }
+    assert {step: len(nodes) for step, nodes in hosts.items()} == {"train": 2, "infer-0": 1, "infer-1": 1, "infer-2": 1}
+    assert len(set.union(*hosts.values())) == 5
+    assert {rank["replica"] for name, rank in seen.items() if name.startswith("infer-2.")} == {2}
+    assert re.search(r"replica infer-1 ended; start 1 of", run.dir.batch_log.read_text())
+    assert run.ends() == [("finished", None)]  # the trainer did not notice
+    assert [line["attempt"] for line in run.metrics()] == [1] * 20
+
+
+def test_a_node_without_one_of_its_gpus_is_replaced_by_the_spare(login: Login) -> None:
+    if login.lab.isolation == "plain":
+        pytest.skip("needs a /dev for each node: root")
+    login.lab.run("srun", "--nodelist=node02", "mv", "/dev/nvidia3", "/dev/broken3")
+    try:
+        sizes = ("job.nodes=2", "job.spare_nodes=1", "placement.training.tp=8")
+        login.profiles["pods"]["sbatch"] = ["--nodelist=node[01-03]"]
+        run = run_script_of(login, "qwen2.5-32b-dapo", *sizes)
+        assert run.wait(limit=200) == "COMPLETED", run.log()
+        assert {rank["host"] for name, rank in run.seen().items() if name.startswith("train.")} == {"node01", "node03"}
+        assert "node node02 is not used" in run.dir.batch_log.read_text()
+    finally:
+        login.lab.run("srun", "--nodelist=node02", "mv", "/dev/broken3", "/dev/nvidia3")
+
+
+def test_a_missing_image_fails_before_the_ranks_start(login: Login) -> None:
+    login.profiles["pods"]["container"]["image"] = str(login.home / "none.sqsh")
+    run = run_script_of(login, "qwen2.5-32b-dapo", "job.nodes=1", "placement.training.tp=8")
+    assert run.wait() == "FAILED"
+    assert "none.sqsh" in run.dir.batch_log.read_text()
+    assert not run.seen()
