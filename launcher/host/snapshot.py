@@ -114,7 +114,7 @@ def _source(path: str, name: str, kind: str) -> Source:
     path = os.path.realpath(path)
     if not os.path.isdir(path):
         raise SnapshotError("{}: no such directory on {}".format(path, socket.gethostname()))
-    tree = tree_of(path)
+    tree = None if kind == "metadata" else tree_of(path)  # starting git takes as long as much of a dry run
     if kind == "included":
         kind = "directory" if tree is None else "git"
     return {
