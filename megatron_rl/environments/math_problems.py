@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.config import Section, is_hub_name
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 logger = logging.getLogger(__name__)
 
@@ -91,27 +91,25 @@ def _rows(source: DataSet) -> Iterator[tuple[Any, Any]]:
         raise ValueError(f"environment math needs `pip install mrl[math]`: {error}") from error
     datasets.disable_progress_bars()  # a rank's log is no terminal
     try:
-        data = _load(source)
-        paths = source.question, source.answer
-        missing = [path for path in paths if path.partition(".")[0] not in data.column_names]
-        if missing:
-            raise ValueError(f"there is no column {missing[0]!r}, only {', '.join(data.column_names)}")
-        for batch in data.with_format("arrow").iter(batch_size=BATCH):
-            yield from zip(*(_values(batch, path) for path in paths), strict=True)
+        for batch in _load(source).with_format("arrow").iter(batch_size=BATCH):
+            yield from zip(*(_values(batch, path) for path in (source.question, source.answer)), strict=True)
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
 
 
-def _load(source: DataSet) -> Dataset:
+def _load(source: DataSet) -> Dataset | IterableDataset:
+    """The data set, streamed where it is not Arrow already: `datasets` would write it anew into a cache, which all
+    ranks of all nodes would lock."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     place = _on_this_machine(source.path)
     if place.is_file():
         if place.suffix not in READERS:
             raise ValueError(f"a file ends in {', '.join(READERS)}")
-        return load_dataset(READERS[place.suffix], data_files={source.split: str(place)}, split=source.split)
+        files = {source.split: str(place)}
+        return load_dataset(READERS[place.suffix], data_files=files, split=source.split, streaming=True)
     if not any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return load_dataset(str(place), name=source.subset, split=source.split)
+        return load_dataset(str(place), name=source.subset, split=source.split, streaming=True)
     saved = load_from_disk(str(place))
     if isinstance(saved, DatasetDict):
         if source.split not in saved:
@@ -143,6 +141,8 @@ def _values(batch: Any, path: str) -> list[Any]:
     from pyarrow import compute
 
     name, *inner = path.split(".")
+    if name not in batch.column_names:
+        raise ValueError(f"there is no column {name!r}, only {', '.join(batch.column_names)}")
     column = batch[name]
     for part in inner:
         column = compute.list_element(column, int(part)) if part.isdigit() else compute.struct_field(column, part)

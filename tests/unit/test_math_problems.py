@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def in_the_hubs_cache(folder: Path) -> str:
 )
 def test_every_layout_gives_the_same_questions(tmp_path: Path, place: Callable[[Path], Path | str]) -> None:
     assert list(read_questions(DataSet(path=str(place(tmp_path))))) == QUESTIONS
+
+
+@pytest.mark.parametrize("place", [as_jsonl, as_parquet, as_arrow, as_folder_of_parquet, as_saved])
+def test_reading_writes_nothing(tmp_path: Path, own_cache: Path, place: Callable[[Path], Path]) -> None:
+    """Hundreds of ranks read at once: a cache of their own on the shared file system would be locked by each."""
+    source = DataSet(path=str(place(tmp_path)))
+    shutil.rmtree(own_cache, ignore_errors=True)  # making the data may have used it
+    assert list(read_questions(source)) == QUESTIONS
+    assert not [path for path in own_cache.rglob("*") if path.is_file()]
 
 
 def test_a_split_is_chosen(tmp_path: Path) -> None:
