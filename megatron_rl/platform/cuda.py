@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.platform import UnsupportedPlatform
 
@@ -30,6 +29,9 @@ class CudaPlatform:
         torch.cuda.synchronize(self.device)
 
     def seed(self, seed: int) -> None:
+        # Here, because the health check chooses a device too, and has no time for megatron-core.
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
 
