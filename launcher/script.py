@@ -87,7 +87,8 @@ def render(job: Job) -> str:
             prolog=[Shell(command) for command in profile.prolog],
             source=str(job.installed),
             notice=profile.signal_s,
-            cpus_per_task=profile.cpus_per_task or Shell(f"$((SLURM_CPUS_ON_NODE / {config.job.gpus_per_node}))"),
+            cpus_per_task=profile.cpus_per_task,
+            ranks_per_node=config.job.gpus_per_node,
             image={"reference": reference, "cache": f"{profile.run_root}/cache/images"} if container else None,
             container_name=container and container.name and f"pyxis_{container.name}",
             health=_health(job),
@@ -144,16 +145,19 @@ def _steps(job: Job) -> Iterator[_Step]:
     python = shlex.quote(job.profile.python or ("python3" if job.profile.container else sys.executable))
     run = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
     if _all_reduce(job):
+        limit = job.profile.all_reduce_gbps
+        slow = f" --slower-than {limit}" if limit else ""
         yield _Step(
             function=Shell("fabric"),
             name=Shell("fabric"),
             options=[
                 Shell(f'--nodes="$1" --nodelist="$2" --ntasks="$(($1 * {config.job.gpus_per_node}))"'),
                 Shell(_per_node(job, config.job.gpus_per_node)),
-                Shell('--time=10 --kill-on-bad-exit=1 --output="$logs/fabric.%t.log"'),
+                # A rank of a bad node may die: the others have to find out whose it was.
+                Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
                 *container,
             ],
-            command=Shell(f"{python} -m megatron_rl.health {run}"),
+            command=Shell(f"{python} -m megatron_rl.health {run}{slow}"),
         )
     train = next(step for step in plan.steps if step.replica is None)
     yield _Step(

@@ -230,7 +230,8 @@ def _verdict(attempt: Attempt, request: Optional[Dict[str, Any]], options: argpa
 
 
 def _ask_to_leave(attempt: Attempt, cause: str, by: str, deadline: Optional[float]) -> None:
-    write_json(attempt.drain, {"cause": cause, "by": by, "at": time.time(), "deadline": deadline})
+    if not attempt.drain.exists():  # the first cause is the cause
+        write_json(attempt.drain, {"cause": cause, "by": by, "at": time.time(), "deadline": deadline})
 
 
 COMMANDS = {
