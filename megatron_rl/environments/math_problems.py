@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import Section, is_hub_name
@@ -91,25 +92,26 @@ def _rows(source: DataSet) -> Iterator[tuple[Any, Any]]:
         raise ValueError(f"environment math needs `pip install mrl[math]`: {error}") from error
     datasets.disable_progress_bars()  # a rank's log is no terminal
     try:
-        for batch in _load(source).with_format("arrow").iter(batch_size=BATCH):
-            yield from zip(*(_values(batch, path) for path in (source.question, source.answer)), strict=True)
+        with TemporaryDirectory(prefix="mrl-datasets-") as scratch:
+            for batch in _load(source, scratch).with_format("arrow").iter(batch_size=BATCH):
+                yield from zip(*(_values(batch, path) for path in (source.question, source.answer)), strict=True)
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
 
 
-def _load(source: DataSet) -> Dataset | IterableDataset:
-    """The data set, streamed where it is not Arrow already: `datasets` would write it anew into a cache, which all
-    ranks of all nodes would lock."""
+def _load(source: DataSet, scratch: str) -> Dataset | IterableDataset:
+    """The data set, streamed where `datasets` has not saved it: else it would write it anew into its cache, on a file
+    system that all ranks share. What it locks and writes even so stays in `scratch`."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     place = _on_this_machine(source.path)
     if place.is_file():
         if place.suffix not in READERS:
             raise ValueError(f"a file ends in {', '.join(READERS)}")
-        files = {source.split: str(place)}
-        return load_dataset(READERS[place.suffix], data_files=files, split=source.split, streaming=True)
+        kind, only = READERS[place.suffix], {source.split: str(place)}
+        return load_dataset(kind, data_files=only, split=source.split, cache_dir=scratch, streaming=True)
     if not any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return load_dataset(str(place), name=source.subset, split=source.split, streaming=True)
+        return load_dataset(str(place), name=source.subset, split=source.split, cache_dir=scratch, streaming=True)
     saved = load_from_disk(str(place))
     if isinstance(saved, DatasetDict):
         if source.split not in saved:
