@@ -71,7 +71,7 @@ def run(
     board = Board(store, rank, size)
     hosts = board.exchange("host", os.environ.get("SLURMD_NODENAME") or socket.gethostname(), range(size), limits.meet)
     nodes = whole_nodes(hosts)
-    members = tuple(rank for ranks in nodes.values() for rank in ranks)
+    members = tuple(member for ranks in nodes.values() for member in ranks)
     if rank not in members and rank != 0:  # whose board the others need
         return
     began = time.monotonic()
@@ -95,7 +95,10 @@ def run(
             found = reduce(list(stages.values()))
             pairs |= {edge: found[stage.name] for edge, stage in stages.items()}
     if rank == 0:
-        write_json(attempt.fabric, findings(names, whole, pairs, slower_than, time.monotonic() - began))
+        found = findings(names, whole, pairs, slower_than, time.monotonic() - began)
+        write_json(attempt.fabric, found)
+        for line in summary(found):
+            logger.info(line)
     board.leave(members, limits.slack)
 
 
@@ -185,6 +188,19 @@ def findings(
         "slower_than": slower_than,
         "seconds": round(seconds, 1),
     }
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """Pure: for the log."""
+    whole, nodes = found["whole"], len(found["hosts"])
+    rate = whole.get("error") or f"{whole['gbps']:.3g} GB/s"
+    lines = [f"all-reduce of {nodes} nodes: {rate} ({found['seconds']:.0f} s for all of this check)"]
+    for pair in found["pairs"]:
+        lines.append(f"  {' and '.join(pair['hosts'])}: {pair.get('error') or format(pair['gbps'], '.3g') + ' GB/s'}")
+    lines += [f"bad: {host}: {why}" for host, why in found["bad"].items()]
+    if found["unexplained"]:
+        lines.append("no single node explains it: the fabric between them, or a threshold that is too high")
+    return lines
 
 
 def in_words(found: dict[str, Any], slower_than: float | None) -> str:

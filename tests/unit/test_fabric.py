@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,19 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
     assert found["bad"] == {}
     assert found["unexplained"]
     assert found["pairs"] == [{"hosts": ["a", "b"], "gbps": 1.0}]
+    assert health.summary(found) == [
+        "all-reduce of 2 nodes: 1 GB/s (12 s for all of this check)",
+        "  a and b: 1 GB/s",
+        "no single node explains it: the fabric between them, or a threshold that is too high",
+    ]
+
+
+def test_the_parents_import_neither_megatron_core_nor_touch_a_device():
+    program = (
+        "import sys, torch, megatron_rl.health; print('megatron.core' in sys.modules, torch.cuda.is_initialized())"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.split() == ["False", "False"]
 
 
 def test_a_node_counts_only_with_all_its_ranks():
