@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,13 @@ from launcher.submission import Draft, write_files
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 
 TICK = 0.2
+
+
+def _as_in_a_batch_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """What salloc does not tell and sbatch does: the CPUs of the (first) node."""
+    cpus = re.match(r"\d+", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # "16(x2)"
+    told = {"SLURM_CPUS_ON_NODE": cpus[0]} if cpus else {}
+    return {"MRL_IN_ALLOCATION": "1", **told, **environ}
 
 
 def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
@@ -48,9 +57,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     interruptions = Interruptions()
     with interruptions.caught():
         # In a session of its own: a Ctrl-C at the terminal must reach the script as a request to save.
-        script = subprocess.Popen(
-            ["bash", str(run.script)], env={**os.environ, "MRL_IN_ALLOCATION": "1"}, start_new_session=True
-        )
+        script = subprocess.Popen(["bash", str(run.script)], env=_as_in_a_batch_job(os.environ), start_new_session=True)
         answered = 0
         while script.poll() is None:
             while answered < len(interruptions.names):

@@ -56,7 +56,7 @@ def _until_the_end(run: RunDir, job_id: str, view: View, interruptions: Interrup
     reader = Reader(run, run.attempt(run.last_attempt()), look(run, job).steps)
     while True:
         now = time.monotonic()
-        if now >= asked_at + ASK_EVERY_S:
+        if now >= asked_at + ASK_EVERY_S or run.last_attempt() != reader.attempt.number:
             asked_at, job = now, read_jobs([job_id])[job_id]
         standing = look(run, job)
         if standing.attempt and standing.attempt != reader.attempt.number:

@@ -1,0 +1,97 @@
+"""Watching a job owns nothing: Ctrl-C leaves it alone. Inside an allocation the run is ours, and Ctrl-C saves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+from lab import wait_until
+from login import SECONDS, Login
+
+from megatron_rl.run_dir import RunDir, read_json_lines
+
+STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
+
+
+def start(login: Login, *command: str | Path, **stub: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*map(str, command)],
+        cwd=login.home,
+        env={**login.env, "MRL_STUB": json.dumps(stub)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def wait_for_steps(run: RunDir, steps: int) -> None:
+    wait_until(f"{run.root} has {steps} steps", lambda: len(read_json_lines(run.metrics)) >= steps, SECONDS)
+
+
+def test_follow_shows_the_run_until_it_is_finished(login: Login) -> None:
+    code, said = end(start(login, *login.command("mrl-submit", *STUB, "--follow"), steps=20, seconds=0.1))
+    assert code == 0, said
+    assert "runs on node" in said
+    assert re.search(r"^finished: \d+ steps", said, re.MULTILINE)
+
+
+def test_ctrl_c_stops_watching_and_leaves_the_job_alone(login: Login) -> None:
+    root = login.share / "run"
+    process = start(login, *login.command("mrl-submit", *STUB, "--run-dir", root, "--follow"), steps=3000, seconds=0.1)
+    run = RunDir(root)
+    wait_for_steps(run, 2)
+    process.send_signal(signal.SIGINT)
+    code, said = end(process)
+    job = login.adopt(root)
+    login.jobs.append(job.job)
+    assert code == 130
+    assert f"stopped watching; job {job.job} goes on" in said
+    steps = len(job.metrics())
+    job.wait_for_step(steps + 3)
+    assert not run.attempt(1).drain.exists()
+
+
+def test_follow_tells_a_crash_and_where(login: Login) -> None:
+    code, said = end(start(login, *login.command("mrl-submit", *STUB, "--follow"), steps=3000, crash_at=3))
+    assert code == 1
+    assert "failed: rank 1 in step 3 (training): RuntimeError: boom" in said
+    assert "resume:      mrl resume demo-" in said
+
+
+def test_a_run_inside_an_allocation(login: Login) -> None:
+    said = login.call("mrl-submit", *STUB, "--in-allocation", code=2).stderr
+    assert "salloc --nodes=1" in said
+    root = login.share / "run"
+    inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
+    code, said = end(start(login, "salloc", "--nodes=1", "--exclusive", "--partition=low", *inside, steps=5))
+    assert code == 0, said
+    assert [line["step"] for line in read_json_lines(RunDir(root).metrics)] == [1, 2, 3, 4, 5]
+    assert "attempt 1: finished after step 5" in said
+
+
+def test_ctrl_c_inside_an_allocation_saves(login: Login) -> None:
+    root = login.share / "run"
+    inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
+    process = start(login, "salloc", "--nodes=1", "--exclusive", "--partition=low", *inside, steps=3000, seconds=0.1)
+    run = RunDir(root)
+    wait_for_steps(run, 2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGINT)  # salloc itself would give the allocation back
+    _, said = end(process)
+    assert "saving, then leaving" in said
+    outcome = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
+    assert [line["outcome"] for line in outcome] == ["drained"], said
