@@ -26,18 +26,24 @@ def lab() -> Iterator[Cluster]:
     if (directory := os.environ.get("MRL_LAB")) is not None:
         yield Cluster(Path(directory))
         return
-    cluster = Cluster()
-    try:
-        yield cluster.up()
-    finally:
-        cluster.down()
+    yield from brought_up(Cluster())
 
 
 @pytest.fixture(scope="module")
 def accounting_lab() -> Iterator[Cluster]:
-    """Three nodes whose jobs slurmdbd remembers."""
+    """Two nodes whose jobs slurmdbd remembers."""
     require(accounting=True)
-    cluster = Cluster(nodes=3, accounting=True)
+    yield from brought_up(Cluster(nodes=2, accounting=True))
+
+
+@pytest.fixture(scope="module")
+def forgetful_lab() -> Iterator[Cluster]:
+    """Two nodes whose jobs only the controller remembers; a test may make it forget them."""
+    require()
+    yield from brought_up(Cluster(nodes=2))
+
+
+def brought_up(cluster: Cluster) -> Iterator[Cluster]:
     try:
         yield cluster.up()
     finally:

@@ -4,8 +4,8 @@ Whatever a job starts becomes a descendant of this process, so nothing outlives 
 our standard input open, and when the owner is gone (killed, even) we read the end of file, kill everything and leave.
 Network devices live in the namespaces and go with them.
 
-Speaks one JSON object a line: `up` with the isolation's settings on standard input, then `kill`/`start` of a node or
-`down` on the socket run/keeper.sock, one answer each.
+Speaks one JSON object a line: `up` with the isolation's settings on standard input, then `kill`/`start` of a node,
+`forget` or `down` on the socket run/keeper.sock, one answer each.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Keeper:
         _wait_for(run / "munge.socket")
         if self.accounting:
             self._start_accounting()
-        self._start("slurmctld", "-D", "-f", str(self.conf))
+        self.controller = self._start("slurmctld", "-D", "-f", str(self.conf))
         self.start(*self.nodes)
 
     def start(self, *nodes: str) -> None:
@@ -127,6 +127,12 @@ class Keeper:
         machine.kill()
         machine.wait()
 
+    def forget(self) -> None:
+        """Restarts the controller without the state it saved."""
+        self.controller.kill()
+        self.controller.wait()
+        self.controller = self._start("slurmctld", "-D", "-c", "-f", str(self.conf))
+
     def address(self, node: str) -> str:
         return f"{self.subnet}.{self.nodes.index(node) + 1}" if self.subnet else ""
 
@@ -156,6 +162,8 @@ class Keeper:
                     self.kill(order["node"])
                 case "start":
                     self.start(order["node"])
+                case "forget":
+                    self.forget()
         except (RuntimeError, KeyError, OSError, subprocess.CalledProcessError) as error:
             return {"error": str(error)}
         return {}

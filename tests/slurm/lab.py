@@ -159,6 +159,13 @@ class Cluster:
         wait_until(f"the slurmd of {name} listens", lambda: _listens(where[1], int(where[2])), SECONDS_UP)
         self.wait_until_up(name)
 
+    def forget_jobs(self) -> None:
+        """As after MinJobAge: the controller knows no job any more. Running ones end. Ids go on as they were."""
+        following = max(map(int, self.jobs()), default=0) + 1
+        self.conf.write_text(re.sub(r"(?m)^FirstJobId=.*", f"FirstJobId={following}", self.conf.read_text()))
+        self._order(do="forget")
+        self.wait_until_up(*self.names)
+
     def containers(self) -> list[dict]:
         """What each step asked pyxis for: one record a step and node, in order."""
         records = self.directory / "containers.jsonl"

@@ -83,6 +83,7 @@ SlurmdTimeout=15
 SlurmctldTimeout=30
 KillWait=5
 MinJobAge=600
+FirstJobId=1
 MessageTimeout=20
 {_accounting(layout)}\
 {"".join(_node(layout, node) for node in layout.nodes)}\

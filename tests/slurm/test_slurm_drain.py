@@ -48,7 +48,7 @@ def test_a_job_cancelled_during_the_health_check_stays_cancelled(login: Login) -
     slow = login.home / "slow-python"  # keeps the health check busy
     slow.write_text('#!/bin/sh\ncase "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"\n')
     slow.chmod(0o755)
-    login.profiles["stub"]["host_python"] = str(slow)
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(slow)}
     run = login.submit(*DEMO)
     wait_until("the health check begins", lambda: list(run.dir.root.glob("logs/*/health.*")), SECONDS)
     login.lab.run("scancel", run.job)

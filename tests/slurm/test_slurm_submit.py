@@ -51,42 +51,9 @@ def test_a_secret_reaches_the_ranks_and_no_file(login: Login) -> None:
     assert not [text for text in texts if secret in text]
 
 
-def test_a_run_with_a_live_job_is_not_submitted_again(login: Login) -> None:
-    run = login.submit(*DEMO, "--run-dir", login.share / "run", stub={"steps": 1000})
-    done = login.call("mrl-submit", *DEMO, "--run-dir", login.share / "run", code=2)
-    assert run.job in done.stderr
-    assert read_json(run.dir.job)["job_id"] == run.job
-    assert login.lab.run("squeue", "--noheader", "--format=%A", "--name", run.dir.root.name).split() == [run.job]
-
-
 def test_a_finished_run_is_not_submitted_again(login: Login) -> None:
     run = login.submit(*DEMO, "--run-dir", login.share / "run")
     run.wait("COMPLETED")
     done = login.call("mrl-submit", *DEMO, "--run-dir", login.share / "run")
     assert "already finished" in done.stdout
     assert read_json(run.dir.job)["job_id"] == run.job
-
-
-def test_a_job_waits_for_another(login: Login) -> None:
-    first = login.submit(*DEMO, stub={"steps": 1000})
-    second = login.submit(*DEMO, "--after", first.job)
-    assert second.state() == "PENDING"
-    assert second.field("Dependency").startswith(f"afterany:{first.job}")
-    login.lab.run("scancel", first.job)
-    second.wait("COMPLETED")
-
-
-def test_slurm_says_when_it_would_start_and_takes_nothing(login: Login) -> None:
-    before = login.lab.jobs()
-    done = login.call("mrl-submit", *DEMO, "--test-only")
-    assert "would start" in done.stdout
-    assert login.lab.jobs() == before
-    assert not login.share.exists() or not list(login.share.rglob("resolved.yaml"))
-
-
-def test_a_run_inside_an_allocation(login: Login) -> None:
-    command = login.command("mrl-submit", *DEMO, "--in-allocation", "--run-dir", login.share / "run")
-    login.lab.run("salloc", "--nodes=2", "--exclusive", *command, **login.env)
-    run = login.adopt(login.share / "run")
-    assert run.ends() == [("finished", None)]
-    assert len({rank["host"] for rank in run.seen().values()}) == 2

@@ -1,0 +1,66 @@
+"""What a run's state is once the controller has forgotten its job, with and without an accounting database."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import Cluster, LabError
+from login import Login
+
+STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=1")
+
+
+@pytest.fixture(params=["accounting_lab", "forgetful_lab"])
+def login(request: pytest.FixtureRequest, tmp_path: Path) -> Login:
+    return Login(request.getfixturevalue(request.param), tmp_path / "home", tmp_path / "share")
+
+
+def status(login: Login, run: Path) -> dict[str, Any]:
+    return dict(json.loads(login.call("mrl", "status", run, "--json").stdout))
+
+
+def test_the_state_is_the_same_while_slurm_remembers_and_as_true_as_can_be_later(login: Login) -> None:
+    accounts = login.lab.accounting
+    finished = login.submit(*STUB)
+    finished.wait("COMPLETED")
+    killed = login.submit(*STUB, stub={"steps": 1000})
+    killed.wait_for_step(1)
+    login.lab.run("scancel", "--batch", "--signal=KILL", killed.job)
+    assert killed.wait("CANCELLED", "FAILED", "NODE_FAIL", "COMPLETED") != "COMPLETED"
+    login.profiles["stub"]["sbatch"] = ["--hold"]
+    cancelled = login.submit(*STUB)
+    login.lab.run("scancel", cancelled.job)
+    cancelled.wait("CANCELLED")
+
+    runs = {"finished": finished, "killed": killed, "cancelled": cancelled}
+    before = {name: status(login, run.dir.root)["state"] for name, run in runs.items()}
+    assert before["finished"] == "finished"
+    assert before["killed"] in ("failed", "lost", "cancelled")
+    assert before["cancelled"] == "cancelled"
+
+    login.lab.forget_jobs()
+    with pytest.raises(LabError):
+        finished.state()
+    after = {name: status(login, run.dir.root) for name, run in runs.items()}
+    assert after["finished"]["state"] == "finished"
+    if accounts:
+        assert after["cancelled"]["state"] == "cancelled"
+        assert after["killed"]["state"] == before["killed"]
+    else:
+        assert after["cancelled"]["state"] == after["killed"]["state"] == "lost"
+        assert "is gone" in after["cancelled"]["reason"]
+
+
+def test_a_requeued_run_has_one_row_a_start_in_the_accounts(accounting_lab: Cluster, tmp_path: Path) -> None:
+    login = Login(accounting_lab, tmp_path / "home", tmp_path / "share")
+    run = login.submit(*STUB, stub={"steps": 60, "seconds": 0.1})
+    run.wait_for_step(2)
+    login.call("mrl", "requeue", run.dir.root)
+    run.wait("COMPLETED")
+    rows = accounting_lab.run("sacct", "-X", "-D", "-n", "-P", "--format=State", f"--jobs={run.job}").split()
+    assert rows == ["REQUEUED", "COMPLETED"]
+    accounting_lab.forget_jobs()
+    assert status(login, run.dir.root)["state"] == "finished"
