@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from launcher.errors import BadInput
 from launcher.host import image
 from launcher.host.image_reference import is_path
 from launcher.profiles import Profile
@@ -115,6 +116,20 @@ def fetch(need: Need, cache: Cache) -> bool:
         check=False,
     )
     return ran.returncode == 0
+
+
+def import_image_here(config: RunConfig, profile: Profile) -> None:
+    """Before a submission: what `image.import_on: login` asks for, unless the cache has it.
+
+    Raises:
+        BadInput: the image cannot be had.
+    """
+    if config.image.import_on != "login":
+        return
+    cache = Cache.of(profile)
+    for need in needs(config, profile):
+        if need.kind == "image" and cache.find(need) is None and not fetch(need, cache):
+            raise BadInput(f"{need} cannot be imported here (image.import_on: login); the reason stands above")
 
 
 def record_of(huggingface: Path, kind: str, name: str) -> Path:

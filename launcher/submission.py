@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from launcher import __file__ as launcher_file
-from launcher import runs
+from launcher import prefetch, runs
 from launcher.backends.slurm_call import SlurmSilent
 from launcher.backends.slurm_refusal import translate
 from launcher.changes import Change
@@ -104,7 +104,7 @@ def _notes(job: Job, update_code: bool) -> list[str]:
     for source in job.sources if fresh else ():
         if source["dirty"]:
             notes.append(f"code: {source['path']} has uncommitted changes; they are part of the snapshot")
-    return notes
+    return [*notes, *prefetch.missing(job.recipe.config, job.profile)]
 
 
 def _obstacles(job: Job) -> list[str]:
@@ -143,6 +143,7 @@ def submit(
         raise BadInput(drafted.obstacles)
     if which("sbatch") is None:
         raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
+    prefetch.import_image_here(drafted.job.recipe.config, drafted.job.profile)
     root = given or new_run_dir(drafted.job.run_dir.name, drafted.job.run_dir.parent)
     job = replace(drafted.job, run_dir=root.absolute())
     with opened(job.recipe, job.run_dir, change) as (run, finished, altered):

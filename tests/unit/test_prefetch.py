@@ -22,8 +22,9 @@ import yaml
 from click.testing import CliRunner
 
 from launcher.cli.main import main
+from launcher.errors import BadInput
 from launcher.hub import explain, patterns
-from launcher.prefetch import Cache, Need, _environment, fetch, missing, needs, record_of
+from launcher.prefetch import Cache, Need, _environment, fetch, import_image_here, missing, needs, record_of
 from launcher.profiles import Profile
 from launcher.recipe import load_recipe
 
@@ -265,6 +266,14 @@ def test_a_dry_run_is_told_what_is_missing_and_what_to_do(profile):
     assert "mrl-submit imports it first" in missing(on_login, profile)[0]
     path = load_recipe("qwen2.5-32b-dapo", ["image.reference=/nowhere.sqsh"]).config
     assert missing(path, profile)[0] == "image /nowhere.sqsh is not here, or is no whole squashfs file"
+
+
+def test_an_image_for_the_login_node_is_imported_before_submitting_or_nothing_is_submitted(profile, capfd, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    import_image_here(load_recipe("demo").config, profile)
+    with pytest.raises(BadInput, match=r"image org/image:1 cannot be imported here \(image\.import_on: login\)"):
+        import_image_here(load_recipe("demo", ["image.import_on=login"]).config, profile)
+    assert "enroot is not on PATH" in capfd.readouterr().err
 
 
 def test_the_command_fetches_and_reports(hub, profile, tmp_path, monkeypatch):
