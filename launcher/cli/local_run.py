@@ -11,11 +11,13 @@ import click
 
 from launcher import runs
 from launcher.cli.launch import Asked, Planned
+from launcher.errors import BadInput
 from launcher.preparation import RUNS, Prepared, check, new_run_dir, prepare
 from launcher.profiles import LOCAL
 from launcher.recipe import Recipe, dump_resolved
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.supported import not_yet
 
 DRAIN_MARGIN_S = 60  # beside the save itself: the step that is under way
 
@@ -26,6 +28,8 @@ def run_here(planned: Planned, asked: Asked) -> int:
     if asked.dry_run:
         explain(recipe, planned.given, asked)
         return EXIT_FINISHED
+    if missing := not_yet(recipe.config):
+        raise BadInput(missing)
     root = planned.given or new_run_dir(planned.name, Path(RUNS))
     prepared = prepare(recipe, root, asked.change)
     again = ["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(root)]
@@ -42,10 +46,13 @@ def explain(recipe: Recipe, root: Path | None, asked: Asked) -> None:
     place = root or Path(RUNS) / f"{config.name}-DATE-TIME"
     if asked.as_json:
         values = {"cluster": LOCAL, "run_dir": str(place), "resolved": config.model_dump(mode="json")}
-        click.echo(json.dumps({**values, "changes": {one.key: [one.old, one.new] for one in changed}}))
+        changes = {one.key: [one.old, one.new] for one in changed}
+        click.echo(json.dumps({**values, "changes": changes, "obstacles": not_yet(config)}))
         return
     for one in changed:
         click.echo(f"change: {one}", err=True)
+    for obstacle in not_yet(config):
+        click.echo(f"would be refused: {obstacle}", err=True)
     click.echo(f"would start {describe(config)} in {place}; its resolved recipe:", err=True)
     click.echo(dump_resolved(config), nl=False)
 
