@@ -82,21 +82,21 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
 def missing(config: RunConfig, profile: Profile | None) -> list[str]:
     """In words, for a dry run: what the cluster does not have yet, and what to do about it."""
     cache = Cache.of(profile)
-    said = []
-    for need in needs(config, profile):
-        if cache.find(need) is not None:
-            continue
-        if need.kind != "image":
-            said.append(f"{need} is not in {cache.huggingface}, and the job runs offline: fetch it with `mrl prefetch`")
-        elif is_path(need.name):
-            said.append(f"{need} is not here, or is no whole squashfs file")
-        elif config.image.import_on == "login":
-            said.append(f"{need} is not in {cache.images} yet: mrl-submit imports it first")
-        else:
-            said.append(
-                f"{need} is not in {cache.images} yet: the job's first node imports it, or `mrl prefetch` does now"
-            )
+    absent = [need for need in needs(config, profile) if cache.find(need) is None]
+    said = [_about(need, config, cache) for need in absent if need.kind == "image"]
+    of_the_hub = [str(need) for need in absent if need.kind != "image"]
+    if of_the_hub:
+        where = f"not in {cache.huggingface}, and the job runs offline"
+        said.append(f"{where}: {', '.join(of_the_hub)}; `mrl prefetch` fetches them")
     return said
+
+
+def _about(need: Need, config: RunConfig, cache: Cache) -> str:
+    if is_path(need.name):
+        return f"{need} is not here, or is no whole squashfs file"
+    if config.image.import_on == "login":
+        return f"{need} is not in {cache.images} yet: mrl-submit imports it first"
+    return f"{need} is not in {cache.images} yet: the job's first node imports it, or `mrl prefetch` does now"
 
 
 def fetch(need: Need, cache: Cache) -> bool:

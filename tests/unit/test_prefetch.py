@@ -258,10 +258,12 @@ def test_a_recipe_needs_each_thing_once(profile):
 
 def test_a_dry_run_is_told_what_is_missing_and_what_to_do(profile):
     config = load_recipe("qwen2.5-32b-dapo").config
-    said = missing(config, profile)
-    assert [line.split(" is not in ")[0] for line in said] == [str(need) for need in needs(config, profile)]
-    assert "the job's first node imports it" in said[0]
-    assert all("mrl prefetch" in line for line in said[1:])
+    image, others = missing(config, profile)
+    assert image.startswith("image org/image:1 is not in ")
+    assert "the job's first node imports it" in image
+    assert all(str(need) in others for need in needs(config, profile)[1:])
+    assert "the job runs offline" in others
+    assert "`mrl prefetch`" in others
     on_login = load_recipe("qwen2.5-32b-dapo", ["image.import_on=login"]).config
     assert "mrl-submit imports it first" in missing(on_login, profile)[0]
     path = load_recipe("qwen2.5-32b-dapo", ["image.reference=/nowhere.sqsh"]).config
