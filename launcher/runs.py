@@ -59,7 +59,10 @@ def submissions() -> list[Entry]:
 
 def runs(entries: Sequence[Entry]) -> list[Entry]:
     """The last submission of each run, newest first."""
-    return list({entry.run_dir: entry for entry in sorted(entries, key=lambda entry: entry.at)}.values())[::-1]
+    newest: dict[str, Entry] = {}
+    for entry in reversed(entries):
+        newest.setdefault(entry.run_dir, entry)
+    return list(newest.values())
 
 
 def find(asked: str | None) -> RunDir:

@@ -25,6 +25,7 @@ WAITS = {
     "Cleaning": "its earlier attempt to be cleaned up",
     "Prolog": "the nodes' prolog",
     "NodeDown": "a node that is down",
+    "Nodes required for job are DOWN": "nodes that are down, drained or reserved",
     "ReqNodeNotAvail": "nodes that are down, drained or reserved",
     "PartitionDown": "its partition to be opened again",
     "PartitionInactive": "its partition to be opened again",
@@ -58,7 +59,7 @@ def wait_of(job: JobState) -> Wait:
         return Wait(_dependency(job.dependency), False)
     if job.reason == "BeginTime":
         at = time.strftime("%H:%M:%S", time.localtime(job.eligible_at)) if job.eligible_at else "later"
-        return Wait(f"its time, {at}" + (" (every requeue waits a while)" if job.restarts else ""), False)
+        return Wait(at + (" (every requeue waits a while)" if job.restarts else ""), False)
     for known, text in STUCK.items():
         if job.reason.replace("_", " ").startswith(known):
             return Wait(text.format(id=job.job_id), True)

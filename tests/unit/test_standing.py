@@ -1,0 +1,114 @@
+"""How a run stands: by its own record and Slurm's word together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_helpers import begin, end, make_run
+
+from launcher.backends.slurm_state import JobState
+from launcher.host.lock import RunLock
+from launcher.standing import Standing, look
+from megatron_rl.run_dir import RunDir, write_json
+
+
+def slurm_run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run", "training.steps=40", job_id="7", cluster="lab")
+
+
+def job(word: str, kind: str, **facts: object) -> JobState:
+    return JobState("7", word, kind, **facts)
+
+
+def told(standing: Standing) -> tuple[str, str, str]:
+    return standing.state, standing.reason, standing.waits_for
+
+
+RUNNING = job("RUNNING", "running")
+GONE = job("", "gone")
+
+
+def test_what_is_read_from_the_run(tmp_path):
+    standing = look(slurm_run(tmp_path), RUNNING)
+    assert (standing.name, standing.cluster, standing.steps, standing.attempt) == ("run", "lab", 40, 0)
+
+
+def test_a_pending_job_is_queued_and_after_a_requeue_says_why(tmp_path):
+    run = slurm_run(tmp_path)
+    assert told(look(run, job("PENDING", "pending", reason="Resources"))) == ("queued", "", "free nodes")
+    begin(run, 1, job_id="7")
+    end(run, 1, "drained", job_id="7", step=12, cause="preempted")
+    again = job("PENDING", "pending", reason="Priority", restarts=1)
+    assert told(look(run, again)) == ("requeued", "saved after step 12 (preempted)", "jobs of higher priority")
+
+
+def test_a_job_that_is_stuck_waits_for_nothing(tmp_path):
+    state, reason, waits_for = told(look(slurm_run(tmp_path), job("PENDING", "pending", reason="JobHeldUser")))
+    assert (state, waits_for) == ("queued", "")
+    assert reason == "it will not start: it is held: scontrol release 7"
+
+
+def test_a_running_job_runs_and_saves_when_asked(tmp_path):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    assert told(look(run, RUNNING)) == ("running", "", "")
+    write_json(run.attempt(1).drain, {"cause": "preempted"})
+    assert told(look(run, RUNNING)) == ("saving", "preempted", "the ranks to save and leave")
+    begin(run, 2, job_id="7")
+    assert told(look(run, RUNNING)) == ("running", "", ""), "the drain was of the attempt before"
+
+
+def test_a_slurm_that_is_silent_leaves_the_run_alive(tmp_path):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    standing = look(run, job("", "unknown", reason="squeue did not answer within 30 s"))
+    assert told(standing)[:2] == ("unknown", "Slurm cannot be asked about job 7: squeue did not answer within 30 s")
+    assert standing.alive
+
+
+@pytest.mark.parametrize(
+    ("outcome", "facts", "state", "reason"),
+    [
+        ("stopped", {"step": 12, "cause": "cancelled"}, "stopped", "saved after step 12 (cancelled)"),
+        ("drained", {"step": None, "cause": "time limit"}, "stopped", "left without a new checkpoint (time limit)"),
+        ("crashed", {"error": "OutOfMemoryError", "rank": 3, "cause": None}, "failed", "rank 3: OutOfMemoryError"),
+        ("lost", {"error": "its batch script was killed"}, "lost", "its batch script was killed"),
+    ],
+)
+def test_an_ended_job_is_what_its_ledger_says(tmp_path, outcome, facts, state, reason):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    end(run, 1, outcome, job_id="7", **facts)
+    for ended in (job("COMPLETED", "ended"), job("CANCELLED", "ended"), GONE):
+        assert told(look(run, ended)) == (state, reason, "")
+
+
+def test_a_job_that_left_no_record(tmp_path):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="6")
+    end(run, 1, "drained", job_id="6", step=3, cause="preempted")
+    assert told(look(run, job("CANCELLED", "ended")))[0] == "cancelled"
+    state, reason, _ = told(look(run, job("FAILED", "ended", exit_code=2, reason="NonZeroExitCode")))
+    assert state == "failed"
+    assert reason.startswith("job 7 ended as FAILED with exit code 2 (NonZeroExitCode)")
+    assert told(look(run, GONE))[0] == "lost"
+
+
+def test_done_is_finished_whatever_slurm_says(tmp_path):
+    run = slurm_run(tmp_path)
+    write_json(run.done, {"step": 40})
+    for any_job in (RUNNING, GONE, job("", "unknown")):
+        assert told(look(run, any_job)) == ("finished", "", "")
+
+
+def test_a_local_run(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert told(look(run, None)) == ("new", "it has never started", "")
+    begin(run, 1)
+    lock = RunLock(run.lock, "the supervisor")
+    assert told(look(run, None))[0] == "running"
+    lock.release()
+    assert told(look(run, None)) == ("lost", "its supervisor was killed", "")
+    end(run, 1, "drained", step=5, cause="Ctrl-C")
+    assert told(look(run, None)) == ("stopped", "saved after step 5 (Ctrl-C)", "")
