@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from launcher.cli.main import main
@@ -175,3 +177,20 @@ def test_the_layout_that_such_a_recipe_names_does_fit(name: str, overrides: list
     result = CliRunner().invoke(main, ["plan", name, *overrides, "--json"])
     assert result.exit_code == 0, result.output
     assert all(part["bytes"] < 80 * 2**30 for part in json.loads(result.stdout)["memory"])
+
+
+def test_the_container_and_its_environment_are_those_of_the_claim() -> None:
+    """They belong to the cluster, not to the recipe."""
+    profile = yaml.safe_load((files("launcher.clusters") / "h100.yaml").read_text(encoding="utf-8"))
+    profile = profile.get("clusters", profile).get("h100", profile)
+    assert profile["gpus_per_node"] == 8
+    assert profile["container"]["image"] == "nvcr.io#nvidia/pytorch:25.06-py3"
+    expected = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_DEBUG": "WARN",
+        "NCCL_P2P_NET_CHUNKSIZE": "2097152",
+        "NVTE_BWD_LAYERNORM_SM_MARGIN": "16",
+        "NVTE_FWD_LAYERNORM_SM_MARGIN": "16",
+        "UB_TIMEOUT": "720",
+    }
+    assert profile["environment"].items() >= expected.items()
