@@ -1,0 +1,161 @@
+"""mrl's commands on runs of this machine: the same words as for Slurm jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.host.lock import owner_of
+from launcher.standing import job_id_of
+from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_json
+
+DRIVER = """
+import sys
+from launcher.backends import local
+local.RANK_COMMAND[:] = [sys.executable, {fake!r}, {script!r}]
+from launcher.cli.{module} import main
+main(prog_name={name!r})
+"""
+FAKE = str(Path(__file__).with_name("fake_rank.py"))
+Call = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    """Run mrl or mrl-submit with ranks that only pretend; what is left running is ended afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("MRL_CLUSTERS", "")
+    monkeypatch.delenv("MRL_CLUSTER", raising=False)
+
+    def call(name: str, *words: str, code: int = 0, script: str = "long") -> subprocess.CompletedProcess:
+        module = "main" if name == "mrl" else "submit"
+        program = DRIVER.format(fake=FAKE, script=script, module=module, name=name)
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    yield call
+    for lock in tmp_path.rglob(".lock"):
+        if owner_of(lock) is not None:
+            call("mrl", "cancel", str(lock.parent))
+        wait_for("the supervisor's end", lambda lock=lock: owner_of(lock) is None)
+
+
+def wait_for(what: str, condition: Callable[[], object], limit: float = 30) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def started(call: Call) -> RunDir:
+    said = json.loads(call("mrl-submit", "demo", "--run-dir", "r", "--detach", "--json").stdout)
+    run = RunDir(said["run_dir"])
+    assert (said["cluster"], said["job_id"], said["attempt"]) == ("local", None, 1)
+    wait_for("steps", lambda: len(read_json_lines(run.metrics)) > 2)
+    return run
+
+
+def test_status_cancel_and_resume(call):
+    run = started(call)
+    status = json.loads(call("mrl", "status", "--json").stdout)
+    assert (status["run"], status["state"], status["cluster"], status["job"]) == ("r", "running", "local", None)
+    assert job_id_of(run) is None
+    call("mrl", "cancel", "--drain", "r")
+    wait_for("the end", lambda: owner_of(run.lock) is None)
+    status = json.loads(call("mrl", "status", "--json").stdout)
+    assert (status["state"], status["reason"]) == ("stopped", f"saved after step {status['step']} (cancelled)")
+    assert "ended already: stopped" in call("mrl", "cancel").stdout
+    said = json.loads(call("mrl", "resume", "--detach", "--json").stdout)
+    assert (said["run_dir"], said["attempt"]) == (str(run.root), 2)
+
+
+def test_cancel_without_drain_kills(call):
+    run = started(call)
+    assert call("mrl", "cancel").stdout == "r: killed\n"
+    wait_for("the end", lambda: owner_of(run.lock) is None)
+    assert json.loads(call("mrl", "status", "--json").stdout)["state"] in ("failed", "stopped")
+
+
+def test_what_only_slurm_can_do_is_refused_with_the_way_out(call):
+    started(call)
+    assert "mrl resume r" in call("mrl", "requeue", code=1).stderr
+    assert "processes of this machine" in call("mrl", "attach", code=1).stderr
+    said = call("mrl-submit", "demo", "--follow", "--after", "7", code=2).stderr
+    assert said == "error: --follow, --after: for Slurm clusters only, and this run is local (--cluster chooses)\n"
+    assert "a sweep of 2 runs needs a Slurm cluster" in call("mrl-submit", "demo", "training.seed=1,2", code=2).stderr
+
+
+def test_ls_and_logs(call):
+    call("mrl-submit", "demo", "training.steps=5", "--run-dir", "first", script="train")
+    table = call("mrl", "ls").stdout.splitlines()
+    assert table[0].split() == ["run", "state", "step", "reward", "cluster", "job", "submitted"]
+    assert table[1].split()[:6] == ["first", "finished", "5/5", "1.000", "local", "-"]
+    assert call("mrl", "logs", "--rank", "1").stdout == "rank 1 is here\n"
+    assert "supervisor.0.log" in call("mrl", "logs", "--list").stdout
+
+
+def test_a_resumed_run_has_only_the_documented_freedom(call):
+    call("mrl-submit", "demo", "training.steps=5", "--run-dir", "r", script="train")
+    assert "already finished" in call("mrl", "resume", "r").stdout
+    assert "grpo.group_size: 16 -> 8" in call("mrl", "resume", "r", "grpo.group_size=8", code=2).stderr
+    said = call("mrl", "resume", "training.steps=7", script="train").stdout
+    assert "changed: training.steps: 5 -> 7" in said
+
+
+def test_a_fork_that_cannot_start_leaves_nothing(call):
+    call("mrl-submit", "demo", "training.steps=5", "--run-dir", "r", script="train")
+    run = RunDir("r")
+    run.checkpoint(3).mkdir(parents=True)
+    write_json(run.checkpoint(3) / "manifest.json", {})
+    call("mrl", "fork", "r@3", "--follow", "--run-dir", "f", code=2)
+    assert not Path("f").exists()
+    said = call("mrl", "fork", "r@3", "training.seed=4", "--run-dir", "f", script="train").stdout
+    assert "training.seed: 0 -> 4" in said
+    assert [row["step"] for row in read_json_lines(RunDir("f").metrics)] == [1, 2, 3, 4, 5]
+
+
+def test_a_foreign_line_in_the_index_is_no_run(call, tmp_path):
+    (tmp_path / "state" / "mrl").mkdir(parents=True)
+    entry = {"run_dir": str(tmp_path / "gone"), "cluster": "local", "job_id": None, "at": 0.0}
+    append_json_line(tmp_path / "state" / "mrl" / "runs.jsonl", entry)
+    assert "no runs yet" in call("mrl", "ls").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("mrl ca", ["cancel"]),
+        ("mrl status fi", ["first"]),
+        ("mrl-submit de", ["demo"]),
+        ("mrl-submit demo grpo.group_s", ["grpo.group_size="]),
+        ("mrl-submit demo --in-al", ["--in-allocation"]),
+        ("mrl fork first grpo.kl_b", ["grpo.kl_beta="]),
+    ],
+)
+def test_shells_complete_commands_recipes_keys_and_runs(call, monkeypatch, words, expected):
+    call("mrl-submit", "demo", "training.steps=5", "--run-dir", "first", script="train")
+    program = words.split()[0]
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    monkeypatch.setenv(f"_{program.replace('-', '_').upper()}_COMPLETE", "bash_complete")
+    said = call(program).stdout.split()
+    assert [item.partition(",")[2] for item in said] == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_the_completion_is_a_script_of_that_shell(call, shell):
+    script = call("mrl", "completion", shell).stdout
+    assert "_MRL_COMPLETE" in script
+    assert "_MRL_SUBMIT_COMPLETE" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, env={"PATH": os.environ["PATH"]})
