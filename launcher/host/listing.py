@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 
 from launcher.host import git
+from megatron_rl.run_dir import RunDir
 
 T = TypeVar("T")
 CREDENTIALS = (".env", ".env.*", ".netrc", ".credentials", "*.pem", "*.key", "id_rsa", "id_ed25519")
@@ -26,15 +27,15 @@ class Listing(NamedTuple):
     notes: List[str]
 
 
-def list_files(path: str) -> Listing:
-    """What a snapshot of the directory `path` holds. Raises SnapshotError."""
+def list_files(path: str, run: str) -> Listing:
+    """What a snapshot of the directory `path` holds, made into the run directory `run`. Raises SnapshotError."""
     if not os.path.isdir(path):
         raise SnapshotError(
             "{}: no such directory on {}; the code must lie where the compute nodes see it, "
             "or be copied by mrl-submit".format(path, socket.gethostname())
         )
     notes = []  # type: List[str]
-    tracked, untracked = _names(path, notes)
+    tracked, untracked = _names(path, os.path.realpath(run), notes)
     sizes = {}
     for name in sorted(set(tracked + untracked)):
         try:
@@ -50,12 +51,12 @@ def list_files(path: str) -> Listing:
     return Listing(sorted(sizes), sizes, sorted(set(untracked) & set(sizes)), notes)
 
 
-def _names(path: str, notes: List[str]) -> Tuple[List[str], List[str]]:
+def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]:
     """(tracked, others) below `path`; outside git all count as tracked. What is left out is noted, if worth knowing."""
     if tree_of(path) is None:
         if git.below_a_repository(path) and shutil.which("git") is None:
             notes.append("git is not on PATH: no commit recorded, ignored files taken too")
-        return _sensible(path, _walk(path), notes), []
+        return _sensible(path, _walk(path), run, notes), []
     tracked, untracked = [], []
     for name in ask_git(git.tracked, path):
         below = os.path.join(path, name)
@@ -63,7 +64,7 @@ def _names(path: str, notes: List[str]) -> Tuple[List[str], List[str]]:
             if not os.path.exists(os.path.join(below, ".git")):
                 notes.append("submodule {} is not checked out".format(name))
                 continue
-            inner_tracked, inner_untracked = _names(below, notes)
+            inner_tracked, inner_untracked = _names(below, run, notes)
             tracked += [os.path.join(name, one) for one in inner_tracked]
             untracked += [os.path.join(name, one) for one in inner_untracked]
         elif not _is_byte_code(name):
@@ -71,11 +72,11 @@ def _names(path: str, notes: List[str]) -> Tuple[List[str], List[str]]:
     others = []
     for name in ask_git(git.untracked, path):
         if name.endswith("/"):  # a repository of its own, no submodule
-            inner_tracked, inner_untracked = _names(os.path.join(path, name), notes)
+            inner_tracked, inner_untracked = _names(os.path.join(path, name), run, notes)
             others += [os.path.join(name, one) for one in inner_tracked + inner_untracked]
         else:
             others.append(name)
-    return tracked, untracked + _sensible(path, others, notes)
+    return tracked, untracked + _sensible(path, others, run, notes)
 
 
 def _walk(path: str) -> List[str]:
@@ -87,7 +88,7 @@ def _walk(path: str) -> List[str]:
     return names
 
 
-def _sensible(path: str, names: List[str], notes: List[str]) -> List[str]:
+def _sensible(path: str, names: List[str], run: str, notes: List[str]) -> List[str]:
     """Those of the untracked files that are code."""
     reasons = {}  # type: Dict[str, Optional[str]]
     kept = []
@@ -96,21 +97,22 @@ def _sensible(path: str, names: List[str], notes: List[str]) -> List[str]:
             continue
         if any(fnmatch(os.path.basename(name), pattern) for pattern in CREDENTIALS):
             notes.append("left out: {} (its name says credentials)".format(name))
-        elif not _inside_no_code(path, os.path.dirname(name), reasons):
+        elif not _inside_no_code(path, os.path.dirname(name), run, reasons):
             kept.append(name)
     notes += ["left out: {}/ ({})".format(folder, why) for folder, why in sorted(reasons.items()) if why]
     return kept
 
 
-def _inside_no_code(path: str, folder: str, reasons: Dict[str, Optional[str]]) -> bool:
+def _inside_no_code(path: str, folder: str, run: str, reasons: Dict[str, Optional[str]]) -> bool:
     """Whether `folder` or one above it is a virtual environment or a run directory; `reasons` remembers which."""
     while folder:
         if folder not in reasons:
             here = os.path.join(path, folder)
             reasons[folder] = None
+            other = RunDir(here)
             if os.path.exists(os.path.join(here, "pyvenv.cfg")):
                 reasons[folder] = "a virtual environment"
-            elif os.path.exists(os.path.join(here, "resolved.yaml")) and os.path.exists(os.path.join(here, ".lock")):
+            elif os.path.realpath(here) == run or (other.resolved.exists() and other.recipe.exists()):
                 reasons[folder] = "a run directory"
         if reasons[folder]:
             return True

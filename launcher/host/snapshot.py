@@ -175,7 +175,7 @@ def _sweep(target: Path) -> None:
 
 
 def _fill(sources: List[Source], folder: str, number: int) -> None:
-    listings = [list_files(source["path"]) for source in sources]
+    listings = [list_files(source["path"], os.path.dirname(folder)) for source in sources]
     _refuse_data(sources, listings)
     entries = []
     pythonpath = ["."]

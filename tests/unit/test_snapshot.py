@@ -101,7 +101,7 @@ def test_names_are_arbitrary_bytes_and_links_stay_links(tmp_path):
 def test_credentials_environments_runs_and_byte_code_stay_out(tmp_path):
     mine = repository(tmp_path / "mine", {"tracked.py": ""})
     write(mine, {".env": "TOKEN=hunter2", "venv/pyvenv.cfg": "", "venv/lib/a.py": "", "pkg/__pycache__/x.pyc": ""})
-    write(mine, {"runs/one/resolved.yaml": "", "runs/one/.lock": "", "runs/one/checkpoints/big": "x"})
+    write(mine, {"runs/one/resolved.yaml": "", "runs/one/recipe.yaml": "", "runs/one/checkpoints/big": "x"})
     record, code = shot(tmp_path, mine)
     assert names(code / "1-mine") == {"tracked.py"}
     assert record["sources"][0]["notes"] == [
@@ -109,6 +109,14 @@ def test_credentials_environments_runs_and_byte_code_stay_out(tmp_path):
         "left out: runs/one/ (a run directory)",
         "left out: venv/ (a virtual environment)",
     ]
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+def test_a_run_directory_inside_the_code_is_not_copied_into_itself(tmp_path, in_git):
+    mine = repository(tmp_path / "mine", {"a.py": ""}) if in_git else tmp_path / "mine"
+    write(mine, {"a.py": "", "runs/one/.lock": "{}"})
+    take(plan_sources([], [str(mine)]), mine / "runs" / "one" / "code")
+    assert names(mine / "runs" / "one" / "code" / "1-mine") == {"a.py"}
 
 
 def test_a_directory_outside_git_is_taken_whole(tmp_path):
