@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.backends.slurm_state import read_jobs
 from launcher.changes import CHANGEABLE, Change, changes
 from launcher.errors import BadInput
 from launcher.host.lock import RunIsOwned, RunLock
@@ -142,6 +141,8 @@ def _refuse_owned(run: RunDir, my_job: str | None) -> None:
     record = read_json(run.job)
     if record is None or record["job_id"] == my_job:
         return
+    from launcher.backends.slurm_state import read_jobs  # a new run asks nobody
+
     job_id = record["job_id"]
     job = read_jobs([job_id])[job_id]
     if job.kind == "unknown":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from launcher.errors import BadInput
 from launcher.host.git import GitError, work_tree
 from launcher.host.listing import SnapshotError
 from launcher.host.snapshot import plan_sources
-from megatron_rl.agent.registry import GROUP
+from megatron_rl.agent.registry import registered
 from megatron_rl.config import RunConfig
 
 OURS = ("launcher", "megatron_rl")
@@ -50,7 +50,7 @@ def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
     """Packages, and the metadata by which their entry points are found."""
     packages = {name: _package(name) for name in OURS}
     metadata = [_metadata(_distribution("mrl"))]
-    for entry in entry_points(group=GROUP, name=config.environment.name):
+    for entry in registered(config.environment.name):
         top = entry.module.partition(".")[0]
         metadata.append(_metadata(entry.dist))
         package = _package(top)

@@ -15,9 +15,10 @@ import click
 
 from launcher import runs
 from launcher.cli.follow import Interruptions
+from launcher.drafting import Draft
 from launcher.errors import BadInput
 from launcher.preparation import new_run_dir, opened
-from launcher.submission import Draft, write_files
+from launcher.submission import write_files
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 
 TICK = 0.2

@@ -8,8 +8,10 @@ The launcher validates recipes through this module, so it imports neither torch 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 from megatron_rl.agent.api import Environment
@@ -22,7 +24,18 @@ GROUP = "mrl.environments"
 
 def environment_names() -> list[str]:
     """Names that `environment.name` may have, sorted. Imports none of them."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return sorted({entry.name for entry in registered()})
+
+
+def registered(name: str | None = None) -> list[EntryPoint]:
+    """The entry points of `name`, or of all environments. Imports none of them."""
+    return [entry for entry in _entry_points(tuple(sys.path)) if name in (None, entry.name)]
+
+
+@lru_cache(maxsize=1)
+def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """All in the packages on `path`, which is sys.path: a look into every one of them, and asked for several times."""
+    return tuple(entry_points(group=GROUP))
 
 
 def environment_class(name: str) -> type[Environment]:
@@ -31,7 +44,7 @@ def environment_class(name: str) -> type[Environment]:
     Raises ValueError where there is none, where two packages claim the name, where importing it fails, or where
     it is no `Environment`.
     """
-    entries = list(entry_points(group=GROUP, name=name))
+    entries = registered(name)
     if not entries:
         raise ValueError(_unknown(name))
     if len(entries) > 1:

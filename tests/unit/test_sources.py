@@ -13,6 +13,7 @@ from launcher import sources
 from launcher.errors import BadInput
 from launcher.recipe import load_recipe
 from launcher.sources import code_sources
+from megatron_rl.agent.registry import GROUP
 
 
 def repository(root: Path) -> Path:
@@ -70,9 +71,9 @@ def test_the_package_of_the_environment_travels_with_its_metadata(tmp_path, monk
     for name, text in files.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
-    entry = EntryPoint("arithmetic", "riddles:Riddles", sources.GROUP)
+    entry = EntryPoint("arithmetic", "riddles:Riddles", GROUP)
     vars(entry)["dist"] = PathDistribution(site / "riddles-1.dist-info")
-    monkeypatch.setattr(sources, "entry_points", lambda **wanted: [entry])
+    monkeypatch.setattr(sources, "registered", lambda name: [entry])
     monkeypatch.syspath_prepend(str(site))
     assert {"riddles", "riddles-1.dist-info"} < set(asked(None, tmp_path))
     found = asked(None, tmp_path, f"code.include=[{site}]")
