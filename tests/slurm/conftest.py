@@ -21,12 +21,9 @@ def require(accounting: bool = False) -> None:
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Cluster]:
-    """Ten nodes without accounting. MRL_LAB names one that is up already (`lab.py up DIR`), to save a second."""
+    """Ten nodes without accounting. MRL_LAB_ISOLATION=uts: as where networks are not permitted."""
     require()
-    if (directory := os.environ.get("MRL_LAB")) is not None:
-        yield Cluster(Path(directory))
-        return
-    yield from brought_up(Cluster())
+    yield from brought_up(Cluster(isolation=os.environ.get("MRL_LAB_ISOLATION")))
 
 
 @pytest.fixture(scope="module")

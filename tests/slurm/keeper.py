@@ -1,7 +1,6 @@
-"""Runs the daemons of one lab and ends them all: the first process of the lab's own namespaces.
+"""Runs the daemons of one lab. As the first process of the lab's namespaces it takes all the others along at its end.
 
-Whatever a job starts becomes a descendant of this process, so nothing outlives it, however it ends: the owner holds
-our standard input open, and when the owner is gone (killed, even) we read the end of file, kill everything and leave.
+The owner holds our standard input open: when the owner is gone (killed, even) we read the end of file and leave.
 Network devices live in the namespaces and go with them.
 
 Speaks one JSON object a line: `up` with the isolation's settings on standard input, then `kill`/`start` of a node,
@@ -11,19 +10,15 @@ Speaks one JSON object a line: `up` with the isolation's settings on standard in
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36
 GPU_DEVICE = os.makedev(1, 3)  # /dev/null's: there is nothing to compute with
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # major number 1
 
@@ -53,7 +48,6 @@ class Keeper:
     def __init__(self, directory: Path, settings: dict) -> None:
         self.directory = directory
         self.conf = directory / "etc/slurm.conf"
-        self.isolation: str = settings["isolation"]  # net, uts or plain
         self.subnet: str | None = settings["subnet"]
         self.nodes: list[str] = settings["nodes"]
         self.accounting: bool = settings["accounting"]
@@ -62,10 +56,9 @@ class Keeper:
         self.slurmds: dict[str, subprocess.Popen] = {}
 
     def up(self) -> None:
-        if self.isolation != "plain":
-            socket.sethostname("control")
-            subprocess.run(["mount", "--bind", self.directory / "etc/hosts", "/etc/hosts"], check=True)
-            self._make_devices()
+        socket.sethostname("control")
+        subprocess.run(["mount", "--bind", self.directory / "etc/hosts", "/etc/hosts"], check=True)
+        self._make_devices()
         if self.subnet is not None:
             _ip(
                 "link set lo up",
@@ -86,10 +79,6 @@ class Keeper:
 
     def start(self, *nodes: str) -> None:
         """Switches nodes on, all at once."""
-        if self.isolation == "plain":
-            for node in nodes:
-                self.slurmds[node] = self._start("slurmd", "-D", "-f", str(self.conf), "-N", node)
-            return
         namespaces = ["--mount", "--uts", "--propagation", "private"]
         for node in nodes:
             if self.subnet is not None:
@@ -121,8 +110,6 @@ class Keeper:
 
     def kill(self, node: str) -> None:
         """As if the power went: the kernel kills all that runs in the node's PID namespace with its first process."""
-        if self.isolation == "plain":
-            raise RuntimeError("a node without namespaces cannot be told from the others: killing one needs root")
         machine = self.slurmds.pop(node)
         machine.kill()
         machine.wait()
@@ -176,19 +163,17 @@ class Keeper:
         return {**os.environ, "SLURM_CONF": str(self.conf)}
 
     def _start_accounting(self) -> None:
-        data, user = self.directory / "database", []
+        data = self.directory / "database"
         data.mkdir()
-        if os.geteuid() == 0:
-            shutil.chown(data, "mysql")
-            user = ["--user=mysql"]
+        shutil.chown(data, "mysql")
         files = [f"--datadir={data}", f"--socket={data}/socket", f"--pid-file={data}/pid", "--skip-grant-tables"]
         where = ["--bind-address=127.0.0.1", f"--port={self.database_port}"]
         subprocess.run(
-            ["mariadb-install-db", "--no-defaults", *user, f"--datadir={data}", "--skip-test-db"],
+            ["mariadb-install-db", "--no-defaults", "--user=mysql", f"--datadir={data}", "--skip-test-db"],
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        self._start("mariadbd", "--no-defaults", *user, *files, *where, "--innodb-buffer-pool-size=64M")
+        self._start("mariadbd", "--no-defaults", "--user=mysql", *files, *where, "--innodb-buffer-pool-size=64M")
         _wait_for(data / "socket")
         self._start("slurmdbd", "-D")
         _wait_until_it_works("sacctmgr", "--immediate", "add", "cluster", "lab", environment=self._environment())
@@ -236,34 +221,8 @@ def _wait_until_it_works(*command: str, environment: dict[str, str] | None = Non
     )
 
 
-def descendants(pid: int) -> Iterator[int]:
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            for child in children.read_text().split():
-                yield from descendants(int(child))
-                yield int(child)
-        except FileNotFoundError:  # ended meanwhile
-            continue
-
-
-def end_all() -> None:
-    """Orphans become our children, so this comes to an end with none left."""
-    while children := list(descendants(os.getpid())):
-        for child in children:
-            try:
-                os.kill(child, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
-
-
 def main() -> None:
     directory = Path(sys.argv[1])
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner's terminal
     print("there", flush=True)
     keeper = Keeper(directory, json.loads(sys.stdin.readline()))
     try:
@@ -271,7 +230,6 @@ def main() -> None:
         print("up", flush=True)
         keeper.serve()
     finally:
-        end_all()
         if keeper.owned:
             subprocess.run(["umount", directory / "dev"], stderr=subprocess.DEVNULL)
             shutil.rmtree(directory, ignore_errors=True)

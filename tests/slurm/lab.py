@@ -1,7 +1,7 @@
 """A real Slurm cluster on this machine: Debian's packages, ten nodes of eight fake GPUs, up in a second or two.
 
-As root each node has its own network address, host name, processes, /dev and GPUs (namespaces); without root the nodes
-are plain slurmds that share the machine's. The shared file system is the machine's own.
+Each node has its own network address, host name, processes, /dev and GPUs (namespaces, so it takes root); where the
+kernel denies networks, the nodes share the machine's. The shared file system is the machine's own.
 
     python tests/slurm/lab.py shell        a shell in which squeue, sbatch and mrl-submit use the lab; its end ends it
     python tests/slurm/lab.py up DIR       a lab that stays until `down DIR`; `kill DIR NODE`, `start DIR NODE`
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import getpass
 import json
 import os
 import re
@@ -24,7 +23,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from namespaces import SYSTEM_PATH, best_isolation, plug_into_this_machine, unshare
 from slurm_conf import Host, Layout, clusters_yaml, gres_conf, hosts, slurm_conf, slurmdbd_conf
+from stand_in import compile_stand_in
 
 HERE = Path(__file__).parent
 PACKAGES = "slurm-wlm munge libslurm-dev gcc libc6-dev iproute2"
@@ -46,17 +47,15 @@ def missing(accounting: bool = False) -> str | None:
     lacking = [program for program in programs if shutil.which(program, path=SYSTEM_PATH) is None]
     if not Path("/usr/include/slurm/spank.h").exists():
         lacking.append("slurm/spank.h")
-    return f"no {', '.join(lacking)} here: apt-get install {packages}" if lacking else None
-
-
-SYSTEM_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # Debian keeps the daemons off a user's PATH
+    if lacking:
+        return f"no {', '.join(lacking)} here: apt-get install {packages}"
+    return None if best_isolation() else "a lab needs namespaces for its nodes: run as root"
 
 
 class Cluster:
     """One lab. Ends with this object's process unless `owned` is false; then `down` ends it.
 
-    isolation: net (a network namespace a node), uts (host names and processes only), plain (none); by default the
-    best that is permitted.
+    isolation: net (a network namespace a node) or uts (host names and processes only); by default what is permitted.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Cluster:
         self.owned = directory is None
         # Short, because Unix sockets live in it.
         self.directory = Path(tempfile.mkdtemp(prefix="mrl-lab-", dir="/tmp")) if directory is None else directory
-        self.isolation = isolation or best_isolation()
+        self.isolation = isolation or best_isolation() or "uts"
         self.names = [f"node{number:02d}" for number in range(1, nodes + 1)]
         self.accounting = accounting
         self._keeper: subprocess.Popen | None = None
@@ -88,6 +87,25 @@ class Cluster:
     def up(self) -> Cluster:
         if (self.directory / "run/keeper.sock").exists():
             raise LabError(f"{self.directory} holds a lab already; end it with: lab.py down {self.directory}")
+        try:
+            self._come_up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def down(self) -> None:
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):  # it is down
+            self._order(do="down")
+        if self._keeper is not None:
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.close()
+            self._keeper.wait(timeout=20)
+        (self.directory / "run/keeper.sock").unlink(missing_ok=True)
+        if self.owned:
+            shutil.rmtree(self.directory, ignore_errors=True)  # the keeper's work, unless it did not come so far
+
+    def _come_up(self) -> None:
         for name in ("etc", "run", "logs", "state", "spool", "dev", "lib"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o755)
@@ -98,7 +116,7 @@ class Cluster:
 
         with (self.directory / "logs/keeper.log").open("wb") as log:
             self._keeper = subprocess.Popen(
-                [*_namespaces(self.isolation), sys.executable, HERE / "keeper.py", self.directory],
+                [*unshare(self.isolation), sys.executable, HERE / "keeper.py", self.directory],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -111,7 +129,6 @@ class Cluster:
         layout = self._layout(subnet)
         self._write_configuration(layout)
         self._tell(
-            isolation=self.isolation,
             subnet=subnet,
             nodes=self.names,
             accounting=self.accounting,
@@ -120,17 +137,6 @@ class Cluster:
         )
         self._expect("up")
         self.wait_until_up(*self.names)
-        return self
-
-    def down(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):  # it is down
-            self._order(do="down")
-        if self._keeper is not None:
-            assert self._keeper.stdin is not None
-            self._keeper.stdin.close()
-            self._keeper.wait(timeout=20)
-        if not self.owned:
-            (self.directory / "run/keeper.sock").unlink(missing_ok=True)
 
     def run(self, *command: str | Path, timeout: float = 60, check: bool = True, **changes: str) -> str:
         """Standard output of a command on the login node. `changes` are environment variables."""
@@ -186,26 +192,21 @@ class Cluster:
         wait_until(f"nodes {', '.join(names)} are up", up, limit)
 
     def _layout(self, subnet: str | None) -> Layout:
-        machine, names = socket.gethostname().partition(".")[0], self.names
-        control = "control" if self.isolation != "plain" else machine
+        names = self.names
         ports = [6817, *[6818] * len(names), 6819, 3306] if subnet else _free_ports(len(names) + 3)
         addresses = [f"{subnet}.{number}" if subnet else "127.0.0.1" for number in (253, *range(1, len(names) + 1))]
         return Layout(
             directory=self.directory,
-            user=getpass.getuser(),
-            # Any eight devices do for a user who may make none.
-            gpus="/dev/tty[0-7]" if self.isolation == "plain" else "/dev/nvidia[0-7]",
-            control=Host(control, addresses[0], ports[0]),
+            control=Host("control", addresses[0], ports[0]),
             nodes=tuple(map(Host, names, addresses[1:], ports[1:])),
-            own_names=self.isolation != "plain",
-            accounting=Host(control, addresses[0], ports[-2]) if self.accounting else None,
+            accounting=Host("control", addresses[0], ports[-2]) if self.accounting else None,
             database_port=ports[-1] if self.accounting else None,
         )
 
     def _write_configuration(self, layout: Layout) -> None:
         etc = self.directory / "etc"
         (etc / "slurm.conf").write_text(slurm_conf(layout))
-        (etc / "gres.conf").write_text(gres_conf(layout))
+        (etc / "gres.conf").write_text(gres_conf())
         (etc / "hosts").write_text(hosts(layout))
         (etc / "plugstack.conf").write_text(f"required {self.directory}/lib/pyxis_stand_in.so {self.directory}\n")
         (etc / "clusters.yaml").write_text(clusters_yaml(layout, sys.executable))
@@ -243,57 +244,12 @@ def wait_until(what: str, condition: Callable[[], object], limit: float) -> None
         time.sleep(0.1)
 
 
-def best_isolation() -> str:
-    """Tries it out: what root may do differs from container to container."""
-    for isolation, probe in {"net": "ip link add type veth && ip link add type bridge", "uts": "true"}.items():
-        command = [*_namespaces(isolation), "sh", "-c", f"mount -t tmpfs none /mnt && {probe}"]
-        if subprocess.run(command, env={"PATH": SYSTEM_PATH}, capture_output=True).returncode == 0:
-            return isolation
-    return "plain"
-
-
-def _namespaces(isolation: str) -> list[str]:
-    if isolation == "plain":
-        return []
-    network = ["--net"] if isolation == "net" else []
-    return ["unshare", *network, "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-
-
-def plug_into_this_machine(pid: int) -> str:
-    """Connects this machine (the login node) to the lab of process `pid` and returns the first three of four numbers
-    of the lab's addresses. The name of the device reserves them; it goes with the lab's namespace."""
-    for number in range(256):
-        name, subnet = f"mrl-lab{number}", f"10.77.{number}"
-        cable = f"link add {name} type veth peer name uplink netns {pid}\n"
-        plug = f"{cable}addr add {subnet}.254/24 dev {name}\nlink set {name} up\n"
-        done = subprocess.run(
-            ["ip", "-batch", "-"], input=plug, env={"PATH": SYSTEM_PATH}, capture_output=True, text=True
-        )
-        if done.returncode == 0:
-            return subnet
-        if "File exists" not in done.stderr:
-            raise LabError(f"could not connect the lab: {done.stderr}")
-    raise LabError("256 labs are up already")
-
-
-def compile_stand_in(target: Path) -> None:
-    source = HERE / "pyxis_stand_in.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-o", target, source], check=True)
-
-
 def _listens(address: str, port: int) -> bool:
     try:
         socket.create_connection((address, port), timeout=1).close()
     except OSError:
         return False
     return True
-
-
-def make_image(file: Path, **environment: str) -> None:
-    """A container image as the stand-in for pyxis takes it: a squashfs file's header, then the image's environment."""
-    superblock = b"hsqs".ljust(48, b"\0")  # says that it needs 0 bytes, so it is not cut short
-    lines = "".join(f"{name}={value}\n" for name, value in environment.items())
-    file.write_bytes(superblock + b"\n" + lines.encode())
 
 
 def _free_ports(count: int) -> list[int]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab import HERE, Cluster, make_image, wait_until
+from lab import HERE, Cluster, wait_until
+from stand_in import make_image
 
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines
 

@@ -19,17 +19,13 @@ class Host:
 class Layout:
     """Where a lab lives and how much of a network it has.
 
-    directory: everything the lab writes. user: who runs the daemons. gpus: the device files of a node.
+    directory: everything the lab writes.
     database_port: of MariaDB beside `accounting` (slurmdbd); both None without accounting.
-    own_names: whether a node's hostname(1) is its Slurm name (a UTS namespace each) or the machine's.
     """
 
     directory: Path
-    user: str
-    gpus: str
     control: Host
     nodes: tuple[Host, ...]
-    own_names: bool
     accounting: Host | None = None
     database_port: int | None = None
 
@@ -44,8 +40,8 @@ def slurm_conf(layout: Layout) -> str:
 ClusterName=lab
 SlurmctldHost={layout.control.name}({layout.control.address})
 SlurmctldPort={layout.control.port}
-SlurmUser={layout.user}
-SlurmdUser={layout.user}
+SlurmUser=root
+SlurmdUser=root
 AuthType=auth/munge
 # A requeued job is held for cred_expire seconds: 120 unless told.
 AuthInfo=socket={layout.munge},cred_expire=5
@@ -93,9 +89,8 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 
 
 def _node(layout: Layout, node: Host) -> str:
-    known_as = "" if layout.own_names else f"NodeHostname={layout.control.name} "
     return (
-        f"NodeName={node.name} {known_as}NodeAddr={node.address} Port={node.port} CPUs=16 SocketsPerBoard=1 "
+        f"NodeName={node.name} NodeAddr={node.address} Port={node.port} CPUs=16 SocketsPerBoard=1 "
         f"CoresPerSocket=16 ThreadsPerCore=1 RealMemory=8000 Gres=gpu:h100:{GPUS_PER_NODE} State=UNKNOWN\n"
     )
 
@@ -112,8 +107,8 @@ AccountingStorageTRES=gres/gpu
 """
 
 
-def gres_conf(layout: Layout) -> str:
-    return f"Name=gpu Type=h100 File={layout.gpus}\n"
+def gres_conf() -> str:
+    return f"Name=gpu Type=h100 File=/dev/nvidia[0-{GPUS_PER_NODE - 1}]\n"
 
 
 def slurmdbd_conf(layout: Layout) -> str:
@@ -124,7 +119,7 @@ AuthInfo=socket={layout.munge}
 DbdHost={layout.accounting.name}
 DbdAddr={layout.accounting.address}
 DbdPort={layout.accounting.port}
-SlurmUser={layout.user}
+SlurmUser=root
 StorageType=accounting_storage/mysql
 StorageHost=127.0.0.1
 StoragePort={layout.database_port}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from login import Login, Run
 
 
@@ -66,8 +65,6 @@ def test_a_partitioned_run_gives_every_replica_a_step_of_its_own(login: Login) -
 
 
 def test_a_node_without_one_of_its_gpus_is_replaced_by_the_spare(login: Login) -> None:
-    if login.lab.isolation == "plain":
-        pytest.skip("needs a /dev for each node: root")
     login.lab.run("srun", "--nodelist=node02", "mv", "/dev/nvidia3", "/dev/broken3")
     try:
         sizes = ("job.nodes=2", "job.spare_nodes=1", "placement.training.tp=8")
