@@ -3,4 +3,4 @@
 import gc
 
 # They make many objects once and hardly any garbage; collecting at the usual pace takes a tenth of a dry run.
-gc.set_threshold(50_000)
+gc.set_threshold(500_000)

@@ -1,0 +1,58 @@
+"""How long a user waits for mrl: a dry run beside the bare import of the libraries it stands on, in turns.
+
+    python tests/benchmarks/startup.py [--repeats 11] [--nemo-run PYTHON]
+
+`--nemo-run`: the python of a virtual environment of its own with nemo_run, whose import alone is timed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+BIN = Path(sys.executable).parent
+COMMANDS = {
+    "import submitit, pydantic, yaml, jinja2": [sys.executable, "-c", "import submitit, pydantic, yaml, jinja2"],
+    "mrl-submit demo --dry-run": [str(BIN / "mrl-submit"), "demo", "--dry-run"],
+    "mrl-submit qwen2.5-32b-dapo --cluster h100 --dry-run": [
+        *(str(BIN / "mrl-submit"), "qwen2.5-32b-dapo", "--cluster", "h100", "--dry-run")
+    ],
+}
+LIMIT_S = 0.5
+LIMIT_RATIO = 2.0
+
+
+def seconds(command: list[str], folder: str) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=True)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--nemo-run", metavar="PYTHON")
+    options = parser.parse_args()
+    commands = dict(COMMANDS)
+    if options.nemo_run:
+        commands["import nemo_run"] = [options.nemo_run, "-c", "import nemo_run"]
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(options.repeats + 1):
+            for name, command in commands.items():
+                taken = seconds(command, folder)
+                if turn:  # the first one fills caches
+                    times[name].append(taken)
+    base = times["import submitit, pydantic, yaml, jinja2"]
+    print(f"{'':<54} {'fastest':>8} {'median':>8}  ratio of medians (at most {LIMIT_S} s and {LIMIT_RATIO})")
+    for name, taken in times.items():
+        print(f"{name:<54} {min(taken):>7.3f}s {median(taken):>7.3f}s  {median(taken) / median(base):.2f}")
+
+
+if __name__ == "__main__":
+    main()
