@@ -1,0 +1,172 @@
+"""What reaches sbatch, and what stays on disk when it says no. Its answers are made up here; a real Slurm's are in
+tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.run_dir import RunDir, read_json, write_json
+
+SQUEUE = "exit 0"  # knows no job: they have all ended
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make commands that stand for Slurm's; `said` is what sbatch was called with."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    profile = {"partition": "gold", "gpus_per_node": 8, "container": None, "run_root": str(tmp_path / "root")}
+    (tmp_path / "clusters.yaml").write_text(json.dumps({"lab": profile}))
+    (tmp_path / "root").mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("MRL_CLUSTERS", str(tmp_path / "clusters.yaml"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+    def make(name: str, script: str) -> None:
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
+    make("squeue", SQUEUE)
+    make("sbatch", 'echo "$@" >> said; env >> environment; echo $((100 + $(wc -l < said)))')
+    return make
+
+
+def submit(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from launcher.cli.submit import main; main(prog_name='mrl-submit')"]
+    line = [*command, "demo", "--cluster", "lab", *words]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def calls(tmp_path: Path) -> list[str]:
+    file = tmp_path / "said"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_the_script_that_is_shown_is_the_script_that_is_submitted(cluster, tmp_path):
+    shown = submit("--run-dir", "r", "--dry-run", "--script").stdout
+    assert calls(tmp_path) == []
+    said = json.loads(submit("--run-dir", "r", "--json").stdout)
+    run = RunDir(tmp_path / "r")
+    assert said["job_id"] == "101"
+    assert calls(tmp_path) == [f"--parsable {run.script}"]
+    assert run.script.read_text() == shown
+    assert read_json(run.job)["job_id"] == "101"
+    assert run.code_record.exists()
+    assert run.last_attempt() == 0, "the job opens its attempts itself"
+
+
+def test_a_dry_run_keeps_stdout_for_the_script(cluster):
+    done = submit("--dry-run")
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert "would submit to lab: demo on 1 node x 2 CPU processes, colocated" in done.stderr
+    whole = json.loads(submit("--dry-run", "--json").stdout)
+    assert set(whole) == {"cluster", "run_dir", "plan", "resolved", "script", "notes", "obstacles"}
+    assert whole["resolved"]["cluster"] == "lab"
+
+
+def test_a_refused_job_leaves_nothing(cluster, tmp_path):
+    cluster("sbatch", "echo 'sbatch: error: invalid partition specified: gold' >&2; exit 1")
+    done = submit(code=2)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert lines == [
+        "error: cluster lab: this cluster has no partition gold; `sinfo -s` lists them "
+        "(sbatch: invalid partition specified: gold)"
+    ]
+    assert list((tmp_path / "root").iterdir()) == []
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_refused_change_leaves_the_old_run_as_it_was(cluster, tmp_path):
+    submit("training.steps=800", "--run-dir", "r")
+    run = RunDir(tmp_path / "r")
+    before = {path: path.read_text() for path in (run.resolved, run.script, run.plan)}
+    cluster("sbatch", "echo 'sbatch: error: Batch job submission failed: no' >&2; exit 1")
+    submit("training.steps=900", "--change", "--run-dir", "r", code=2)
+    assert {path: path.read_text() for path in before} == before
+    assert not run.changes.exists()
+
+
+@pytest.mark.parametrize("answer", ["", "Submitted", "12a"])
+def test_an_answer_that_is_no_job_id_is_no_submission(cluster, tmp_path, answer):
+    cluster("sbatch", f"echo '{answer}'")
+    assert "sbatch refused the job" in submit(code=2).stderr
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_a_federated_answer_names_the_cluster_behind_the_id(cluster):
+    cluster("sbatch", "echo '4711;east'")
+    assert json.loads(submit("--json").stdout)["job_id"] == "4711"
+
+
+def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(cluster, tmp_path, monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "HF_TOKEN", "SBATCH_ACCOUNT"):
+        monkeypatch.setenv(name, "7")
+    submit()
+    seen = (tmp_path / "environment").read_text()
+    assert "SLURM_JOB_ID=" not in seen
+    assert "SLURM_NTASKS=" not in seen
+    for kept in ("SLURM_CONF=7", "HF_TOKEN=7", "SBATCH_ACCOUNT=7"):
+        assert kept in seen
+
+
+def test_a_sweep_is_chained_so_that_no_more_run_at_once(cluster, tmp_path):
+    said = json.loads(submit("training.seed=1,2,3,4", "--max-running", "2", "--json").stdout)["runs"]
+    assert [one["job_id"] for one in said] == ["101", "102", "103", "104"]
+    waits = [word for call in calls(tmp_path) for word in call.split() if word.startswith("--dependency")]
+    assert waits == ["--dependency=afterany:101", "--dependency=afterany:102"]
+    assert sorted(Path(one["run_dir"]).name.partition("_")[2] for one in said) == [f"seed={n}" for n in range(1, 5)]
+
+
+def test_a_sweep_that_slurm_takes_in_part_says_which(cluster, tmp_path):
+    cluster(
+        "sbatch",
+        'echo "$@" >> said; [ $(wc -l < said) -lt 2 ] && echo 101 && exit; '
+        "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1",
+    )
+    done = submit("training.seed=1,2,3", "--run-dir", "s", code=2)
+    assert "a limit of your account or QOS" in done.stderr
+    assert "1 of 3 jobs are submitted (`mrl ls`), these are not:" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["seed=1"]
+
+
+def test_a_finished_run_is_not_submitted_again(cluster, tmp_path):
+    submit("--run-dir", "r")
+    write_json(RunDir(tmp_path / "r").done, {"step": 900})
+    assert "already finished" in submit("--run-dir", "r").stdout
+    assert len(calls(tmp_path)) == 1
+
+
+def test_one_job_owns_a_run(cluster, tmp_path):
+    submit("--run-dir", "r")
+    record = tmp_path / "r" / "job.json"
+    assert read_json(record)["job_id"] == "101"
+    cluster("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
+    assert "belongs to job 101, and Slurm cannot be asked" in submit("--run-dir", "r", code=2).stderr
+    assert len(calls(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--script",), "--script: goes with --dry-run"),
+        (("--dry-run", "--test-only"), "--dry-run and --test-only: give one of them"),
+        (("--follow", "training.seed=1,2"), "a sweep of 2 jobs cannot be followed"),
+        (("--max-running", "2"), "--max-running: is for sweeps"),
+        (("--after", "77"), "--after 77: Slurm knows no job 77"),
+        (("--in-allocation",), "--in-allocation: this shell is in none"),
+    ],
+)
+def test_options_that_make_no_sense_together(cluster, tmp_path, monkeypatch, words, expected):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert expected in submit(*words, code=2).stderr
+    assert calls(tmp_path) == []
