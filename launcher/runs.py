@@ -6,15 +6,14 @@ A run is its directory, nothing else: the index only helps to find it, and may b
 from __future__ import annotations
 
 import difflib
-import os
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import BadInput
+from launcher.host.index import index_file
 from launcher.host.slurm import SlurmRefused, show_job
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines
+from megatron_rl.run_dir import RunDir, read_json_lines
 
 NEAR = 5  # names to offer where one was not found
 
@@ -34,22 +33,6 @@ class Entry:
     @property
     def name(self) -> str:
         return Path(self.run_dir).name
-
-
-def index_file(environ: Mapping[str, str] = os.environ) -> Path:
-    home = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME") or Path.home()) / ".local" / "state")
-    return Path(home) / "mrl" / "runs.jsonl"
-
-
-def note(run: RunDir, cluster: str, job_id: str | None) -> str | None:
-    """Add a submission to the index; the reason where that was not possible, which stops no run."""
-    entry = Entry(str(run.root.absolute()), cluster, job_id, time.time())
-    try:
-        index_file().parent.mkdir(parents=True, exist_ok=True)
-        append_json_line(index_file(), asdict(entry))
-    except OSError as error:
-        return f"{index_file()}: {error.strerror}; mrl finds this run by its path only"
-    return None
 
 
 def submissions() -> list[Entry]:

@@ -10,14 +10,14 @@ from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 
-from launcher import prefetch, runs
+from launcher import prefetch
 from launcher.backends import slurm
 from launcher.backends.slurm_call import SlurmSilent
 from launcher.backends.slurm_refusal import translate
 from launcher.changes import Change
 from launcher.drafting import Draft
 from launcher.errors import BadInput
-from launcher.host import snapshot
+from launcher.host import index, snapshot
 from launcher.host.listing import SnapshotError
 from launcher.preparation import new_run_dir, opened
 from launcher.script import Job, header, render
@@ -76,7 +76,7 @@ def submit(
             run.job,
             {"job_id": job_id, "cluster": job.cluster, "submitted_at": time.time(), "by": os.environ.get("USER", "")},
         )
-    complaint = runs.note(run, job.cluster, job_id)
+    complaint = index.note(run, job.cluster, job_id)
     return Submission(run, job_id, altered, (*drafted.notes, *([complaint] if complaint else [])))
 
 

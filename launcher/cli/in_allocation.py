@@ -13,10 +13,10 @@ from pathlib import Path
 
 import click
 
-from launcher import runs
 from launcher.cli.follow import Interruptions
 from launcher.drafting import Draft
 from launcher.errors import BadInput
+from launcher.host import index
 from launcher.preparation import new_run_dir, opened
 from launcher.submission import write_files
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
@@ -53,7 +53,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
             click.echo(f"{run.root}: already finished, nothing to do")
             return EXIT_FINISHED
         write_files(run, job, update_code=False)
-    runs.note(run, job.cluster, job_id)
+    index.note(run, job.cluster, job_id)
     click.echo(f"running {run.root} in job {job_id}; Ctrl-C saves and leaves")
     interruptions = Interruptions()
     with interruptions.caught():

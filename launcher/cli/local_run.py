@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from launcher import runs
 from launcher.cli.launch import Asked, Planned
 from launcher.errors import BadInput
+from launcher.host import index
 from launcher.preparation import RUNS, Prepared, check, new_run_dir, prepare
 from launcher.profiles import LOCAL
 from launcher.recipe import Recipe, dump_resolved
@@ -82,7 +82,7 @@ def start(config: RunConfig, prepared: Prepared, resume: str, asked: Asked) -> i
         say(f"changed: {one}")
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
     say(f"starting {describe(config)} in {run.root}{number}")
-    complaint = runs.note(run, LOCAL, None)
+    complaint = index.note(run, LOCAL, None)
     if complaint:
         click.echo(f"note: {complaint}", err=True)
 

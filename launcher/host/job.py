@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from launcher.host import health, ledger, policy, slurm, snapshot
+from launcher.host import health, index, ledger, policy, slurm, snapshot
 from launcher.host.nodes import NotEnoughNodes, assign
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, Verdict, in_words, judge
 from megatron_rl.run_dir import (
@@ -84,6 +84,7 @@ def open_attempt(here: Here, options: argparse.Namespace) -> int:
     if owner is None or owner["job_id"] != here.job_id:
         fields = {"job_id": here.job_id, "cluster": here.cluster, "submitted_at": now, "by": os.environ.get("USER", "")}
         write_json(run.job, fields)
+        index.note(run, here.cluster, here.job_id)  # by plain sbatch: mrl-submit would have done both
     ledger.close_lost_attempts(run, now, "its batch script was killed")
     attempt = run.attempt(run.last_attempt() + 1)
     attempt.folder.mkdir(parents=True)

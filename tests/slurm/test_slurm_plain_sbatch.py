@@ -49,7 +49,8 @@ def test_a_submitted_run_has_the_same_files(login: Login) -> None:
 
 
 def files(run: Run) -> set[str]:
-    return {str(path.relative_to(run.dir.root)) for path in run.dir.root.rglob("*") if path.is_file()}
+    found = (path for path in run.dir.root.rglob("*") if path.is_file() and path != run.dir.lock)  # of mrl-submit alone
+    return {str(path.relative_to(run.dir.root)) for path in found}
 
 
 def test_a_finished_run_ends_at_once(login: Login) -> None:
@@ -72,3 +73,13 @@ def test_a_second_job_does_not_touch_a_run_that_has_one(login: Login) -> None:
     assert f"belongs to job {first.job}" in first.dir.batch_log.read_text()
     assert first.state() == "RUNNING"
     assert first.dir.last_attempt() == 1
+
+
+def test_mrl_knows_a_run_that_it_did_not_submit(login: Login) -> None:
+    login.share.mkdir()
+    root = login.share / "submitted-by-sbatch"
+    run = login.adopt(root, login.sbatch(write_script(login, *DEMO, "--run-dir", root)))
+    run.wait("COMPLETED")
+    home = login.lab.env["XDG_STATE_HOME"]  # that of the shell that called sbatch
+    assert "finished" in login.call("mrl", "status", root.name, XDG_STATE_HOME=home).stdout
+    assert str(run.dir.root) in login.call("mrl", "ls", "--json", XDG_STATE_HOME=home).stdout

@@ -10,7 +10,8 @@ import pytest
 from run_helpers import make_run, submitted
 
 from launcher.errors import BadInput
-from launcher.runs import find, index_file, note, runs, submissions
+from launcher.host.index import index_file, note
+from launcher.runs import find, runs, submissions
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,24 @@
+"""The list of runs that this account submitted. It only helps to find them, and may be deleted."""
+
+import os
+import time
+from pathlib import Path
+from typing import Mapping, Optional
+
+from megatron_rl.run_dir import RunDir, append_json_line
+
+
+def index_file(environ: Mapping[str, str] = os.environ) -> Path:
+    home = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".local" / "state")
+    return Path(home) / "mrl" / "runs.jsonl"
+
+
+def note(run: RunDir, cluster: str, job_id: Optional[str]) -> Optional[str]:
+    """Add a submission; the reason where that was not possible, which stops no run."""
+    line = {"run_dir": os.path.abspath(str(run.root)), "cluster": cluster, "job_id": job_id, "at": time.time()}
+    try:
+        index_file().parent.mkdir(parents=True, exist_ok=True)
+        append_json_line(index_file(), line)
+    except OSError as error:
+        return "{}: {}; mrl finds this run by its path only".format(index_file(), error.strerror)
+    return None
