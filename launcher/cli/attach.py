@@ -25,7 +25,7 @@ class _BeforeTheDashes(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
 
 
-@click.command("attach", cls=_BeforeTheDashes)
+@click.command("attach", short_help="Open a shell where the ranks of a run are.", cls=_BeforeTheDashes)
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Beside which rank of the role.")
 @click.option("--role", default="train", show_default=True, help="Step of the job: train, infer-0, ...")

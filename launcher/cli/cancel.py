@@ -9,14 +9,14 @@ import click
 from launcher.cli.complete import complete_run
 
 
-@click.command("cancel")
+@click.command("cancel", short_help="End a run, after a save or at once.")
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--drain", is_flag=True, help="Save first; the run ends as stopped and is not requeued.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: {run, run_dir, job_id, done}.")
 def command(run: str | None, drain: bool, as_json: bool) -> None:
     """End RUN: a run's name, its directory, its job id, or nothing for the newest. `mrl resume` goes on with it.
 
-    Without --drain what was trained since the last checkpoint is lost.
+    Without --drain what was trained since the last checkpoint may be lost.
 
     \b
     Exit codes: 0 asked for, or it had ended already  1 could not be done  2 there is no such run

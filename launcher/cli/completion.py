@@ -8,7 +8,7 @@ from click.shell_completion import get_completion_class
 PROGRAMS = ("mrl", "mrl-submit")
 
 
-@click.command("completion")
+@click.command("completion", short_help="Print what bash or zsh need to complete mrl.")
 @click.argument("shell", type=click.Choice(["bash", "zsh"]))
 def command(shell: str) -> None:
     """Print the completion of mrl and mrl-submit: commands, options, recipes, their keys, and runs.

@@ -10,7 +10,7 @@ import click
 from launcher.cli.complete import complete_override, complete_run
 
 
-@click.command("fork")
+@click.command("fork", short_help="Start a new run from a checkpoint of another.")
 @click.argument("run_at_step", metavar="RUN[@STEP]", shell_complete=complete_run)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Of the new run. [default: NAME-DATE-TIME beside RUN]")

@@ -18,7 +18,7 @@ TICK = 0.3  # seconds between looks at the files
 ASK_EVERY_S = 10.0  # seconds between questions whether the run is still alive
 
 
-@click.command("logs")
+@click.command("logs", short_help="Print or follow a log of a run.")
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Go on as the log grows, across attempts, until the run ends.")
 @click.option("--role", help="Whose: train, infer-0, supervisor, health, batch, ... [default: train, else batch]")

@@ -10,7 +10,7 @@ import click
 COLUMNS = ("run", "state", "step", "reward", "cluster", "job", "submitted")
 
 
-@click.command("ls")
+@click.command("ls", short_help="List the runs of this account.")
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest runs to show.")
 @click.option("--all", "every", is_flag=True, help="All of them.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: {runs: [...]}.")

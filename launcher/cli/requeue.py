@@ -9,7 +9,7 @@ import click
 from launcher.cli.complete import complete_run
 
 
-@click.command("requeue")
+@click.command("requeue", short_help="Save, give the nodes back, queue again.")
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--now", is_flag=True, help="Do not save first.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: {run, run_dir, job_id, done}.")

@@ -18,7 +18,7 @@ Exit codes: as of mrl-submit; 2 also where a live job owns the run
 """
 
 
-@click.command("resume", help=HELP)
+@click.command("resume", short_help="Go on with a run that has ended.", help=HELP)
 @click.argument("run", default="-", shell_complete=complete_run)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
 @click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from where it came from.")

@@ -11,7 +11,7 @@ from launcher.cli.complete import complete_run
 from megatron_rl.run_dir import EXIT_FINISHED, EXIT_UNKNOWN
 
 
-@click.command("status")
+@click.command("status", short_help="Say how a run stands and what it waits for.")
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--all", "every", is_flag=True, help="Every run that is queued or running.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --all: {runs: [...]}.")
