@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S python3 -S
 """Stands where a profile names the ranks' python, and does in milliseconds what the training would: no torch.
 
     stub_rank.py -m MODULE --run-dir DIR --attempt N [--replica K]

@@ -50,7 +50,8 @@ def test_no_sbatch_on_path(login: Login) -> None:
 
 def test_a_cluster_without_a_controller(login: Login, tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
-    conf.write_text(login.lab.conf.read_text().replace("\nSlurmctldPort=", "\nSlurmctldPort=1 #"))
+    text = login.lab.conf.read_text().replace("\nSlurmctldPort=", "\nSlurmctldPort=1 #")
+    conf.write_text(text.replace("MessageTimeout=20", "MessageTimeout=2"))
     said = refused(login, *DEMO, SLURM_CONF=str(conf))
     assert said.count("error") == 1
 
