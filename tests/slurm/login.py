@@ -132,7 +132,7 @@ class Run:
 
     def ends(self) -> list[tuple[str, str | None]]:
         """(outcome, cause) of each attempt that ended."""
-        return [(line["outcome"], line["cause"]) for line in self.ledger() if line["event"] == "end"]
+        return [(line["outcome"], line.get("cause")) for line in self.ledger() if line["event"] == "end"]
 
     def seen(self, attempt: int = 1) -> dict[str, dict[str, Any]]:
         """What each stub process saw, by `STEP.RANK`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
 
@@ -28,6 +29,32 @@ def test_a_preempted_run_goes_on_where_it_was(login: Login) -> None:
     assert run.metrics()[-1]["attempt"] == 2
     assert_no_gap(run)
     assert run.field("Restarts") == "1"
+
+
+@pytest.mark.slow
+def test_a_run_comes_back_after_its_time_limit(login: Login) -> None:
+    login.profiles["stub"]["signal_s"] = 30
+    run = login.submit(*DEMO, "job.time_limit=0:01:00", stub={"steps": 1000, "seconds": 0.5})
+    wait_until("the second attempt has begun", lambda: run.dir.last_attempt() == 2, SECONDS)
+    assert run.ends() == [("drained", "time limit")]
+    run.wait_for_step(len(run.metrics()) + 1)
+    assert_no_gap(run)
+
+
+@pytest.mark.slow
+def test_a_run_whose_node_dies_goes_on_elsewhere(login: Login) -> None:
+    run = login.submit(*DEMO, stub={"steps": 10_000, "seconds": 0.2})
+    run.wait_for_step(2)
+    victim = run.seen()["train.1"]["host"]
+    login.lab.kill_node(victim)
+    try:
+        wait_until("the second attempt has begun", lambda: run.dir.last_attempt() == 2, SECONDS)
+        run.wait_for_step(len(run.metrics()) + 2)
+    finally:
+        login.lab.restart_node(victim)
+    assert run.ends()[0][0] == "lost"
+    assert victim not in {rank["host"] for rank in run.seen(2).values()}
+    assert_no_gap(run)
 
 
 def test_a_crash_ends_the_job_and_names_the_rank(login: Login) -> None:
