@@ -76,12 +76,14 @@ class Cluster:
     @property
     def env(self) -> dict[str, str]:
         """The environment in which Slurm's commands, and ours, use this lab."""
+        return {**os.environ, "PATH": f"{SYSTEM_PATH}:{Path(sys.executable).parent}", **self.exports}
+
+    @property
+    def exports(self) -> dict[str, str]:
         return {
-            **os.environ,
-            "PATH": f"{SYSTEM_PATH}:{Path(sys.executable).parent}",
             "SLURM_CONF": str(self.conf),
             "MRL_CLUSTERS": str(self.directory / "etc/clusters.yaml"),
-            "XDG_STATE_HOME": str(self.directory / "state-home"),  # no traces in the index of the user's own runs
+            "XDG_STATE_HOME": str(self.directory / "home"),  # no traces in the index of the user's own runs
         }
 
     def up(self) -> Cluster:
@@ -106,7 +108,7 @@ class Cluster:
             shutil.rmtree(self.directory, ignore_errors=True)  # the keeper's work, unless it did not come so far
 
     def _come_up(self) -> None:
-        for name in ("etc", "run", "logs", "state", "spool", "dev", "lib"):
+        for name in ("etc", "run", "logs", "state", "spool", "dev", "lib", "share"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o755)
         key = self.directory / "run/munge.key"
@@ -263,6 +265,10 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
+def export(cluster: Cluster) -> str:
+    return "export " + " ".join(f"{name}={value}" for name, value in cluster.exports.items())
+
+
 def shell(cluster: Cluster) -> int:
     print(
         f"A Slurm of {len(cluster.names)} nodes with 8 fake GPUs each; partitions low (preemptible) and high.\n"
@@ -270,7 +276,7 @@ def shell(cluster: Cluster) -> int:
         "      mrl status; mrl logs -f; mrl cancel --drain; mrl doctor demo --cluster lab\n"
         "      sinfo; squeue; srun --partition=high --nodes=10 --exclusive sleep 60    (preempts)\n"
         f"      {sys.executable} {HERE}/lab.py kill {cluster.directory} node01\n"
-        f"In another terminal first: export SLURM_CONF={cluster.conf} MRL_CLUSTERS={cluster.env['MRL_CLUSTERS']}\n"
+        f"In another terminal first: {export(cluster)}\n"
         "Ctrl-D ends the lab and all its jobs."
     )
     return subprocess.run([os.environ.get("SHELL", "/bin/bash")], env=cluster.env).returncode
@@ -300,7 +306,7 @@ def main() -> int:
                 cluster.down()
         case "up":
             cluster.up()
-            print(f"export SLURM_CONF={cluster.conf}")
+            print(export(cluster))
         case "down":
             cluster.down()
         case "kill":
@@ -315,3 +321,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except LabError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
