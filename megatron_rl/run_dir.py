@@ -7,6 +7,7 @@ standard library only and reads on Python 3.6, the oldest python3 of a batch hos
 import json
 import os
 import re
+import uuid
 from pathlib import Path
 
 EXIT_FINISHED = 0
@@ -62,6 +63,11 @@ class RunDir:
     def job(self):
         """{job_id, cluster, submitted_at, by}: the Slurm job that owns this run, or was the last to."""
         return self.root / "job.json"
+
+    @property
+    def job_lock(self):
+        """flock of the batch script that is running this run."""
+        return self.root / ".job.lock"
 
     @property
     def batch_log(self):
@@ -199,7 +205,8 @@ class Attempt:
 def write_atomic(path, text):
     """Write `text` so that readers and a crash see either the old file or the whole new one."""
     path = Path(str(path))
-    temporary = path.with_name(".{}.{}.tmp".format(path.name, os.getpid()))
+    # A process id is unique on its node only, and the nodes share the file system.
+    temporary = path.with_name(".{}.{}.tmp".format(path.name, uuid.uuid4().hex))
     try:
         with open(str(temporary), "w", encoding="utf-8") as file:
             file.write(text)
@@ -216,9 +223,14 @@ def write_json(path, value):
 
 
 def append_json_line(path, value):
-    """Append one JSON line in a single write, so that a crash leaves at most one torn last line."""
-    with open(str(path), "ab") as file:
-        file.write((json.dumps(value, sort_keys=True) + "\n").encode("utf-8"))
+    """Append one JSON line in a single write. A torn last line, left by a crash, is ended first and stays by itself."""
+    line = (json.dumps(value, sort_keys=True) + "\n").encode("utf-8")
+    with open(str(path), "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        file.write(line)
 
 
 def read_json(path):
@@ -231,10 +243,16 @@ def read_json(path):
 
 
 def read_json_lines(path):
-    """All whole lines of a JSON-lines file; a torn last line is left out."""
+    """The whole lines of a JSON-lines file; what a crash tore, wherever it stands by now, is left out."""
     try:
-        with open(str(path), encoding="utf-8") as file:
-            lines = file.read().split("\n")
+        with open(str(path), "rb") as file:
+            lines = file.read().split(b"\n")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines[:-1] if line]
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line.decode("utf-8")))
+        except ValueError:  # empty or torn
+            continue
+    return found
