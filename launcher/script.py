@@ -137,6 +137,8 @@ class _Step:
     options: list[Shell]
     """Lines of options of srun."""
     command: Shell
+    nodes: bool = True
+    """Whether its nodes are the plan's."""
 
 
 def _steps(job: Job) -> Iterator[_Step]:
@@ -158,6 +160,7 @@ def _steps(job: Job) -> Iterator[_Step]:
                 *container,
             ],
             command=Shell(f"{python} -m megatron_rl.health {run}{slow}"),
+            nodes=False,
         )
     train = next(step for step in plan.steps if step.replica is None)
     yield _Step(
@@ -185,7 +188,7 @@ def _geometry(job: Job, step: Step, name: str) -> list[Shell]:
     tasks = step.tasks_per_node
     log = f"{name}.%t.log" if name == step.name else "$1.%t.log"
     return [
-        Shell(f'--nodes={len(step.nodes)} --nodelist="$(host job nodes {name})" --ntasks={len(step.nodes) * tasks}'),
+        Shell(f'--nodes={len(step.nodes)} --nodelist="$nodes" --ntasks={len(step.nodes) * tasks}'),
         Shell(_per_node(job, tasks)),
         Shell(f'--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/{log}"'),
     ]
@@ -262,7 +265,11 @@ def _health(job: Job) -> dict[str, Any] | None:
     if not job.profile.health_check:
         return None
     config = job.recipe.config.job
-    return {"gpus": config.gpus_per_node if config.device == "cuda" else 0, "all_reduce": _all_reduce(job)}
+    return {
+        "gpus": config.gpus_per_node if config.device == "cuda" else 0,
+        "per_node": Shell(_per_node(job, 1)),
+        "all_reduce": _all_reduce(job),
+    }
 
 
 def _documents(job: Job) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional, Sequence
 
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, MISCONFIGURED, Verdict
 from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
@@ -17,6 +17,7 @@ BAD_NODES = "bad nodes"
 
 STOPPED = "stopped"  # outcome of a drain that somebody wanted: never requeued
 
+MAX_FAILED_CHECKS = 5  # starts in a row without enough fit nodes: then somebody should look
 EARLY = 90.0  # seconds: Slurm may send the signal of --signal up to a minute early
 CLOCK = 5.0  # seconds by which times of one record may differ
 REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
@@ -36,16 +37,19 @@ class Decision(NamedTuple):
     message: str
 
 
-def cause_of(job: Dict[str, str], now: float, notice: float) -> Cause:
+def cause_of(job: Dict[str, str], now: float, notice: float, restarts: int = 0) -> Cause:
     """Why Slurm signals a job, as its record has it.
 
     Args:
         job: fields of `scontrol show job`.
         notice: seconds before the time limit at which the job wants to be told (`--signal`).
+        restarts: how often the job had been requeued when this attempt began.
     """
     start, end, limit = _time(job.get("StartTime")), _time(job.get("EndTime")), _seconds(job.get("TimeLimit"))
     if job.get("JobState") == "PREEMPTED" or _time(job.get("PreemptTime")) is not None:
         return Cause(PREEMPTED, end)
+    if job.get("JobState") == "PENDING" or int(job.get("Restarts", "0")) > restarts:
+        return Cause(REQUEUE, end)  # somebody's `scontrol requeue`
     if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK:
         return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY else Cause(SIGNALLED, end)
     # scancel moves the end of the job to now; its state already says no more than COMPLETING.
@@ -53,13 +57,20 @@ def cause_of(job: Dict[str, str], now: float, notice: float) -> Cause:
     return Cause(CANCELLED if cancelled else SIGNALLED, end)
 
 
-def decide(verdict: Verdict, drain: Optional[Dict[str, Any]], may_requeue: bool, slurm: Any) -> Decision:
+def decide(
+    verdict: Verdict,
+    drain: Optional[Dict[str, Any]],
+    may_requeue: bool,
+    slurm: Sequence[int],
+    checks_failed: int = 0,
+) -> Decision:
     """What to do with the job of an attempt that ended.
 
     Args:
         drain: the attempt's drain file.
         may_requeue: whether the job can be requeued at all: not inside somebody's own allocation.
         slurm: version of Slurm as numbers.
+        checks_failed: attempts just before this one that found too few fit nodes.
     """
     cause = drain["cause"] if drain else None
     if verdict.outcome == FINISHED:
@@ -71,6 +82,9 @@ def decide(verdict: Verdict, drain: Optional[Dict[str, Any]], may_requeue: bool,
     saved = "saved after step {}".format(verdict.step) if verdict.step else "left without a new checkpoint"
     if cause == CANCELLED:
         return Decision(STOPPED, False, EXIT_FINISHED, "stopped on request, {}; mrl resume goes on".format(saved))
+    if cause == BAD_NODES and checks_failed + 1 >= MAX_FAILED_CHECKS:
+        said = "{} starts in a row found too few fit nodes; see attempts/*/health".format(checks_failed + 1)
+        return Decision(CRASHED, False, EXIT_CRASHED, said)
     if not may_requeue:
         return Decision(DRAINED, False, EXIT_DRAINED, "{} ({}); submit the run again to go on".format(saved, cause))
     if cause == PREEMPTED and list(slurm) >= REQUEUES_PREEMPTED_ITSELF:

@@ -1,0 +1,140 @@
+"""The second half of the batch script's host side: have the attempt leave, judge it, decide what becomes of the job."""
+
+import argparse
+import os
+import sys
+import time
+from typing import Any, Dict, Optional
+
+from launcher.host import ledger, policy, slurm
+from launcher.host.here import Here, ask_to_leave
+from launcher.host.verdict import CRASHED, DRAINED, FINISHED, Verdict, in_words, judge
+from megatron_rl.run_dir import EXIT_FINISHED, Attempt, RunDir, read_json, read_json_lines, write_json
+
+TICK = 1.0  # seconds between looks at the run directory
+REMIND = 5.0  # seconds between signals to steps that were asked to leave
+LAST_MOMENT = 5.0  # seconds before the deadline at which ranks that have not left are ended: `close` needs them
+SIGNAL_BASE = 128  # srun reports a task that a signal ended as this plus the signal
+
+
+def watch(here: Here, options: argparse.Namespace) -> int:
+    """Until the script ends: pass a drain file on to the script and its steps, and hold them to its deadline."""
+    attempt, script = here.attempt, os.getppid()
+    told, reminded, ended = False, 0.0, False
+    while os.getppid() == script:
+        time.sleep(TICK)
+        request = read_json(attempt.drain)
+        if request is None:
+            continue
+        if not told:
+            told = True
+            os.kill(script, options.interrupt)  # it may be waiting for something that a drain makes needless
+        try:
+            if not ended and request["deadline"] is not None and time.time() >= request["deadline"] - LAST_MOMENT:
+                print("the ranks have not left in time and are ended")
+                slurm.kill_steps(here.job_id)
+                ended = True
+            elif not (attempt.outcome.exists() or attempt.errors()) and time.monotonic() >= reminded + REMIND:
+                reminded = time.monotonic()
+                slurm.signal_steps(here.job_id, "USR1")
+        except slurm.SlurmRefused as error:
+            print("could not reach the steps, trying again: {}".format(error), file=sys.stderr)
+    return EXIT_FINISHED
+
+
+def drain(here: Here, options: argparse.Namespace) -> int:
+    """The batch script caught a signal: find out why, and ask the attempt to leave."""
+    if not here.attempt.drain.exists():
+        cause = _cause(here, options, slurm.TIME_LIMIT)
+        ask_to_leave(here.attempt, cause.cause, "SIG{} to the batch script".format(options.signal), cause.deadline)
+    return EXIT_FINISHED
+
+
+def close(here: Here, options: argparse.Namespace) -> int:
+    """Judge the attempt, write its end into the ledger, and decide what becomes of the job."""
+    run, attempt, now = here.run, here.attempt, time.time()
+    request = _request(here, options)
+    verdict = _verdict(attempt, request, options)
+    bad = (read_json(attempt.nodes) or {}).get("bad", {})
+    decision = policy.decide(verdict, request, _may_requeue(here), slurm.version(), _checks_failed_in_a_row(run))
+    if decision.outcome == FINISHED:
+        write_json(run.done, {"attempt": attempt.number, "step": verdict.step, "at": now})
+    ledger.record(
+        run,
+        attempt.number,
+        "end",
+        now,
+        job_id=here.job_id,
+        outcome=decision.outcome,
+        step=verdict.step,
+        error=verdict.error,
+        rank=verdict.rank,
+        cause=request["cause"] if request else None,
+        seconds=round(now - float(options.began), 3),
+    )
+    print("attempt {}: {}".format(attempt.number, decision.message))
+    if decision.requeue:
+        # This sends SIGTERM to everything here, which the script has us ignore: there are some seconds left.
+        slurm.patiently(lambda: slurm.requeue(here.job_id))
+        if bad:
+            slurm.patiently(lambda: slurm.exclude(here.job_id, sorted(bad)))
+    return decision.exit_code
+
+
+def _request(here: Here, options: argparse.Namespace) -> Optional[Dict[str, Any]]:
+    """The drain file. Slurm is asked once more: what began as a preemption may have become a cancellation, and ranks
+    may have left on a signal that never came by here."""
+    attempt = here.attempt
+    request = read_json(attempt.drain)
+    outcome = read_json(attempt.outcome)
+    if request is None and (outcome is None or outcome["outcome"] != DRAINED):
+        return None
+    cause = _cause(here, options, slurm.PATIENCE)
+    if request is None or (cause.cause == policy.CANCELLED and request["cause"] != policy.CANCELLED):
+        by = "a signal to the steps" if request is None else "Slurm's record"
+        request = {"cause": cause.cause, "by": by, "at": time.time(), "deadline": cause.deadline}
+        write_json(attempt.drain, request)
+    return dict(request)
+
+
+def _cause(here: Here, options: argparse.Namespace, patience: float) -> policy.Cause:
+    try:
+        job = slurm.patiently(lambda: slurm.show_job(here.job_id), patience)
+    except slurm.SlurmRefused as error:
+        print(error, file=sys.stderr)
+        return policy.Cause(policy.SIGNALLED, None)
+    return policy.cause_of(job, time.time(), options.notice, here.restarts)
+
+
+def _may_requeue(here: Here) -> bool:
+    """Not somebody's salloc, and not a job that was submitted with --no-requeue."""
+    try:
+        job = slurm.patiently(lambda: slurm.show_job(here.job_id))
+    except slurm.SlurmRefused as error:
+        print(error, file=sys.stderr)
+        return "SLURM_JOB_ID" in os.environ  # unknown: trying does no harm
+    return job.get("BatchFlag") == "1" and job.get("Requeue") == "1"
+
+
+def _checks_failed_in_a_row(run: RunDir) -> int:
+    """Attempts just before this one that ended because too few nodes were fit."""
+    count = 0
+    for line in reversed([line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]):
+        if line.get("cause") != policy.BAD_NODES:
+            break
+        count += 1
+    return count
+
+
+def _verdict(attempt: Attempt, request: Optional[Dict[str, Any]], options: argparse.Namespace) -> Verdict:
+    errors = [read_json(path) for path in sorted(attempt.errors(), key=lambda path: path.stat().st_mtime_ns)]
+    outcome = read_json(attempt.outcome)
+    if errors or outcome is not None:
+        return judge(errors, outcome, {}, None)
+    code = None if options.code is None else int(options.code)
+    if request is not None and (code is None or code > SIGNAL_BASE):
+        return Verdict(DRAINED, None, None, None)  # asked to leave, and gone before anything could be saved
+    if code is None:
+        return Verdict(CRASHED, None, options.unready or "the steps could not be started", None)
+    said = in_words(SIGNAL_BASE - code if code > SIGNAL_BASE else code)
+    return Verdict(CRASHED, None, "the training step {} and recorded no outcome".format(said), None)

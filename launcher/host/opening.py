@@ -1,0 +1,114 @@
+"""The first half of the batch script's host side: own the run, make its directory, begin an attempt."""
+
+import argparse
+import errno
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from launcher.host import index, ledger, slurm, snapshot
+from launcher.host.here import Here, Refused
+from launcher.host.policy import STOPPED
+from megatron_rl.run_dir import (
+    EXIT_FINISHED,
+    RunDir,
+    read_json,
+    read_json_lines,
+    write_atomic,
+    write_json,
+)
+
+EXIT_NOTHING_TO_DO = 3  # between this and the batch script
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without flock
+
+
+def own(here: Here, options: argparse.Namespace) -> int:
+    """Take the run, or refuse it, or find that there is nothing to do."""
+    run = here.run
+    _lock(here, options.lock)
+    if run.done.exists():
+        print("{}: finished already, nothing to do".format(run.root))
+        return EXIT_NOTHING_TO_DO
+    ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
+    if ends and ends[-1].get("job_id") == here.job_id and ends[-1]["outcome"] == STOPPED:
+        print("{}: was stopped on request; mrl resume goes on with it".format(run.root))
+        return EXIT_NOTHING_TO_DO
+    _refuse_foreign(run)
+    owner = read_json(run.job)
+    if owner is not None and owner["job_id"] == here.job_id:
+        return EXIT_FINISHED
+    if owner is not None and slurm.alive(owner["job_id"]) is not False:
+        raise Refused("{}: belongs to job {}, which is not known to have ended".format(run.root, owner["job_id"]))
+    by = os.environ.get("USER", "")
+    write_json(run.job, {"job_id": here.job_id, "cluster": here.cluster, "submitted_at": time.time(), "by": by})
+    index.note(run, here.cluster, here.job_id)  # submitted by plain sbatch: mrl-submit does both itself
+    return EXIT_FINISHED
+
+
+def create(here: Here, options: argparse.Namespace) -> int:
+    """Make the run directory from what the script carries, or finish what an earlier start of it began."""
+    run = here.run
+    sources = json.loads(Path(options.sources).read_text())
+    for line in snapshot.compare(sources):
+        print("code: {}; the job runs what is there now".format(line))
+    snapshot.take(sources, run.code)
+    for file, text in ((run.recipe, options.recipe), (run.plan, options.plan), (run.resolved, options.resolved)):
+        if not file.exists():
+            write_atomic(file, Path(text).read_text())
+    if not run.script.exists():
+        shutil.copy(options.script, str(run.script))
+    return EXIT_FINISHED
+
+
+def open_attempt(here: Here, options: argparse.Namespace) -> int:
+    """Begin an attempt and print its number."""
+    run, now = here.run, time.time()
+    ledger.close_lost_attempts(run, now, "its batch script was killed")
+    attempt = run.attempt(run.last_attempt() + 1)
+    attempt.folder.mkdir(parents=True)
+    attempt.logs.mkdir(parents=True, exist_ok=True)
+    ledger.point_latest(attempt, here.job_id)
+    hosts = slurm.hostnames(here.nodelist)
+    facts = {"job_id": here.job_id, "cluster": here.cluster, "restart": here.restarts, "nodes": hosts}
+    ledger.record(run, attempt.number, "start", now, **facts)
+    print(attempt.number)
+    return EXIT_FINISHED
+
+
+def pythonpath(here: Here, options: argparse.Namespace) -> int:
+    """Print the PYTHONPATH of the steps: the snapshot by its own name, which no later --update-code moves."""
+    code = here.run.code
+    # Not by realpath: containers mount the run under the name it was given.
+    root = here.run.root / os.readlink(str(code)) if code.is_symlink() else code
+    record = read_json(here.run.code_record) or {}
+    print(":".join(os.path.normpath(os.path.join(str(root), part)) for part in record["pythonpath"]))
+    return EXIT_FINISHED
+
+
+def _lock(here: Here, descriptor: int) -> None:
+    """Lock the open file that the batch script holds, so that the lock ends with the script and all it started."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = (read_json(here.run.job) or {}).get("job_id", "another one")
+        raise Refused("{}: belongs to job {}, whose script is running".format(here.run.root, owner)) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(
+            "{}: this file system has no locks; job.json alone tells the owner".format(here.run.root), file=sys.stderr
+        )
+
+
+def _refuse_foreign(run: RunDir) -> None:
+    """A directory with anything in it is ours if it is a run, or if an earlier start got as far as owning it."""
+    ours = run.resolved.exists() or run.job.exists()
+    strange = [name for name in os.listdir(str(run.root)) if name not in (run.lock.name, run.job_lock.name)]
+    if strange and not ours:
+        run.job_lock.unlink()
+        raise Refused("{}: is not empty and not a run directory".format(run.root))
