@@ -1,4 +1,4 @@
-"""The one way in which the launcher refuses its input."""
+"""How the launcher refuses its input, and what it could not find out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import click
 
-from megatron_rl.run_dir import EXIT_USAGE
+from megatron_rl.run_dir import EXIT_CRASHED, EXIT_USAGE
 
 
 class BadInput(click.ClickException):
@@ -22,3 +22,9 @@ class BadInput(click.ClickException):
     def show(self, file: IO[Any] | None = None) -> None:
         for problem in self.problems:
             click.echo(f"error: {problem}", file=file, err=file is None)
+
+
+class Unsure(BadInput):
+    """Whether Slurm took a job is not known; the run directory stays as that job, if there is one, needs it."""
+
+    exit_code = EXIT_CRASHED

@@ -7,15 +7,82 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from launcher.changes import Change
-from launcher.errors import BadInput
+from launcher.changes import Change, changes
+from launcher.errors import BadInput, Unsure
+from launcher.preparation import clear, opened, run_directory, run_name
+from launcher.recipe import Recipe, load_recipe, read_resolved
+from launcher.runs import find
 from megatron_rl.run_dir import RunDir, read_json_lines, write_atomic, write_json
 
 FIXED = ("model.", "tokenizer.")
 """Keys below these describe the weights that the checkpoint holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What a fork would be."""
+
+    source: RunDir
+    step: int
+    recipe: Recipe
+    changes: tuple[Change, ...]
+    """Between the source's recipe and this one."""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """For fork.json and `--json`."""
+        changes = {one.key: [one.old, one.new] for one in self.changes}
+        return {"from": str(self.source.root.absolute()), "step": self.step, "changes": changes}
+
+
+def plan_fork(run_at_step: str, overrides: Sequence[str]) -> Fork:
+    """
+    Args:
+        run_at_step: `RUN@STEP`, or RUN for its newest checkpoint.
+
+    Raises:
+        BadInput: there is no such run or checkpoint, or it does not fit these values.
+    """
+    name, at, number = run_at_step.rpartition("@")
+    if at and not number.isdigit():
+        raise BadInput(f"{run_at_step}: expected RUN@STEP with the number of a step, such as {name}@400")
+    source = find(name if at else run_at_step)
+    step = checkpoint_of(source, int(number) if at else None)
+    recipe = load_recipe(str(source.resolved), overrides)
+    changed = changes(read_resolved(source.resolved), recipe.config)
+    refuse_misfits(changed, step, recipe.config.training.steps)
+    return Fork(source, step, recipe, tuple(changed))
+
+
+@contextmanager
+def forked(fork: Fork, given: Path | None) -> Iterator[RunDir]:
+    """Make the run; where the caller is refused to start it, it is removed again.
+
+    Args:
+        given: its directory; None: a new one beside that of the source.
+
+    Raises:
+        BadInput: there is a run already.
+    """
+    name = run_name(fork.recipe.config.name, time.localtime())
+    with run_directory(given, name, fork.source.root.absolute().parent) as root:
+        with opened(fork.recipe, root.absolute(), False) as found:
+            if found.run.checkpoints.exists():
+                raise BadInput(f"{root}: holds a run already; give a new directory")
+            fill(fork, found.run)
+        try:
+            yield found.run
+        except Unsure:
+            raise
+        except BadInput:  # nothing has started in it
+            clear(root)
+            raise
 
 
 def checkpoint_of(run: RunDir, step: int | None) -> int:
@@ -35,21 +102,22 @@ def checkpoint_of(run: RunDir, step: int | None) -> int:
     return step
 
 
-def refuse_misfits(changes: Sequence[Change], step: int, steps: int) -> None:
+def refuse_misfits(changed: Sequence[Change], step: int, steps: int) -> None:
     """Raises BadInput for a change that the checkpoint cannot follow."""
-    problems = [f"{one}: the weights of the checkpoint fix it" for one in changes if one.key.startswith(FIXED)]
+    problems = [f"{one}: the weights of the checkpoint fix it" for one in changed if one.key.startswith(FIXED)]
     if steps <= step:
         problems.append(f"training.steps {steps}: the checkpoint is of step {step} already; give more")
     if problems:
         raise BadInput(problems)
 
 
-def fill(source: RunDir, step: int, target: RunDir, changes: Sequence[Change]) -> None:
+def fill(fork: Fork, target: RunDir) -> None:
     """Put into the prepared `target` what a run that has reached `step` has.
 
     Files that are never written again are shared by hard links, so a fork of 500 GB takes no space of its own; where
     the two are on different file systems they are copied.
     """
+    source, step = fork.source, fork.step
     target.checkpoints.mkdir(parents=True)
     shutil.copytree(source.checkpoint(step), target.checkpoint(step), copy_function=_link)
     write_atomic(target.latest_checkpoint, target.checkpoint(step).name + "\n")
@@ -59,16 +127,7 @@ def fill(source: RunDir, step: int, target: RunDir, changes: Sequence[Change]) -
         target.code.symlink_to(snapshot.name)
     for name in ("metrics", "evaluations"):
         _copy_rows(getattr(source, name), getattr(target, name), step)
-    write_json(
-        target.fork,
-        {
-            "from": str(source.root.absolute()),
-            "step": step,
-            "at": time.time(),
-            "by": os.environ.get("USER", ""),
-            "changes": {one.key: [one.old, one.new] for one in changes},
-        },
-    )
+    write_json(target.fork, {**fork.told, "at": time.time(), "by": os.environ.get("USER", "")})
 
 
 def _copy_rows(source: Path, target: Path, step: int) -> None:

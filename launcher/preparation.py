@@ -18,7 +18,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, write_atomic
 
 RUNS = "runs"
-"""Where runs are made that were given no directory: below the current one, or below a cluster's run_root."""
+"""Where local runs are made that were given no directory: below the current one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +30,68 @@ class Prepared:
     """What `--change` altered."""
 
 
+@dataclass(slots=True)
+class Opened:
+    """A run directory that is ours for the moment, with what was asked for written into it."""
+
+    run: RunDir
+    finished: bool
+    """There is nothing to do."""
+    changes: tuple[Change, ...]
+    """What `change` altered."""
+    keep: bool = False
+    """Set once somebody else may use the directory: from then on a failure leaves it as it is."""
+
+
 def run_name(name: str, now: time.struct_time) -> str:
     """NAME-DATE-TIME."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
 
 
-def new_run_dir(name: str, parent: Path) -> Path:
-    """PARENT/NAME, or NAME-2 and so on: made, and never one that was there."""
-    stem = parent / name
-    with _disk_errors(stem):
-        parent.mkdir(parents=True, exist_ok=True)
-        for path in [stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))]:
-            try:
-                path.mkdir()
-                return path
-            except FileExistsError:
-                continue
+@contextmanager
+def run_directory(given: Path | None, name: str, parent: Path) -> Iterator[Path]:
+    """The directory that a run was given; else a new PARENT/NAME, or NAME-2 and so on, which is gone again where the
+    caller fails and leaves it empty."""
+    if given is not None:
+        yield given
+        return
+    with _disk_errors(parent / name), _made(parent):
+        root = _claim(parent / name)
+        with _empty_ones_removed([root]):
+            yield root
+
+
+def _claim(stem: Path) -> Path:
+    for path in [stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))]:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
     raise BadInput(f"{stem}: too many runs of this name were started at once; give a directory with --run-dir")
+
+
+@contextmanager
+def _made(path: Path) -> Iterator[None]:
+    """Make a directory and those above it."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    with _empty_ones_removed(missing):
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+@contextmanager
+def _empty_ones_removed(made: Sequence[Path]) -> Iterator[None]:
+    """Where the caller fails, remove what was made for it, innermost first, as far as nothing is in there."""
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        if not succeeded:
+            with suppress(OSError):
+                for folder in made:
+                    folder.rmdir()
 
 
 def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
@@ -55,68 +100,97 @@ def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
     Raises:
         BadInput: the directory is in use, foreign or unwritable, or its run was asked for with other values.
     """
-    with opened(recipe, root, change) as (run, finished, altered):
-        if finished:
+    with opened(recipe, root, change) as found:
+        run = found.run
+        if found.finished:
             return Prepared(run, None, ())
         attempt = run.attempt(run.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
         attempt.logs.mkdir(parents=True, exist_ok=True)
-        return Prepared(run, attempt, altered)
+        return Prepared(run, attempt, found.changes)
 
 
 @contextmanager
-def opened(
-    recipe: Recipe, root: Path, change: bool, my_job: str | None = None
-) -> Iterator[tuple[RunDir, bool, tuple[Change, ...]]]:
-    """Hold `root` with what was asked for written into it; when the caller fails, everything is as it was before.
+def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) -> Iterator[Opened]:
+    """Hold `root` with what was asked for written into it; when the caller fails, everything is as it was before,
+    unless it has set `keep`.
 
     Args:
         my_job: the Slurm job that this process is in, which may own the run.
-
-    Yields:
-        The run; whether it is finished, so that there is nothing to do; what `change` altered.
 
     Raises:
         BadInput: the directory is in use, foreign or unwritable, or its run was asked for with other values.
     """
     run = RunDir(root)
     _refuse_foreign(run)
-    with _disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(run), _put_back_on_failure(run):
+    with _disk_errors(root), _made(root), _locked(run):
+        found = Opened(run, False, ())
+        with _put_back_on_failure(found):
             _refuse_owned(run, my_job)
             altered: list[Change] = []
             if run.resolved.exists():
                 altered = _accept_changes(run, recipe.config, change)
-            finished = read_json(run.done) is not None and not altered
-            if not finished:
+            found.finished = read_json(run.done) is not None and not altered
+            found.changes = tuple(altered)
+            if not found.finished:
                 if altered:
                     _record_changes(run, altered, run.last_attempt() + 1)
                 _write_recipe(run, recipe)
-            yield run, finished, tuple(altered)
+            yield found
 
 
 @contextmanager
-def _put_back_on_failure(run: RunDir) -> Iterator[None]:
+def _put_back_on_failure(found: Opened) -> Iterator[None]:
+    run = found.run
     files = (run.recipe, run.resolved, run.plan, run.script, run.changes, run.done)
     before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
-    fresh = [path.name for path in run.root.iterdir()] == [run.lock.name]
+    there = {path.name for path in run.root.iterdir()}
+    code = _snapshot_of(run)
     succeeded = False
     try:
         yield
         succeeded = True
     finally:
-        if not succeeded and fresh:
-            shutil.rmtree(run.root, ignore_errors=True)
-            if run.root.parent.name == RUNS:
-                with suppress(OSError):  # other runs are in there
-                    run.root.parent.rmdir()
-        elif not succeeded:
+        if succeeded or found.keep:
+            pass
+        elif there == {run.lock.name}:
+            clear(run.root)
+        else:
+            _put_code_back(run, code, there)
             for path, text in before.items():
                 if text is None:
                     path.unlink(missing_ok=True)
                 else:
                     write_atomic(path, text)
+
+
+def clear(root: Path) -> None:
+    """Remove all that is in a directory; the directory itself may be the user's."""
+    for path in root.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _snapshot_of(run: RunDir) -> Path | None:
+    """What the link to the run's code says."""
+    return run.code.readlink() if run.code.is_symlink() else None
+
+
+def _put_code_back(run: RunDir, before: Path | None, there: set[str]) -> None:
+    """Have the run's code lead to the snapshot of before, and remove the one that was taken since."""
+    fresh = _snapshot_of(run)
+    if fresh is None or fresh == before:
+        return
+    if before is None:
+        run.code.unlink()
+    else:
+        link = run.code.with_name(f".{run.code.name}.{os.getpid()}")
+        link.symlink_to(before)
+        link.replace(run.code)
+    if str(fresh) not in there:
+        shutil.rmtree(run.root / fresh, ignore_errors=True)
 
 
 def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:

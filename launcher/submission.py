@@ -16,10 +16,10 @@ from launcher.backends.slurm_call import SlurmSilent
 from launcher.backends.slurm_refusal import translate
 from launcher.changes import Change
 from launcher.drafting import Draft
-from launcher.errors import BadInput
+from launcher.errors import BadInput, Unsure
 from launcher.host import index, snapshot
 from launcher.host.listing import SnapshotError
-from launcher.preparation import new_run_dir, opened
+from launcher.preparation import opened, run_directory
 from launcher.script import Job, header, render
 from megatron_rl.run_dir import RunDir, read_json, write_atomic, write_json
 
@@ -51,33 +51,50 @@ def submit(
 
     Raises:
         BadInput: anything, Slurm included, does not accept it; the disk is as it was before.
+        Unsure: Slurm did not say whether it takes it.
     """
     if drafted.obstacles:
         raise BadInput(drafted.obstacles)
     if which("sbatch") is None:
         raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
     prefetch.import_image_here(drafted.job.recipe.config, drafted.job.profile)
-    root = given or new_run_dir(drafted.job.run_dir.name, drafted.job.run_dir.parent)
-    job = replace(drafted.job, run_dir=root.absolute())
-    with opened(job.recipe, job.run_dir, change) as (run, finished, altered):
-        if finished:
-            return Submission(run, None, (), drafted.notes)
-        write_files(run, job, update_code)
-        request = flags_by_name(header(job))
-        flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
-        try:
-            job_id = slurm.submit(run.script, flags).job_id
-        except slurm.SubmissionRefused as error:
-            raise BadInput(f"cluster {job.cluster}: {translate(str(error), request)}") from error
-        except SlurmSilent as error:
-            unsure = f"{error}; whether it took the job is not known, see `squeue --me` before you try again"
-            raise BadInput(f"cluster {job.cluster}: {unsure}") from error
-        write_json(
-            run.job,
-            {"job_id": job_id, "cluster": job.cluster, "submitted_at": time.time(), "by": os.environ.get("USER", "")},
-        )
+    name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
+    with run_directory(given, name, parent) as root:
+        job = replace(drafted.job, run_dir=root.absolute())
+        with opened(job.recipe, job.run_dir, change) as found:
+            run = found.run
+            if found.finished:
+                return Submission(run, None, (), drafted.notes)
+            write_files(run, job, update_code)
+            found.keep = True  # from here on there may be a job that needs it
+            try:
+                job_id = _hand_over(job, run, after)
+            except slurm.SubmissionRefused as error:
+                found.keep = False
+                said = translate(str(error), flags_by_name(header(job)))
+                raise BadInput(f"cluster {job.cluster}: {said}") from error
     complaint = index.note(run, job.cluster, job_id)
-    return Submission(run, job_id, altered, (*drafted.notes, *([complaint] if complaint else [])))
+    return Submission(run, job_id, found.changes, (*drafted.notes, *([complaint] if complaint else [])))
+
+
+def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
+    """Submit the script and record its job; the job's id.
+
+    Raises:
+        SubmissionRefused: there is no job.
+        Unsure: there may be one.
+    """
+    flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+    by = os.environ.get("USER", "")
+    try:
+        job_id = str(slurm.submit(run.script, flags).job_id)
+        write_json(run.job, {"job_id": job_id, "cluster": job.cluster, "submitted_at": time.time(), "by": by})
+    except (SlurmSilent, OSError, KeyboardInterrupt) as error:
+        raise Unsure(
+            f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "
+            f"`squeue --me` before you try again; the job would run {run.root}, which stays"
+        ) from error
+    return job_id
 
 
 def write_files(run: RunDir, job: Job, update_code: bool) -> None:

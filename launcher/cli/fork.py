@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import json
 from pathlib import Path
 
 import click
@@ -41,50 +41,25 @@ def command(
     \b
     Exit codes: as of mrl-submit
     """
-    import json
-    import shutil
-
-    from launcher.changes import changes
     from launcher.cli.launch import Asked, launch
-    from launcher.errors import BadInput
-    from launcher.forking import checkpoint_of, fill, refuse_misfits
-    from launcher.preparation import new_run_dir, opened, run_name
-    from launcher.recipe import load_recipe, read_resolved
-    from launcher.runs import find
+    from launcher.forking import forked, plan_fork
 
-    name, at, number = run_at_step.rpartition("@")
-    if at and not number.isdigit():
-        raise BadInput(f"{run_at_step}: expected RUN@STEP with the number of a step, such as {name}@400")
-    source = find(name if at else run_at_step)
-    step = checkpoint_of(source, int(number) if at else None)
-    recipe = load_recipe(str(source.resolved), overrides)
-    changed = changes(read_resolved(source.resolved), recipe.config)
-    refuse_misfits(changed, step, recipe.config.training.steps)
-    told = {one.key: [one.old, one.new] for one in changed}
+    fork = plan_fork(run_at_step, overrides)
+    where = f"{fork.source.root.name} after step {fork.step}" + "".join(f"\n  {one}" for one in fork.changes)
     if dry_run:
-        record = {"from": str(source.root.absolute()), "step": step, "changes": told}
-        lines = [f"would fork {source.root} after step {step}", *(f"  {one}" for one in changed)]
-        click.echo(json.dumps(record) if as_json else "\n".join(lines))
+        click.echo(json.dumps(fork.told) if as_json else f"would fork {where}")
         return
-    parent = source.root.absolute().parent
-    root = (run_dir or new_run_dir(run_name(recipe.config.name, time.localtime()), parent)).absolute()
-    with opened(recipe, root, False) as (run, _, _):
-        if run.checkpoints.exists():
-            raise BadInput(f"{root}: holds a run already; give a new directory")
-        fill(source, step, run, changed)
+    with forked(fork, run_dir) as run:
         if not as_json:
-            click.echo(f"forked {source.root.name} after step {step}" + "".join(f"\n  {one}" for one in changed))
-    asked = Asked(
-        recipe=str(run.resolved),
-        cluster=cluster or recipe.config.cluster or "local",
-        run_dir=root,
-        detach=detach,
-        follow=follow,
-        as_json=as_json,
-        update_code=update_code,
-    )
-    try:
-        context.exit(launch(asked))
-    except BadInput:
-        shutil.rmtree(root)  # nothing has started in it
-        raise
+            click.echo(f"forked {where}")
+        asked = Asked(
+            recipe=str(run.resolved),
+            cluster=cluster or fork.recipe.config.cluster or "local",
+            run_dir=run.root,
+            detach=detach,
+            follow=follow,
+            as_json=as_json,
+            update_code=update_code,
+        )
+        code = launch(asked)
+    context.exit(code)

@@ -12,7 +12,7 @@ import click
 from launcher.cli.launch import Asked, Planned
 from launcher.errors import BadInput
 from launcher.host import index
-from launcher.preparation import RUNS, Prepared, check, new_run_dir, prepare
+from launcher.preparation import RUNS, Prepared, check, prepare, run_directory
 from launcher.profiles import LOCAL
 from launcher.recipe import Recipe, dump_resolved
 from megatron_rl.config import RunConfig
@@ -30,8 +30,8 @@ def run_here(planned: Planned, asked: Asked) -> int:
         return EXIT_FINISHED
     if missing := not_yet(recipe.config):
         raise BadInput(missing)
-    root = planned.given or new_run_dir(planned.name, Path(RUNS))
-    prepared = prepare(recipe, root, asked.change)
+    with run_directory(planned.given, planned.name, Path(RUNS)) as root:
+        prepared = prepare(recipe, root, asked.change)
     again = ["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(root)]
     if Path(recipe.asked) == prepared.run.resolved:
         again = ["mrl", "resume", str(root)]

@@ -46,7 +46,7 @@ def submit_all(
                 raise
             left = f"{len(done)} of {len(planned)} jobs are submitted (`mrl ls`), these are not:"
             names = [f"  {draft.job.run_dir.name}" for draft in drafts[len(done) :]]
-            raise BadInput([*error.problems, "\n".join([left, *names])]) from error
+            raise type(error)([*error.problems, "\n".join([left, *names])]) from error
         done.append(submission)
         if not asked.as_json:
             _say(submission, drafted, waits, brief=len(planned) > 1)

@@ -32,7 +32,7 @@ else on stderr. --dry-run --script > job.sbatch && sbatch job.sbatch does the sa
 \b
 Exit codes:
   0    finished, now or before; submitted; with --detach: started
-  1    crashed, or killed before it could save
+  1    crashed, or killed before it could save; Slurm did not say whether it took the job (the run directory stays)
   2    the recipe, an argument, the run directory or the cluster does not allow it; nothing was changed
   130  interrupted and saved: the printed command goes on with it; with --follow: stopped watching, the job goes on
 """

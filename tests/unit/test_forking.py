@@ -6,8 +6,9 @@ import pytest
 from run_helpers import make_run
 
 from launcher.changes import Change
-from launcher.errors import BadInput
-from launcher.forking import checkpoint_of, fill, refuse_misfits
+from launcher.errors import BadInput, Unsure
+from launcher.forking import Fork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
+from launcher.recipe import load_recipe
 from megatron_rl.run_dir import RunDir, append_json_line, read_json, read_json_lines
 
 
@@ -31,7 +32,7 @@ def trained(root) -> RunDir:
 def test_the_fork_has_the_run_up_to_the_checkpoint(tmp_path):
     source, target = trained(tmp_path / "a"), RunDir(tmp_path / "b")
     target.root.mkdir()
-    fill(source, 3, target, [Change("grpo.kl_beta", 0.0, 0.1)])
+    fill(Fork(source, 3, load_recipe("demo"), (Change("grpo.kl_beta", 0.0, 0.1),)), target)
     assert target.checkpoint_steps() == [3]
     assert target.latest_checkpoint.read_text() == "step-000003\n"
     assert [row["step"] for row in read_json_lines(target.metrics)] == [1, 2, 3]
@@ -45,7 +46,7 @@ def test_the_fork_has_the_run_up_to_the_checkpoint(tmp_path):
 def test_weights_take_no_space_and_outlive_their_run(tmp_path):
     source, target = trained(tmp_path / "a"), RunDir(tmp_path / "b")
     target.root.mkdir()
-    fill(source, 3, target, [])
+    fill(Fork(source, 3, load_recipe("demo"), ()), target)
     ours, theirs = (run.checkpoint(3) / "weights" for run in (target, source))
     assert ours.stat().st_ino == theirs.stat().st_ino
     theirs.unlink()  # as save.keep does
@@ -68,3 +69,23 @@ def test_what_the_weights_fix_cannot_change():
         refuse_misfits([Change("model.num_layers", 2, 3)], step=3, steps=10)
     with pytest.raises(BadInput, match="the checkpoint is of step 3 already"):
         refuse_misfits([], step=3, steps=3)
+
+
+def test_a_fork_that_cannot_start_leaves_nothing(tmp_path):
+    source = trained(tmp_path / "a")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    fork = plan_fork(f"{source.root}@3", ["grpo.kl_beta=0.1"])
+    for given in (mine, None):
+        with pytest.raises(BadInput, match="no such partition"), forked(fork, given) as run:
+            assert run.checkpoint_steps() == [3]
+            raise BadInput("no such partition")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine"]
+    assert list(mine.iterdir()) == []
+
+
+def test_a_fork_stays_where_a_job_may_need_it(tmp_path):
+    fork = plan_fork(f"{trained(tmp_path / 'a').root}@3", [])
+    with pytest.raises(Unsure), forked(fork, tmp_path / "b") as run:
+        raise Unsure("sbatch did not answer")
+    assert run.checkpoint_steps() == [3]

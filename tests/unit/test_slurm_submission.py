@@ -96,6 +96,28 @@ def test_a_refused_change_leaves_the_old_run_as_it_was(cluster, tmp_path):
     assert not run.changes.exists()
 
 
+def test_a_refused_update_of_the_code_leaves_the_old_code(cluster, tmp_path):
+    submit("--run-dir", "r")
+    run = RunDir(tmp_path / "r")
+    cluster("sbatch", "echo 'sbatch: error: Batch job submission failed: no' >&2; exit 1")
+    command = [sys.executable, "-c", "from launcher.cli.main import main; main(prog_name='mrl')"]
+    done = subprocess.run([*command, "resume", "r", "--update-code"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert str(run.code.readlink()) == "code-001"
+    assert not (run.root / "code-002").exists()
+
+
+def test_a_job_that_sbatch_may_have_taken_keeps_its_directory(cluster, tmp_path):
+    cluster("sbatch", "kill -INT $PPID; sleep 20")
+    done = submit("--run-dir", "r", code=1)
+    assert "interrupted; whether it took the job is not known: see `squeue --me`" in done.stderr
+    run = RunDir(tmp_path / "r")
+    assert run.script.is_file()
+    assert run.code_record.is_file()
+    cluster("sbatch", "echo 7")
+    assert json.loads(submit("--run-dir", "r", "--json").stdout)["job_id"] == "7"
+
+
 @pytest.mark.parametrize("answer", ["", "Submitted", "12a"])
 def test_an_answer_that_is_no_job_id_is_no_submission(cluster, tmp_path, answer):
     cluster("sbatch", f"echo '{answer}'")

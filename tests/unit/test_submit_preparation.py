@@ -8,7 +8,7 @@ import pytest
 
 from launcher.errors import BadInput
 from launcher.host.lock import RunLock
-from launcher.preparation import Prepared, new_run_dir, opened, prepare
+from launcher.preparation import Prepared, opened, prepare, run_directory
 from launcher.recipe import load_recipe, read_resolved
 from megatron_rl.run_dir import RunDir, read_json_lines, write_json
 
@@ -132,27 +132,52 @@ def test_a_run_in_use_names_its_owner(tmp_path):
 
 
 def test_new_run_directories_are_never_shared(tmp_path):
-    paths = [new_run_dir("demo-1", tmp_path / "runs") for _ in range(3)]
+    paths = []
+    for _ in range(3):
+        with run_directory(None, "demo-1", tmp_path / "runs") as root:
+            paths.append(root)
     assert [path.name for path in paths] == ["demo-1", "demo-1-2", "demo-1-3"]
+    assert all(path.is_dir() for path in paths)
 
 
-def fail(root: Path, *overrides: str, change: bool = False) -> None:
+def fail(root: Path | None, parent: Path, *overrides: str, change: bool = False, keep: bool = False) -> None:
+    recipe = load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides])
     with (
         pytest.raises(KeyboardInterrupt),
-        opened(load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides]), root, change),
+        run_directory(root, "demo", parent) as place,
+        opened(recipe, place, change) as found,
     ):
+        (found.run.root / "code-001").mkdir()
+        found.run.code.symlink_to("code-001")
+        found.keep = keep
         raise KeyboardInterrupt
 
 
 def test_a_failure_leaves_no_new_run_behind(tmp_path):
-    fail(new_run_dir("demo", tmp_path / "runs"))
+    fail(None, tmp_path / "far" / "away")
+    fail(tmp_path / "given" / "run", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_an_empty_directory_of_the_user(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    fail(mine, tmp_path)
+    assert list(tmp_path.iterdir()) == [mine]
+    assert list(mine.iterdir()) == []
+
+
+def test_what_somebody_else_may_use_by_now_stays(tmp_path):
+    fail(None, tmp_path / "runs", keep=True)
+    assert RunDir(tmp_path / "runs" / "demo").resolved.is_file()
 
 
 def test_a_failure_leaves_an_old_run_as_it_was(tmp_path):
     ask(tmp_path)
     run = finish(tmp_path, 800)
     before = {path: path.read_text() for path in (run.resolved, run.recipe, run.done)}
-    fail(tmp_path, "training.steps=900", change=True)
+    fail(tmp_path, tmp_path, "training.steps=900", change=True)
     assert {path: path.read_text() for path in before} == before
     assert not run.changes.exists()
+    assert not run.code.is_symlink()
+    assert not (run.root / "code-001").exists()
