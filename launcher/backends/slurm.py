@@ -12,10 +12,19 @@ from shutil import which
 from submitit import SlurmExecutor, SlurmJob
 from submitit.helpers import CommandFunction
 
-from launcher.backends.slurm_call import SlurmSilent, call
+from launcher.backends.slurm_call import call
 
 SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
 OF_ANY_JOB = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+DEFAULTS = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+}
+"""Of the user's shell: what their jobs go by where they say nothing else -> option of sbatch."""
+
+_OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 
 _ESTIMATE = re.compile(r"Job \d+ to start at (\S+) .*?(?:nodes (\S+))? in partition (\S+)")
 
@@ -35,6 +44,7 @@ class ScriptExecutor(SlurmExecutor):
 
     def __init__(self, folder: Path, script: Path, flags: Sequence[str]) -> None:
         super().__init__(folder)
+        self._script = script
         self._command = ["sbatch", "--parsable", *flags, str(script)]
 
     @classmethod
@@ -44,7 +54,7 @@ class ScriptExecutor(SlurmExecutor):
 
     def _submit_command(self, command: str) -> SlurmJob[str]:
         """submitit's own prints sbatch's error, and waits for it for ever."""
-        answer = call(self._command, SUBMIT_LIMIT_S, submitting_environment())
+        answer = call(self._command, SUBMIT_LIMIT_S, submitting_environment(self._script))
         job_id = answer.out.strip().rpartition("\n")[2].partition(";")[0]  # "4711" or "4711;cluster"
         if answer.code != 0 or not job_id.isdigit():
             raise SubmissionRefused(answer.err or answer.out)
@@ -69,18 +79,19 @@ def estimate(script: Path, flags: Sequence[str] = ()) -> tuple[str, str, str]:
         SubmissionRefused: Slurm would not take the job.
         SlurmSilent: sbatch did not answer in time.
     """
-    answer = call(["sbatch", "--test-only", *flags, str(script)], SUBMIT_LIMIT_S, submitting_environment())
+    answer = call(["sbatch", "--test-only", *flags, str(script)], SUBMIT_LIMIT_S, submitting_environment(script))
     found = _ESTIMATE.search(answer.err)
     if answer.code != 0 or not found:
         raise SubmissionRefused(answer.err or answer.out)
     return found[1], found[2] or "", found[3]
 
 
-def submitting_environment() -> dict[str, str]:
-    """Ours, which the job inherits, without what describes the job that we may be in ourselves."""
-    if "SLURM_JOB_ID" not in os.environ:
-        return dict(os.environ)
-    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_ANY_JOB}
-
-
-__all__ = ["SlurmSilent", "SubmissionRefused", "estimate", "submit"]
+def submitting_environment(script: Path) -> dict[str, str]:
+    """Ours, which the job inherits, without what describes the job that we may be in ourselves, and without SBATCH_*:
+    to sbatch these count for more than the script does."""
+    given = _OPTION.findall(script.read_text(encoding="utf-8"))
+    kept = {name for name, option in DEFAULTS.items() if option not in given}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_") or name in kept}
+    if "SLURM_JOB_ID" not in environ:
+        return environ
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name in OF_ANY_JOB}

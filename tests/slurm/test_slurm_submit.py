@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from login import Login
@@ -57,3 +58,17 @@ def test_a_finished_run_is_not_submitted_again(login: Login) -> None:
     done = login.call("mrl-submit", *DEMO, "--run-dir", login.share / "run")
     assert "already finished" in done.stdout
     assert read_json(run.dir.job)["job_id"] == run.job
+
+
+def test_the_shell_overrules_nothing_that_the_script_says(login: Login) -> None:
+    shell = {
+        "SBATCH_PARTITION": "high",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_OPEN_MODE": "truncate",
+        "SBATCH_EXPORT": "NONE",
+    }
+    said = login.call("mrl-submit", *DEMO, "--json", **shell)
+    run = login.adopt(json.loads(said.stdout)["run_dir"])
+    login.jobs.append(run.job)
+    assert (run.field("Partition"), run.field("Requeue")) == ("low", "1")
+    run.wait("COMPLETED")

@@ -131,14 +131,24 @@ def test_a_federated_answer_names_the_cluster_behind_the_id(cluster):
 
 
 def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(cluster, tmp_path, monkeypatch):
-    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "HF_TOKEN", "SBATCH_ACCOUNT"):
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "HF_TOKEN"):
         monkeypatch.setenv(name, "7")
     submit()
     seen = (tmp_path / "environment").read_text()
     assert "SLURM_JOB_ID=" not in seen
     assert "SLURM_NTASKS=" not in seen
-    for kept in ("SLURM_CONF=7", "HF_TOKEN=7", "SBATCH_ACCOUNT=7"):
+    for kept in ("SLURM_CONF=7", "HF_TOKEN=7"):
         assert kept in seen
+
+
+@pytest.mark.parametrize("words", [(), ("--test-only",)])
+def test_the_shell_overrules_nothing_that_the_script_says(cluster, tmp_path, monkeypatch, words):
+    cluster("sbatch", "env >> environment; echo 101; echo 'sbatch: Job 101 to start at now on nodes n1 in partition gold' >&2")
+    for name in ("PARTITION", "NO_REQUEUE", "TIMELIMIT", "SIGNAL", "OPEN_MODE", "ARRAY_INX", "EXPORT", "ACCOUNT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "7")
+    submit(*words)
+    seen = [line for line in (tmp_path / "environment").read_text().splitlines() if line.startswith("SBATCH_")]
+    assert seen == ["SBATCH_ACCOUNT=7"], "the profile leaves the account to the user"
 
 
 def test_a_sweep_is_chained_so_that_no_more_run_at_once(cluster, tmp_path):
