@@ -15,7 +15,7 @@ DRAIN_MARGIN_S = 60  # beside the save itself: the step that is under way
 
 
 class Failed(BadInput):
-    """The order could not be given; nothing was changed."""
+    """The order could not be given. A run that Slurm could not be told to cancel may still save and leave."""
 
     exit_code = 1
 
@@ -31,9 +31,17 @@ def cancel(standing: Standing, drain: bool) -> str:
         limit = _save_limit_s(standing) if drain else 0.0
         _ask_to_leave(standing, policy.CANCELLED, limit)
         return f"saving, then leaving, within {limit:.0f} s" if drain else "killed"
-    if drain and _has_open_attempt(standing):
+    begun = _has_open_attempt(standing)
+    if drain and begun:
         _ask_to_leave(standing, policy.CANCELLED, None)
         return f"job {job.job_id} was asked to save and to leave; it will not be requeued{_signal(job.job_id)}"
+    if not job.batch:
+        if not begun:
+            raise Failed(f"{standing.name}: job {job.job_id} is an allocation that somebody works in; it stays")
+        _ask_to_leave(standing, policy.CANCELLED, 0.0)
+        return f"its ranks are ended; the allocation, job {job.job_id}, stays"
+    if begun:  # or a drain that is under way for another cause would bring the job back
+        _ask_to_leave(standing, policy.CANCELLED, None)
     _scancel(job.job_id)
     return f"job {job.job_id} is cancelled" + (", it had nothing to save" if drain else "")
 
@@ -47,6 +55,8 @@ def requeue(standing: Standing, now: bool) -> str:
     job = standing.job
     if job is None:
         raise Failed(f"{standing.name}: is a local run, which no queue holds; stop it and mrl resume {standing.name}")
+    if not job.batch:
+        raise Failed(f"{standing.name}: runs in an allocation, job {job.job_id}, which no queue holds")
     if job.kind == "pending":
         raise Failed(f"{standing.name}: job {job.job_id} is in the queue already")
     if job.kind != "running":
@@ -74,10 +84,12 @@ def _has_open_attempt(standing: Standing) -> bool:
 
 
 def _ask_to_leave(standing: Standing, cause: str, limit_s: float | None) -> None:
+    """Says why, or says so instead of an earlier cause, whose deadline is still that of the job."""
     attempt = standing.run.attempt(standing.attempt)
     at = time.time()
     by = f"{os.environ.get('USER', 'somebody')}, mrl {os.getpid()}"
-    deadline = None if limit_s is None else at + limit_s
+    before = read_json(attempt.drain) or {}
+    deadline = before.get("deadline") if limit_s is None else at + limit_s
     write_json(attempt.drain, {"cause": cause, "by": by, "at": at, "deadline": deadline})
 
 

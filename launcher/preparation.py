@@ -15,7 +15,7 @@ from launcher.errors import BadInput
 from launcher.host.lock import RunIsOwned, RunLock
 from launcher.recipe import Recipe, asked_text, dump_resolved, read_resolved
 from megatron_rl.config import RunConfig
-from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, write_atomic
+from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, read_json_lines, write_atomic
 
 RUNS = "runs"
 """Where local runs are made that were given no directory: below the current one."""
@@ -216,9 +216,13 @@ def _refuse_owned(run: RunDir, my_job: str | None) -> None:
     if record is None or record["job_id"] == my_job:
         return
     from launcher.backends.slurm_state import read_jobs  # a new run asks nobody
+    from launcher.standing import has_left
 
     job_id = record["job_id"]
     job = read_jobs([job_id])[job_id]
+    ledger = read_json_lines(run.attempts_ledger)
+    if has_left(job, ledger[-1] if ledger else None):
+        return
     if job.kind == "unknown":
         raise BadInput(f"{run.root}: belongs to job {job_id}, and Slurm cannot be asked about it: {job.reason}")
     if job.owns:

@@ -12,7 +12,7 @@ from launcher.backends.slurm_reasons import wait_of
 from launcher.backends.slurm_state import JobState, read_jobs
 from launcher.host.ledger import LOST
 from launcher.host.lock import owner_of
-from launcher.host.policy import STOPPED
+from launcher.host.policy import CLOCK, STOPPED
 from launcher.host.verdict import DRAINED
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines
 
@@ -99,6 +99,8 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
         if wait.stuck:
             return state, f"it will not start: {wait.what}", ""
         return state, _sentence(last) if last and last["event"] == "end" else "", wait.what
+    if has_left(job, last):
+        return _ended(last, "failed", "")
     if job.kind == "running":
         state, reason, waits_for = _running(run)
         return state, reason, waits_for or ("its nodes to boot" if job.word == "CONFIGURING" else "")
@@ -107,6 +109,19 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
     if job.word == "CANCELLED" and (last is None or last["event"] == "start"):
         return "cancelled", f"job {job.job_id} was cancelled", ""
     return _ended(last, "lost" if job.kind == "gone" else "failed", _end_in_words(job))
+
+
+def has_left(job: JobState, last: dict[str, Any] | None) -> bool:
+    """Whether the run has ended within a job that goes on: an allocation that somebody works in, or one that is about
+    to end. An attempt that was drained in a batch job may be about to begin again instead.
+
+    Args:
+        last: the newest line of the run's ledger.
+    """
+    if job.kind != "running" or last is None or last["event"] != "end" or last.get("job_id") != job.job_id:
+        return False
+    began_again = job.started_at is not None and last["at"] < job.started_at - CLOCK
+    return not began_again and not (job.batch and last["outcome"] == DRAINED)
 
 
 def _running(run: RunDir) -> tuple[State, str, str]:

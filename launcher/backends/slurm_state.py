@@ -41,6 +41,7 @@ SQUEUE_FIELDS = {
     "Dependency": 400,
     "NodeList": 2000,
     "Name": 300,
+    "BatchFlag": 4,
 }
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "JobName")
 
@@ -70,6 +71,8 @@ class JobState:
     """Time limit, for a running job."""
     exit_code: int | None = None
     """Of the batch script, once it ended by itself."""
+    batch: bool = True
+    """Whether it has a batch script; an salloc has none."""
 
     @property
     def owns(self) -> bool:
@@ -141,6 +144,7 @@ def _from_squeue(line: str) -> JobState:
         started_at=moment(field["StartTime"]),
         ended_at=moment(field["EndTime"]),
         exit_code=status >> 8 if word in ENDED_ITSELF and not status & 0x7F else None,
+        batch=field["BatchFlag"] != "0",
     )
 
 

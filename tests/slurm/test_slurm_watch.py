@@ -95,3 +95,28 @@ def test_ctrl_c_inside_an_allocation_saves(login: Login) -> None:
     assert "saving, then leaving" in said
     outcome = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
     assert [line["outcome"] for line in outcome] == ["drained"], said
+
+
+def test_a_run_that_has_ended_leaves_its_allocation_to_its_owner(login: Login) -> None:
+    root = login.share / "run"
+    inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
+    mrl = login.command("mrl")[0]
+    then = f'"$@"; {mrl} cancel --drain {root}; {mrl} cancel {root}; sleep 1; squeue -h -j $SLURM_JOB_ID -o "then %T"'
+    salloc = ("salloc", "--nodes=1", "--exclusive", "--partition=low", "sh", "-c", then, "sh")
+    _, said = end(start(login, *salloc, *inside, steps=3000, seconds=0.01, crash_at=3))
+    assert said.count("has ended already: failed") == 2, said
+    assert "then RUNNING" in said
+
+
+def test_a_run_that_is_cancelled_leaves_its_allocation_to_its_owner(login: Login) -> None:
+    root = login.share / "run"
+    inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
+    then = '"$@"; squeue -h -j $SLURM_JOB_ID -o "then %T"'
+    salloc = ("salloc", "--nodes=1", "--exclusive", "--partition=low", "sh", "-c", then, "sh")
+    process = start(login, *salloc, *inside, steps=3000, seconds=0.1)
+    wait_for_steps(RunDir(root), 2)
+    assert "stays" in login.call("mrl", "cancel", root).stdout
+    _, said = end(process)
+    assert "then RUNNING" in said
+    (last,) = [line for line in read_json_lines(RunDir(root).attempts_ledger) if line["event"] == "end"]
+    assert (last["outcome"], last["cause"]) == ("stopped", "cancelled")

@@ -33,6 +33,7 @@ BLANK = {
     "Dependency": "(null)",
     "NodeList": "",
     "Name": "demo",
+    "BatchFlag": "1",
 }
 
 
@@ -53,6 +54,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     return make
+
+
+def test_an_allocation_that_somebody_works_in():
+    (job,) = parse_squeue(squeue_line(BatchFlag="0"))
+    assert not job.batch
+    assert parse_squeue(squeue_line())[0].batch
 
 
 def test_a_running_job():

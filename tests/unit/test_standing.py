@@ -59,6 +59,25 @@ def test_a_running_job_runs_and_saves_when_asked(tmp_path):
     assert told(look(run, RUNNING)) == ("running", "", ""), "the drain was of the attempt before"
 
 
+@pytest.mark.parametrize(
+    ("outcome", "batch", "state"),
+    [
+        ("crashed", False, "failed"),
+        ("drained", False, "stopped"),
+        ("stopped", True, "stopped"),
+        ("drained", True, "running"),  # the batch job may be on its way back into the queue
+    ],
+)
+def test_a_run_that_has_left_an_allocation_has_ended(tmp_path, outcome, batch, state):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    end(run, 1, outcome, job_id="7", at=1000.0, cause=None, error="boom")
+    assert look(run, job("RUNNING", "running", batch=batch, started_at=900.0)).state == state
+    assert look(run, job("RUNNING", "running", batch=batch, started_at=1100.0)).state == "running", "requeued by hand"
+    begin(run, 2, job_id="7")
+    assert look(run, job("RUNNING", "running", batch=batch, started_at=900.0)).state == "running"
+
+
 def test_a_slurm_that_is_silent_leaves_the_run_alive(tmp_path):
     run = slurm_run(tmp_path)
     begin(run, 1, job_id="7")
