@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.training.interface import address_towards, lead_gloo, own_address
 
 LOOK_EVERY_S = 0.1
 BACKLOG = 4096  # ranks that may knock at once
@@ -27,11 +26,13 @@ def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
 
     Raises:
         TimeoutError: rank 0 did not publish an address in time.
+        ConfigurationError: rank 0 has none to publish.
     """
     if rank == 0:
         # Bound by us, not by the store, which would listen on every interface of the node.
         listener = socket.create_server((own_address(), 0), backlog=BACKLOG)
         host, port = listener.getsockname()
+        lead_gloo(host)
         store = dist.TCPStore(
             host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -39,18 +40,8 @@ def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
         write_json(address, {"host": host, "port": port})
         return store
     found = _await(address, timeout)
+    lead_gloo(address_towards(found["host"]))
     return dist.TCPStore(found["host"], found["port"], None, False, timeout, wait_for_workers=False)
-
-
-def own_address() -> str:
-    """IPv4 address of this node on the job's interface: the one GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else
-    the one that the node's name stands for."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        name = os.environ.get(variable, "").partition(",")[0].lstrip("=")
-        for candidate in psutil.net_if_addrs().get(name, []):
-            if candidate.family is socket.AF_INET:
-                return str(candidate.address)
-    return socket.gethostbyname(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
 
 
 def _await(address: Path, timeout: timedelta) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from datetime import timedelta
 
@@ -10,7 +9,7 @@ import psutil
 import pytest
 
 from megatron_rl.run_dir import read_json
-from megatron_rl.training.rendezvous import meet, own_address
+from megatron_rl.training.rendezvous import meet
 from megatron_rl.training.world import World
 
 SHORT = timedelta(seconds=10)
@@ -41,14 +40,6 @@ def test_the_listener_is_bound_to_the_interface_and_to_nothing_else(tmp_path, mo
 def test_an_address_that_never_comes_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(TimeoutError, match=r"did not publish its address in .*train\.json"):
         meet(tmp_path / "train.json", 1, 2, timedelta(seconds=0.3))
-
-
-def test_without_an_interface_the_node_is_known_by_its_name(monkeypatch):
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLURMD_NODENAME"):
-        monkeypatch.delenv(name, raising=False)
-    assert own_address() == socket.gethostbyname(socket.gethostname())
-    monkeypatch.setenv("SLURMD_NODENAME", "localhost")
-    assert own_address() == "127.0.0.1"
 
 
 def test_in_a_step_of_ours_slurm_says_who_is_who_whatever_the_image_thinks(monkeypatch):

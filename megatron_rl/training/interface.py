@@ -1,0 +1,144 @@
+"""Which address of this node the other nodes of the job reach."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from itertools import islice
+
+import psutil
+
+from megatron_rl.errors import ConfigurationError
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ANY_PORT = 9  # nothing is sent there
+TRIED_NODES = 3  # as good as all
+
+
+def own_address() -> str:
+    """IPv4 address of this node on the job's interface: the one that the node's name stands for.
+
+    In a job of several nodes no address of loopback (Debian gives a node's own name 127.0.1.1): then the one from which
+    another node is reached. GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME, limits the choice to the interfaces that it
+    names, as it does for those libraries.
+
+    Raises:
+        ConfigurationError: no address is left in a job of several nodes.
+    """
+    several = _nodes() > 1
+    allowed = [address for address in _of_named_interfaces() if not (several and is_loopback(address))]
+    for address in _usual(several):
+        if not allowed or address in allowed:
+            return address
+    if allowed:
+        return allowed[0]
+    raise ConfigurationError(
+        f"{_own_name()} does not know an address of its own that the other nodes reach: its name stands for nothing or "
+        "for loopback; set NCCL_SOCKET_IFNAME in the cluster profile's environment to the interface between the nodes"
+    )
+
+
+def lead_gloo(address: str | None) -> None:
+    """Have gloo, which goes by the node's name alone, use the interface of this address where the name misleads it."""
+    name = _resolved(socket.gethostname())
+    if address is None or is_loopback(address) or not (name is None or is_loopback(name)):
+        return
+    for interface, one in _interfaces():
+        if one == address:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def address_towards(host: str) -> str | None:
+    """The address of this node from which it reaches `host`; None where it does not know the way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, ANY_PORT))  # of a datagram socket: only looks up the route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def is_named(interface: str, names: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME=`names` means the interface: by prefix, `=` in full, `^` all others."""
+    others = names.startswith("^")
+    in_full = names[others:].startswith("=")
+    words = [word for word in names[others + in_full :].split(",") if word]
+    hit = any(interface == word if in_full else interface.startswith(word) for word in words)
+    return bool(words) and hit != others
+
+
+def node_names(nodelist: str) -> Iterator[str]:
+    """The names in Slurm's `login,gpu[01-03,7]-ib`, in order."""
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        yield from _expanded(word)
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.")
+
+
+def _expanded(word: str) -> Iterator[str]:
+    before, bracket, rest = word.partition("[")
+    if not bracket:
+        yield word
+        return
+    inside, _, after = rest.partition("]")
+    for span in inside.split(","):
+        first, _, last = span.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            for tail in _expanded(after):
+                yield f"{before}{number:0{len(first)}}{tail}"
+
+
+def _usual(several: bool) -> Iterator[str]:
+    """Addresses under which the others reach this node, best first."""
+    by_name = _resolved(_own_name())
+    if not several:
+        yield by_name or "127.0.0.1"
+        return
+    launched_from = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    for address in (by_name, launched_from and address_towards(launched_from)):
+        if address is not None and not is_loopback(address):
+            yield address
+    nodelist = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_STEP_NODELIST", "")
+    for other in islice((name for name in node_names(nodelist) if name != _own_name()), TRIED_NODES):
+        # May be loopback: then Slurm runs several nodes on one machine.
+        if (address := address_towards(other)) is not None:
+            yield address
+
+
+def _of_named_interfaces() -> list[str]:
+    """Addresses of the interfaces that the first variable names which names any that there is."""
+    for variable in VARIABLES:
+        names = os.environ.get(variable, "")
+        if found := [address for interface, address in _interfaces() if is_named(interface, names)]:
+            return found
+    return []
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """(name, IPv4 address) of those that are up."""
+    state = psutil.net_if_stats()
+    return [
+        (name, str(one.address))
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family is socket.AF_INET and state[name].isup
+    ]
+
+
+def _nodes() -> int:
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+
+
+def _own_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
