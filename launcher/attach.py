@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash; exec sh")
 """Not every image has bash."""
 
+DEAF = 'trap "" USR1 USR2; exec "$@"'
+"""A drain signals every step of the job, and only the ranks know what to do about it."""
+
+_EXPORT = re.compile(r"""^export (\w+)=((?:'[^']*'|"[^"]*"|[^\s'"])*)\n""", re.MULTILINE)
 _STEP = re.compile(r"^train\(\) \{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
 
 
@@ -39,6 +43,22 @@ def place_of(rank: int, role: str, plan: dict[str, Any], nodes: dict[str, Any]) 
     return Place(role, hosts[rank // tasks])
 
 
+def exports(script: str) -> dict[str, str]:
+    """The variables that the script exports for everything it starts; its first lines of that kind, without a gap.
+
+    Args:
+        script: text of the job's script.
+    """
+    found = {}
+    line = _EXPORT.search(script)
+    while line:
+        name, value = line.groups()
+        if not value.startswith("${"):  # MRL_HOST_PYTHON, which is for the batch host
+            found[name] = "".join(shlex.split(value))
+        line = _EXPORT.match(script, line.end())
+    return found
+
+
 def container_flags(script: str, image: str | None, workdir: str) -> list[str]:
     """The container options of the training step as the script has them; empty where it has none.
 
@@ -62,5 +82,6 @@ def command_line(
         command: what to run there; empty: a shell.
         terminal: whether there is somebody at a terminal.
     """
+    deaf = ["sh", "-c", DEAF, "attach", *(command or SHELL)]
     where = [f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={place.host}", "--mem=0"]
-    return ["srun", *where, "--job-name=attach", *(["--pty"] if terminal else []), *container, *(command or SHELL)]
+    return ["srun", *where, "--job-name=attach", *(["--pty"] if terminal else []), *container, *deaf]

@@ -32,14 +32,15 @@ class _BeforeTheDashes(click.Command):
 @click.option("--json", "as_json", is_flag=True, help="Only say what would be run: {run, job_id, host, command}.")
 @click.pass_context
 def command(context: click.Context, run: str | None, rank: int, role: str, as_json: bool) -> None:
-    """Open a shell, or run COMMAND, on a node of RUN's job: in the ranks' container image, with their GPUs and files.
+    """Open a shell, or run COMMAND, on a node of RUN's job: in the ranks' container image, with their GPUs, files and
+    environment but for what the profile's prolog sets.
 
     It is a step of its own that overlaps with theirs (srun --overlap) and ends with the job.
 
     \b
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
-    from launcher.attach import command_line, container_flags, place_of
+    from launcher.attach import command_line, container_flags, exports, place_of
     from launcher.errors import BadInput
     from launcher.orders import Failed
     from launcher.runs import find
@@ -61,7 +62,8 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     image = found.attempt(standing.attempt).image
     reference = image.read_text(encoding="utf-8").strip() if image.exists() else None
     code = found.code.resolve() if found.code.exists() else found.root
-    flags = container_flags(found.script.read_text(encoding="utf-8"), reference, str(code))
+    script = found.script.read_text(encoding="utf-8")
+    flags = container_flags(script, reference, str(code))
     line = command_line(job.job_id, place, flags, context.meta[COMMAND], sys.stdin.isatty() and sys.stdout.isatty())
     if as_json:
         told = {"run": standing.name, "job_id": job.job_id, "host": place.host, "command": line}
@@ -69,6 +71,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         return
     record = read_json(found.code_record) or {"pythonpath": []}
     variables = {
+        **exports(script),
         "MRL_RUN_DIR": str(found.root),
         "MRL_ATTEMPT": str(standing.attempt),
         "MRL_STEP": role,

@@ -137,6 +137,7 @@ def test_logs_are_those_of_the_rank_asked_for(login: Login) -> None:
 
 
 def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
+    login.profiles["pods"]["environment"] = {"ODD": "it's odd"}
     run = login.submit("demo", "--cluster", "pods", "job.nodes=2", "job.gpus_per_node=1", stub=LONG)
     run.wait_for_step(1)
     before = len(login.lab.containers())
@@ -148,6 +149,10 @@ def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
     ranks = [one for one in login.lab.containers()[:before] if one["job"] == step["job"]][-1]
     assert mine == {key: ranks[key] for key in mine}
     assert login.call("mrl", "attach", "--", "sh", "-c", "exit 7", code=7)
+    drained = 'scancel --signal=USR1 "$SLURM_JOB_ID.$SLURM_STEP_ID" && sleep 1; echo "$ODD,$HF_HOME,$OMP_NUM_THREADS"'
+    said = login.call("mrl", "attach", "--", "sh", "-c", drained).stdout.strip()
+    ranks_have = run.seen()["train.0"]["environment"]
+    assert said == ",".join(ranks_have[name] for name in ("ODD", "HF_HOME", "OMP_NUM_THREADS"))
     assert "has 2 ranks" in login.call("mrl", "attach", "--rank", "2", code=2).stderr
 
 

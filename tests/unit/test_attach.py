@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+
 import pytest
 
-from launcher.attach import SHELL, Place, command_line, container_flags, place_of
+from launcher.attach import DEAF, SHELL, Place, command_line, container_flags, exports, place_of
 
 PLAN = {"steps": [{"name": "train", "tasks_per_node": 8}, {"name": "infer-0", "tasks_per_node": 4}]}
 NODES = {"steps": {"train": ["n1", "n3"], "infer-0": ["n4"]}}
@@ -47,6 +50,22 @@ def test_the_container_is_that_of_the_training_step():
     ]
 
 
+def test_the_environment_is_that_of_the_script():
+    odd = 'it\'s "two"\nlines $(id)\nexport NOT=mine'
+    script = (
+        "#!/bin/bash\n# export A=comment\n\n"
+        "export MRL_RUN_DIR=/run\nexport MRL_HOST_PYTHON=${MRL_HOST_PYTHON:-'my python'}\n"
+        f"export ODD={shlex.quote(odd)}\nexport EMPTY=''\nexport HF_HOME='/a b'\n\nexport PROLOG=$(module list)\n"
+    )
+    assert exports(script) == {"MRL_RUN_DIR": "/run", "ODD": odd, "EMPTY": "", "HF_HOME": "/a b"}
+    assert exports("main\n") == {}
+
+
+def test_a_drain_does_not_end_the_shell():
+    line = command_line("7", Place("train", "n3"), [], ["sh", "-c", "kill -USR1 $$; echo here"], terminal=False)
+    assert subprocess.run(line[line.index("sh") :], capture_output=True, text=True).stdout == "here\n"
+
+
 def test_without_a_container_there_are_no_flags():
     assert container_flags("train() {\n    srun --nodes=1 \\\n        python\n}\n", None, "/run") == []
 
@@ -55,5 +74,5 @@ def test_the_step_overlaps_with_the_ranks_and_has_a_terminal_only_where_there_is
     line = command_line("7", Place("train", "n3"), ["--container-env=A"], [], terminal=True)
     assert line[:3] == ["srun", "--jobid=7", "--overlap"]
     assert "--nodelist=n3" in line
-    assert line[line.index("--pty") + 1 :] == ["--container-env=A", *SHELL]
+    assert line[line.index("--pty") + 1 :] == ["--container-env=A", "sh", "-c", DEAF, "attach", *SHELL]
     assert "--pty" not in command_line("7", Place("train", "n3"), [], ["nvidia-smi"], terminal=False)

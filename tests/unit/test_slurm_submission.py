@@ -143,7 +143,8 @@ def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(cluster, tmp_p
 
 @pytest.mark.parametrize("words", [(), ("--test-only",)])
 def test_the_shell_overrules_nothing_that_the_script_says(cluster, tmp_path, monkeypatch, words):
-    cluster("sbatch", "env >> environment; echo 101; echo 'sbatch: Job 101 to start at now on nodes n1 in partition gold' >&2")
+    estimate = "sbatch: Job 101 to start at now on nodes n1 in partition gold"
+    cluster("sbatch", f"env >> environment; echo 101; echo '{estimate}' >&2")
     for name in ("PARTITION", "NO_REQUEUE", "TIMELIMIT", "SIGNAL", "OPEN_MODE", "ARRAY_INX", "EXPORT", "ACCOUNT"):
         monkeypatch.setenv(f"SBATCH_{name}", "7")
     submit(*words)
