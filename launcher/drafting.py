@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher import __file__ as launcher_file
 from launcher import prefetch
+from launcher.backends.slurm_text import time_limit_s
 from launcher.errors import BadInput
 from launcher.host import snapshot
 from launcher.host.listing import SnapshotError
@@ -45,6 +46,10 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
     Raises:
         BadInput: the recipe does not fit the cluster, or cannot be put into a script.
     """
+    if not root.name:
+        raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
+    if root.exists() and not root.is_dir():
+        raise BadInput(f"{root}: is a file, not a directory")
     config = recipe.config
     plan = make_plan(recipe, profile)
     job = Job(
@@ -92,6 +97,13 @@ def _notes(job: Job, update_code: bool) -> list[str]:
 
 def _obstacles(job: Job) -> list[str]:
     found = not_yet(job.recipe.config)
+    config, profile = job.recipe.config.job, job.profile
+    limit = time_limit_s(config.time_limit or profile.time_limit)
+    if limit is not None and limit <= profile.signal_s:
+        found.append(
+            f"job.time_limit {limit} s: the run is told to save {profile.signal_s} s before it (signal_s of "
+            f"{job.cluster}), so there is no time to train; a longer limit or a smaller signal_s"
+        )
     container = job.profile.container
     image = job.recipe.config.image.reference or (container.image if container else None)
     if container and image and image.startswith("/") and not Path(image).is_file():

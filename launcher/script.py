@@ -21,6 +21,7 @@ from launcher.placement import Plan, Step
 from launcher.profiles import Container, Profile
 from launcher.recipe import Recipe, asked_text, dump_resolved
 from megatron_rl.run_dir import RunDir
+from megatron_rl.supported import not_yet
 
 MAX_REPLICA_RESTARTS = 5
 
@@ -78,6 +79,7 @@ def render(job: Job) -> str:
         _templates()
         .get_template("job.sbatch.j2")
         .render(
+            unsupported=not_yet(config),
             header=[Shell(option) for option in header(job)],
             title=Shell(f"mrl {job.version}: {config.name} on {job.cluster}"),
             run_dir=str(job.run_dir),

@@ -56,7 +56,8 @@ def close(here: Here, options: argparse.Namespace) -> int:
     request = _request(here, options)
     verdict = _verdict(attempt, request, options)
     bad = (read_json(attempt.nodes) or {}).get("bad", {})
-    decision = policy.decide(verdict, request, _may_requeue(here), slurm.version(), _checks_failed_in_a_row(run))
+    cause = request["cause"] if request else None
+    decision = policy.decide(verdict, request, _may_requeue(here), slurm.version(), _in_vain(run, cause))
     if decision.outcome == FINISHED:
         write_json(run.done, {"attempt": attempt.number, "step": verdict.step, "at": now})
     ledger.record(
@@ -67,9 +68,9 @@ def close(here: Here, options: argparse.Namespace) -> int:
         job_id=here.job_id,
         outcome=decision.outcome,
         step=verdict.step,
-        error=verdict.error,
+        error=verdict.error or (decision.message if decision.outcome == CRASHED else None),
         rank=verdict.rank,
-        cause=request["cause"] if request else None,
+        cause=cause,
         seconds=round(now - float(options.began), 3),
     )
     print("attempt {}: {}".format(attempt.number, decision.message))
@@ -116,14 +117,11 @@ def _may_requeue(here: Here) -> bool:
     return job.get("BatchFlag") == "1" and job.get("Requeue") == "1"
 
 
-def _checks_failed_in_a_row(run: RunDir) -> int:
-    """Attempts just before this one that ended because too few nodes were fit."""
-    count = 0
-    for line in reversed([line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]):
-        if line.get("cause") != policy.BAD_NODES:
-            break
-        count += 1
-    return count
+def _in_vain(run: RunDir, cause: Optional[str]) -> int:
+    """Attempts just before this one that ended for the same cause with nothing new saved."""
+    ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
+    same = [line.get("cause") == cause and line.get("step") is None for line in reversed(ends)]
+    return (same + [False]).index(False)
 
 
 def _verdict(attempt: Attempt, request: Optional[Dict[str, Any]], options: argparse.Namespace) -> Verdict:

@@ -3,7 +3,7 @@
 import socket
 from typing import Any
 
-from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines
+from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, read_json_lines
 
 LOST = "lost"
 
@@ -20,7 +20,9 @@ def close_lost_attempts(run: RunDir, now: float, why: str) -> None:
     ended = {line["attempt"] for line in lines if line["event"] == "end"}
     for line in lines:
         if line["event"] == "start" and line["attempt"] not in ended:
-            record(run, line["attempt"], "end", now, outcome=LOST, error=why)
+            asked = read_json(run.attempt(line["attempt"]).drain) or {}
+            facts = {"host": line["host"], "job_id": line.get("job_id"), "cause": asked.get("cause")}
+            record(run, line["attempt"], "end", now, outcome=LOST, error=why, **facts)
 
 
 def point_latest(attempt: Attempt, tag: str) -> None:

@@ -68,7 +68,7 @@ def create(here: Here, options: argparse.Namespace) -> int:
 def open_attempt(here: Here, options: argparse.Namespace) -> int:
     """Begin an attempt and print its number."""
     run, now = here.run, time.time()
-    ledger.close_lost_attempts(run, now, "its batch script was killed")
+    ledger.close_lost_attempts(run, now, "its batch script was killed: its node died, or it did not leave in time")
     attempt = run.attempt(run.last_attempt() + 1)
     attempt.folder.mkdir(parents=True)
     attempt.logs.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,10 @@ BAD_NODES = "bad nodes"
 
 STOPPED = "stopped"  # outcome of a drain that somebody wanted: never requeued
 
-MAX_FAILED_CHECKS = 5  # starts in a row without enough fit nodes: then somebody should look
+# Attempts in a row with nothing to show, after which somebody should look. Preemptions do not count: nobody made a
+# mistake, and they end.
+IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3}
+
 EARLY = 90.0  # seconds: Slurm may send the signal of --signal up to a minute early
 CLOCK = 5.0  # seconds by which times of one record may differ
 REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
@@ -62,7 +65,7 @@ def decide(
     drain: Optional[Dict[str, Any]],
     may_requeue: bool,
     slurm: Sequence[int],
-    checks_failed: int = 0,
+    in_a_row: int = 0,
 ) -> Decision:
     """What to do with the job of an attempt that ended.
 
@@ -70,7 +73,7 @@ def decide(
         drain: the attempt's drain file.
         may_requeue: whether the job can be requeued at all: not inside somebody's own allocation.
         slurm: version of Slurm as numbers.
-        checks_failed: attempts just before this one that found too few fit nodes.
+        in_a_row: attempts just before this one that ended for the same cause with nothing new saved.
     """
     cause = drain["cause"] if drain else None
     if verdict.outcome == FINISHED:
@@ -82,8 +85,8 @@ def decide(
     saved = "saved after step {}".format(verdict.step) if verdict.step else "left without a new checkpoint"
     if cause == CANCELLED:
         return Decision(STOPPED, False, EXIT_FINISHED, "stopped on request, {}; mrl resume goes on".format(saved))
-    if cause == BAD_NODES and checks_failed + 1 >= MAX_FAILED_CHECKS:
-        said = "{} starts in a row found too few fit nodes; see attempts/*/health".format(checks_failed + 1)
+    if verdict.step is None and in_a_row + 1 >= IN_VAIN.get(str(cause), in_a_row + 2):
+        said = "{} attempts in a row ended with nothing new saved ({})".format(in_a_row + 1, cause)
         return Decision(CRASHED, False, EXIT_CRASHED, said)
     if not may_requeue:
         return Decision(DRAINED, False, EXIT_DRAINED, "{} ({}); submit the run again to go on".format(saved, cause))

@@ -68,6 +68,20 @@ class Login:
         assert done.returncode == code, f"{done.args}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
+    def program(self, name: str, text: str) -> Path:
+        """An executable shell script in ~/bin, which is on no PATH by itself."""
+        file = self.home / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+        return file
+
+    def found(self, name: str) -> str:
+        """Path of a program of this machine."""
+        path = shutil.which(name, path=self.env["PATH"])
+        assert path is not None, f"no {name} here"
+        return path
+
     def submit(self, *words: str | Path, stub: dict[str, Any] | None = None) -> Run:
         """mrl-submit; by default the demo's two ranks on two nodes."""
         words = words or ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
@@ -83,7 +97,9 @@ class Login:
 
     def sbatch(self, script: Path, *options: str, stub: dict[str, Any] | None = None) -> str:
         """Job id. The script is submitted as it is, by a user who knows Slurm only."""
-        job = self.lab.run("sbatch", "--parsable", *options, script, MRL_STUB=json.dumps(stub or {})).strip()
+        # The stub does what the real ranks cannot yet.
+        anyway = {"MRL_STUB": json.dumps(stub or {}), "MRL_TRY_UNSUPPORTED": "1"}
+        job = self.lab.run("sbatch", "--parsable", *options, script, **anyway).strip()
         self.jobs.append(job)
         return job
 
@@ -138,6 +154,10 @@ class Run:
         """What each stub process saw, by `STEP.RANK`."""
         files = (self.dir.attempt(attempt).folder / "seen").glob("*.json")
         return {file.name.removesuffix(".json"): read_json(file) for file in files}
+
+    def avoided(self) -> str:
+        """The nodes that the job may not get: Slurm's ExcNodeList, `(null)` for none."""
+        return self.field("ExcNodeList")
 
     def log(self) -> str:
         """For messages: the batch log and what the ranks said."""

@@ -90,3 +90,20 @@ def test_fields_of_a_job_may_hold_blanks_and_equal_signs():
     assert fields["StdOut"].startswith("/tmp/a b/")
     assert fields["NodeList"] == "node[01-02]"
     assert fields["UserId"] == "root(0)"
+
+
+@pytest.mark.parametrize(("cause", "attempts"), [("bad nodes", 5), ("time limit", 3)])
+def test_attempts_in_vain_come_to_an_end(cause, attempts):
+    nothing = Verdict("drained", None, None, None)
+    assert decide(nothing, {"cause": cause}, True, [22, 5], in_a_row=attempts - 2).requeue
+    last = decide(nothing, {"cause": cause}, True, [22, 5], in_a_row=attempts - 1)
+    assert (last.outcome, last.requeue) == ("crashed", False)
+    assert f"{attempts} attempts in a row" in last.message
+
+
+def test_preemptions_are_never_in_vain():
+    assert decide(Verdict("drained", None, None, None), {"cause": "preempted"}, True, [22, 5], in_a_row=99).requeue
+
+
+def test_an_attempt_that_saved_is_not_in_vain():
+    assert decide(SAVED, {"cause": "time limit"}, True, [22, 5], in_a_row=99).requeue

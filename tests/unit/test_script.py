@@ -195,3 +195,22 @@ def test_secrets_are_named_to_the_container_and_nothing_else(monkeypatch):
     script = render(a_job("qwen2.5-32b-dapo", on=profile(secrets=["WANDB_API_KEY"])))
     assert "hunter2" not in script
     assert script.count("WANDB_API_KEY") == script.count("--container-env=")
+
+
+def test_what_the_ranks_cannot_do_yet_takes_no_nodes(tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(a_job("qwen2.5-32b-dapo", run_dir=str(tmp_path / "run"))))
+    run = subprocess.run(["bash", script], capture_output=True, text=True, timeout=10, check=False)
+    assert run.returncode == 2
+    assert "error: placement.training.tp 8 is not supported yet" in run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prepared_run_is_not_made_anew_on_a_node_that_does_not_see_it(tmp_path):
+    script, root = tmp_path / "job.sbatch", tmp_path / "run"
+    script.write_text(render(a_job("demo", on=profile("plain"), run_dir=str(root))))
+    environ = {**os.environ, "MRL_PREPARED": str(root)}
+    run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=10, check=False)
+    assert run.returncode == 2
+    assert "not the same file system" in run.stderr
+    assert not root.exists()
