@@ -45,7 +45,7 @@ Exit codes:
 """
 
 
-@click.command("doctor", help=HELP)
+@click.command("doctor", short_help="Say what will happen to a recipe on a cluster.", help=HELP)
 @click.argument("recipe", required=False)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")

@@ -36,6 +36,7 @@ class _Commands(click.Group):
         return command
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="mrl", message="%(prog)s %(version)s")
 def main() -> None:
     """GRPO post-training of Megatron models: look after runs. `mrl-submit` starts them."""

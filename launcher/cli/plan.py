@@ -12,7 +12,7 @@ from launcher.profiles import LOCAL, load_clusters
 from launcher.recipe import load_recipe
 
 
-@click.command("plan")
+@click.command("plan", short_help="Draw which node and GPU each rank gets, and what fits there.")
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--cluster", help="Cluster profile that it must fit, instead of the recipe's.")

@@ -15,7 +15,7 @@ from launcher.recipe import load_recipe
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
 
 
-@click.command("prefetch")
+@click.command("prefetch", short_help="Fetch what a recipe needs to where jobs find it.")
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--cluster", help="Whose cache, instead of the recipe's cluster.")

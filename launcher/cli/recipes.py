@@ -10,7 +10,7 @@ import click
 from launcher.recipe import Recipe, load_recipe, shipped_recipes
 
 
-@click.command("recipes")
+@click.command("recipes", short_help="List the recipes that can be submitted by name.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON list, for programs.")
 def command(as_json: bool) -> None:
     """List the recipes that can be submitted by name: model, nodes x GPUs, mode and what each is for."""

@@ -70,6 +70,7 @@ Exit codes:
     help="Of a sweep's jobs at most N run at a time: each waits for the one N places before it.",
 )
 @click.option("--in-allocation", is_flag=True, help="Run the script in the salloc or job that this shell is in.")
+@click.version_option(package_name="mrl", message="%(prog)s %(version)s")
 @click.pass_context
 def main(
     context: click.Context,

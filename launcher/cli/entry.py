@@ -1,0 +1,39 @@
+"""The programs mrl and mrl-submit. Ctrl-C ends them with a word and 130 at any moment, also while they load."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+EXIT_INTERRUPTED = 130  # as in megatron_rl.run_dir, which takes too long to import before there is a guard
+
+
+def mrl() -> NoReturn:
+    _run("launcher.cli.main")
+
+
+def mrl_submit() -> NoReturn:
+    _run("launcher.cli.submit")
+
+
+def _run(module: str) -> NoReturn:
+    """Run the click command `main` of a module; click's own way to end would call Ctrl-C a failure."""
+    try:
+        from importlib import import_module
+
+        import click
+
+        try:
+            sys.exit(import_module(module).main(standalone_mode=False))
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except click.Abort:
+            sys.exit(_interrupted())
+    except KeyboardInterrupt:
+        sys.exit(_interrupted())
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
