@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,10 +17,19 @@ from launcher.drafting import Draft
 from launcher.errors import BadInput
 from launcher.host import index
 from launcher.preparation import opened, run_directory
+from launcher.script import Job, header
 from launcher.submission import write_files
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 
 TICK = 0.2
+
+_OF_SALLOC = re.compile(r"--(partition|account|qos|constraint|reservation|nodes|gpus-per-node|time|mem|exclusive)\b")
+"""Options of the script's header that say what to get; the others are about the batch job."""
+
+
+def _salloc(job: Job) -> str:
+    """The command that gets what the script would ask for."""
+    return " ".join(["salloc", *filter(_OF_SALLOC.match, header(job))])
 
 
 def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
@@ -31,7 +41,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     job_id = os.environ.get("SLURM_JOB_ID")
     needed = drafted.job.plan.nodes
     if job_id is None:
-        raise BadInput(f"--in-allocation: this shell is in none; get one with: salloc --nodes={needed} --exclusive")
+        raise BadInput(f"--in-allocation: this shell is in none; get one with: {_salloc(drafted.job)}")
     had = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if had < needed:
         raise BadInput(f"--in-allocation: job {job_id} has {had} nodes, and this run needs {needed} (job.nodes)")

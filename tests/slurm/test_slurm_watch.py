@@ -74,10 +74,10 @@ def test_follow_tells_a_crash_and_where(login: Login) -> None:
 
 def test_a_run_inside_an_allocation(login: Login) -> None:
     said = login.call("mrl-submit", *STUB, "--in-allocation", code=2).stderr
-    assert "salloc --nodes=1" in said
+    salloc = said.strip().partition("get one with: ")[2].split()
     root = login.share / "run"
     inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
-    code, said = end(start(login, "salloc", "--nodes=1", "--exclusive", "--partition=low", *inside, steps=5))
+    code, said = end(start(login, *salloc, *inside, steps=5))
     assert code == 0, said
     assert [line["step"] for line in read_json_lines(RunDir(root).metrics)] == [1, 2, 3, 4, 5]
     assert "attempt 1: finished after step 5" in said

@@ -203,3 +203,10 @@ def test_options_that_make_no_sense_together(cluster, tmp_path, monkeypatch, wor
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert expected in submit(*words, code=2).stderr
     assert calls(tmp_path) == []
+
+
+def test_the_allocation_to_get_has_what_the_script_asks_for(cluster, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    said = submit("--in-allocation", "job.device=cuda", "job.time_limit=0:30:00", code=2).stderr
+    flags = "--partition=gold --nodes=1 --gpus-per-node=2 --time=0:30:00 --mem=0 --exclusive"
+    assert f"get one with: salloc {flags}\n" in said
