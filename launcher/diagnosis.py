@@ -75,7 +75,10 @@ def _sentence(
     field = _schema_of(path, known, schema)
     if kind == "missing":
         return f"{where}: {name}: missing; expected {expected(field)}"
-    quotes = field.get("type") == "string" and isinstance(detail["input"], int | float)
+    quotes = isinstance(detail["input"], int | float) and any(
+        option.get("type") == "string" and re.search(option.get("pattern", ""), str(detail["input"]))
+        for option in field.get("anyOf", [field])
+    )
     return (
         f"{where}: {name or 'the recipe'}: expected {expected(field)}, got {_shown(detail['input'])}"
         + quotes * " (put it in quotes)"

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from launcher.diagnosis import Locate, diagnose
 from launcher.documents import locator, parse, read_text
 from launcher.errors import BadInput
-from megatron_rl.config import PositiveFloat, PositiveInt, Section
+from megatron_rl.config import PositiveFloat, PositiveInt, Section, TimeLimit
 
 LOCAL = "local"
 """Not a profile: this machine, without Slurm."""
@@ -92,8 +92,8 @@ class Profile(Section):
     """Type that --gpus-per-node asks for: `h100` makes h100:8, `gpu` the plain number."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of one GPU; `mrl plan` warns above it."""
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")] | None = None
-    """Slurm's --time of one attempt where the recipe names none; default: the partition's."""
+    time_limit: TimeLimit | None = None
+    """Slurm's --time of one attempt where the recipe names none: minutes or 4:00:00; default: the partition's."""
     cpus_per_task: PositiveInt | None = None
     """CPUs of each rank; default: whatever an exclusive node gives."""
     container: Container | None = None

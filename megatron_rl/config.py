@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,6 +16,21 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Recompute = Literal["none", "selective", "full"]
 Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+def _minutes_as_text(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
+TimeLimit = Annotated[
+    str,
+    Field(
+        pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$",
+        json_schema_extra={"words": "minutes or a time such as 1-12:00:00"},
+    ),
+    BeforeValidator(_minutes_as_text),
+]
+"""Slurm's --time. A bare number, which YAML reads as an integer, is minutes, as it is for Slurm."""
 
 
 class Section(BaseModel):
@@ -36,8 +51,8 @@ class Job(Section):
     """Ranks per node: one per GPU, or plain processes where `device` is `cpu`."""
     spare_nodes: NonNegativeInt = 0
     """Further nodes of the allocation, which stand in for those that fail the health check (Slurm)."""
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")] | None = None
-    """Slurm's --time of one attempt, such as 4:00:00 or 1-00:00:00; default: the cluster profile's."""
+    time_limit: TimeLimit | None = None
+    """Slurm's --time of one attempt, such as 4:00:00, 1-00:00:00 or minutes; default: the cluster profile's."""
     device: Literal["cpu", "cuda"] = "cuda"
     """What the ranks compute on."""
     threads_per_rank: PositiveInt = 1

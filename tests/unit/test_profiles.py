@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import BadInput
 from launcher.profiles import LOCAL, Clusters, load_clusters
+from megatron_rl.training.interface import is_named
 
 MINIMAL = "{partition: gpu, gpus_per_node: 8, container: null, run_root: /data/mrl}"
 HOME = {"HOME": "/home/me", "USER": "me"}
@@ -54,6 +58,20 @@ def test_a_minimal_profile_is_enough(write):
     for text in (f"clusters:\n  lab: {MINIMAL}\n", f"lab: {MINIMAL}\n"):
         profile = write(text).profile("lab")
         assert (profile.partition, profile.gpus_per_node, profile.container) == ("gpu", 8, None)
+
+
+def test_a_time_limit_may_be_minutes(write):
+    profile = write("lab: {gpus_per_node: 8, run_root: /x, time_limit: 90}").profile("lab")
+    assert profile.time_limit == "90"
+
+
+def test_the_examples_in_a_shipped_profile_are_right_when_they_are_taken_up(write):
+    text = (resources.files("launcher.clusters") / "h100.yaml").read_text(encoding="utf-8")
+    taken_up, examples = re.subn(r"^  # ([A-Z_]+: )", r"  \1", text, flags=re.MULTILINE)
+    profile = write("taken_up:\n" + textwrap.indent(taken_up, "  ")).profile("taken_up")
+    assert examples == 4
+    assert profile.environment["NCCL_IB_HCA"].startswith("=mlx5_0,")
+    assert is_named("eth0", profile.environment["NCCL_SOCKET_IFNAME"])
 
 
 def test_the_file_is_found_where_the_environment_says(tmp_path):

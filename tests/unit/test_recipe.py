@@ -204,3 +204,20 @@ def test_resolved_yaml_round_trips_any_value(rate, characters, name):
     values = VALUES | {"name": name, "tokenizer": tokenizer, "optimizer": {"learning_rate": rate}}
     config = RunConfig.model_validate(values)
     assert RunConfig.model_validate(yaml.safe_load(dump_resolved(config))) == config
+
+
+@pytest.mark.parametrize("written", ["10", "'10'"])
+def test_a_time_limit_may_be_minutes(written):
+    assert load_recipe("demo", [f"job.time_limit={written}"]).config.job.time_limit == "10"
+
+
+@pytest.mark.parametrize("written", ["soon", "1.5", "-5", "true"])
+def test_what_is_no_time_limit_is_told_what_one_is(written):
+    (problem,) = problems("demo", f"job.time_limit={written}")
+    assert "expected minutes or a time such as 1-12:00:00 or null, got" in problem
+    assert "quotes" not in problem  # they would not help
+
+
+def test_text_that_yaml_takes_for_a_number_wants_quotes_where_null_would_do_too():
+    (problem,) = problems("demo", "image.reference=5")
+    assert problem.endswith("image.reference: expected text or null, got 5 (put it in quotes)")
