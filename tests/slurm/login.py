@@ -155,9 +155,10 @@ class Run:
         files = (self.dir.attempt(attempt).folder / "seen").glob("*.json")
         return {file.name.removesuffix(".json"): read_json(file) for file in files}
 
-    def avoided(self) -> str:
-        """The nodes that the job may not get: Slurm's ExcNodeList, `(null)` for none."""
-        return self.field("ExcNodeList")
+    def avoided(self) -> set[str]:
+        """Nodes that the job may not get."""
+        listed = self.field("ExcNodeList")
+        return set() if listed == "(null)" else set(self.lab.run("scontrol", "show", "hostnames", listed).split())
 
     def log(self) -> str:
         """For messages: the batch log and what the ranks said."""

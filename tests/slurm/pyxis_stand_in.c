@@ -3,7 +3,8 @@
  * DIRECTORY/containers.jsonl. Loaded by plugstack.conf: required pyxis_stand_in.so DIRECTORY
  *
  * An image file has, after the header of a squashfs, NAME=value lines: the environment that the image sets.
- * An image without a path is taken to be in a registry that has everything. A container has no Slurm in it: its tasks do not find the controller. */
+ * An image without a path is taken to be in a registry that has everything. A container has no Slurm in it: its tasks
+ * do not find the controller. Tasks start in a directory that is mounted, or in one that every image has. */
 #include <errno.h>
 #include <limits.h>
 #include <slurm/spank.h>
@@ -23,27 +24,9 @@ static const char *const keys[KINDS] = {"image", "mounts", "workdir", "name", "s
                                         "remap_root", "entrypoint", "entrypoint_log", "writable"};
 static char *asked[KINDS];
 
-static int take(int value, const char *argument, int remote);
+static bool contained(void) { return asked[IMAGE] != NULL || asked[NAME] != NULL; }
+static bool is_path(const char *text) { return *text == '/' || *text == '.'; }
 #define refuse(...) (slurm_error("pyxis: " __VA_ARGS__), -1)
-
-#define TEXT(kind, option, form) {option, form, "[pyxis stand-in] see pyxis", 1, (kind) * 2, take}
-#define FLAG(kind, option, on) {option, NULL, "[pyxis stand-in] see pyxis", 0, (kind) * 2 + (on), take}
-#define SWITCH(kind, option) FLAG(kind, "container-" option, 1), FLAG(kind, "no-container-" option, 0)
-static struct spank_option options[] = {
-    TEXT(IMAGE, "container-image", "[USER@][REGISTRY#]IMAGE[:TAG]|PATH"),
-    TEXT(MOUNTS, "container-mounts", "SRC:DST[:FLAGS][,SRC:DST...]"),
-    TEXT(WORKDIR, "container-workdir", "PATH"),
-    TEXT(NAME, "container-name", "NAME[:auto|create|exec|no_exec]"),
-    TEXT(SAVE, "container-save", "PATH"),
-    TEXT(ENV, "container-env", "NAME[,NAME...]"),
-    TEXT(UNSHARE, "container-unshare", "NS[,NS...]"),
-    SWITCH(MOUNT_HOME, "mount-home"),
-    SWITCH(REMAP_ROOT, "remap-root"),
-    SWITCH(ENTRYPOINT, "entrypoint"),
-    FLAG(ENTRYPOINT_LOG, "container-entrypoint-log", 1),
-    FLAG(WRITABLE, "container-writable", 1),
-    FLAG(WRITABLE, "container-readonly", 0),
-    SPANK_OPTIONS_TABLE_END};
 
 /* Calls `check` with each part of a comma-separated list, until one refuses. */
 static int each(const char *list, int (*check)(char *part))
@@ -65,8 +48,6 @@ static bool among(const char *list, const char *name)
     return false;
 }
 
-static bool is_path(const char *text) { return *text == '/' || *text == '.'; }
-
 static int check_mount(char *entry)
 {
     char *rest = entry, *source = strsep(&rest, ":"), *target = rest ? strsep(&rest, ":") : source;
@@ -81,9 +62,16 @@ static int check_mount_source(char *entry)
 {
     char *source = strsep(&entry, ":");
     struct stat found;
-    if (*source == '/' && stat(source, &found) != 0 && (errno == ENOENT || errno == ENOTDIR))
-        return refuse("--container-mounts: source path does not exist: %s", source);
-    return 0;
+    bool gone = *source == '/' && stat(source, &found) != 0 && (errno == ENOENT || errno == ENOTDIR);
+    return gone ? refuse("--container-mounts: source path does not exist: %s", source) : 0;
+}
+
+/* Whether a mount holds the directory that tasks are to start in. */
+static int holds_workdir(char *entry)
+{
+    char *source = strsep(&entry, ":"), *target = entry ? strsep(&entry, ":") : source;
+    size_t length = strlen(target);
+    return strncmp(asked[WORKDIR], target, length) == 0 && strchr("/", asked[WORKDIR][length]) != NULL;
 }
 
 /* Called for each option on the command line, twice for some, and again on the node. */
@@ -97,8 +85,6 @@ static int take(int value, const char *argument, int remote)
         return refuse("--container-%s specified twice, as %s and %s", keys[kind], asked[kind], text);
     if (kind == MOUNTS && each(text, check_mount) != 0)
         return -1;
-    if (kind == SAVE && text[strlen(text) - 1] == '/')
-        return refuse("--container-save: target is a directory");
     if (kind == NAME && (*text == ':' || ((flag = strchr(text, ':')) && !among("auto,create,exec,no_exec", flag + 1))))
         return refuse("--container-name: flag must be \"auto\", \"create\", \"exec\" or \"no_exec\", name not empty");
     free(asked[kind]);
@@ -106,7 +92,19 @@ static int take(int value, const char *argument, int remote)
     return 0;
 }
 
-static bool contained(void) { return asked[IMAGE] != NULL || asked[NAME] != NULL; }
+#define TEXT(kind, option, form) {option, form, "[pyxis stand-in] see pyxis", 1, (kind) * 2, take}
+#define FLAG(kind, option, on) {option, NULL, "[pyxis stand-in] see pyxis", 0, (kind) * 2 + (on), take}
+#define SWITCH(kind, option) FLAG(kind, "container-" option, 1), FLAG(kind, "no-container-" option, 0)
+static struct spank_option options[] = {
+    TEXT(IMAGE, "container-image", "[USER@][REGISTRY#]IMAGE[:TAG]|PATH"),
+    TEXT(MOUNTS, "container-mounts", "SRC:DST[:FLAGS][,SRC:DST...]"),
+    TEXT(NAME, "container-name", "NAME[:auto|create|exec|no_exec]"),
+    TEXT(WORKDIR, "container-workdir", "PATH"), TEXT(SAVE, "container-save", "PATH"),
+    TEXT(ENV, "container-env", "NAME[,NAME...]"), TEXT(UNSHARE, "container-unshare", "NS[,NS...]"),
+    SWITCH(MOUNT_HOME, "mount-home"), SWITCH(REMAP_ROOT, "remap-root"), SWITCH(ENTRYPOINT, "entrypoint"),
+    FLAG(ENTRYPOINT_LOG, "container-entrypoint-log", 1),
+    FLAG(WRITABLE, "container-writable", 1), FLAG(WRITABLE, "container-readonly", 0),
+    SPANK_OPTIONS_TABLE_END};
 
 int slurm_spank_init(spank_t spank, int count, char **arguments)
 {
@@ -175,13 +173,13 @@ static int enter_image(spank_t spank)
 /* In each task, last before its program. An error here, unlike one in user_init, reaches srun. */
 int slurm_spank_task_init(spank_t spank, int count, char **arguments)
 {
-    char value[16];
+    char value[16], *mounts = asked[MOUNTS] ? asked[MOUNTS] : "tmpfs:/dev/shm"; /* as enroot does */
     if (!contained())
         return 0;
     for (const char *const *name = (const char *const[]){"LANG", "LANGUAGE", "LC_ALL", NULL}; *name != NULL; name++)
         if (asked[ENV] == NULL || !among(asked[ENV], *name))
             spank_unsetenv(spank, *name);
-    if (asked[MOUNTS] != NULL && each(asked[MOUNTS], check_mount_source) != 0)
+    if (each(mounts, check_mount_source) != 0)
         return -1;
     if (asked[IMAGE] != NULL && is_path(asked[IMAGE]) && enter_image(spank) != 0)
         return -1;
@@ -193,6 +191,8 @@ int slurm_spank_task_init(spank_t spank, int count, char **arguments)
         spank_getenv(spank, "SLURM_LOCALID", value, sizeof value);
         spank_setenv(spank, "LOCAL_RANK", value, 1);
     }
+    if (asked[WORKDIR] != NULL && !among("/,/tmp,/usr", asked[WORKDIR]) && each(mounts, holds_workdir) == 0)
+        return refuse("couldn't chdir to %s: not in the container", asked[WORKDIR]);
     if (asked[WORKDIR] != NULL && chdir(asked[WORKDIR]) != 0)
         return refuse("couldn't chdir to %s: %m", asked[WORKDIR]);
     spank_setenv(spank, "SLURM_CONF", "/dev/null", 1);

@@ -6,6 +6,8 @@
 Each process writes what it saw to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a JSON object in the job's environment:
     steps, seconds   how many training steps of how many seconds (5 of 0.05)
     crash_at         step at which rank 1 crashes
+    save             seconds that the save takes which comes before leaving
+    deaf             true: the ranks hear that they should leave, and do not
     killed_at        step at which the kernel kills rank 1
     replica_dies     replica that dies at its first start
 """
@@ -40,7 +42,7 @@ def train():
         signal.signal(number, lambda *_: told.append(True))
     step = len(read_json_lines(run.metrics))
     while step < asked["steps"] and not attempt.outcome.exists():
-        if told:
+        if told and not asked.get("deaf"):
             (attempt.folder / "leave").touch()
         if (attempt.folder / "leave").exists():
             (attempt.folder / f"leave.{rank}").touch()
@@ -53,6 +55,7 @@ def train():
             step = len(read_json_lines(run.metrics))
             fail_as_asked(step)
         if rank == 0 and len(list(attempt.folder.glob("leave.*"))) == int(os.environ["SLURM_NTASKS"]):
+            time.sleep(asked.get("save", 0))
             write_json(attempt.outcome, {"outcome": "drained", "step": step})
         time.sleep(asked["seconds"])
     if rank == 0 and not attempt.outcome.exists():

@@ -1,0 +1,54 @@
+"""A node that fails the health check is left behind by the job; a check that did not happen blames no node."""
+
+from __future__ import annotations
+
+from lab import wait_until
+from login import SECONDS, Login
+
+DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
+
+
+def no_health_step(login: Login, condition: str) -> None:
+    """Give the job an srun that does not start the health check where the shell's `condition` holds."""
+    told = '*" --job-name=health "*'
+    login.program(
+        "srun",
+        f'case " $* " in {told}) if {condition}; then echo "srun: error: no step today" >&2; exit 1; fi ;; esac\n'
+        f'exec {login.found("srun")} "$@"',
+    )
+    login.profiles["stub"] |= {"health_check": True, "prolog": [f'PATH={login.home}/bin:"$PATH"']}
+
+
+def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: Login) -> None:
+    # Nodes 1 to 3 are the job's choice, and the third is taken until it has begun: so it gets the second, which is bad.
+    sick = login.program("python", 'case "$(hostname) $*" in node02*host.health*) exit 1 ;; esac\nexec python3 "$@"')
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick), "sbatch": ["--exclude=node[04-10]"]}
+    wait = ("--partition=high", "--nodelist=node03", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    taken = login.lab.run("sbatch", "--parsable", *wait).strip()
+    login.jobs.append(taken)
+    wait_until("node03 is taken", lambda: "RUNNING" in login.lab.run("squeue", "-h", "-j", taken, "-o", "%T"), SECONDS)
+    run = login.submit(*DEMO)
+    wait_until("the first attempt", lambda: run.dir.last_attempt() == 1, SECONDS)
+    login.lab.run("scancel", taken)
+    assert run.wait() == "COMPLETED", run.log()
+    assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
+    assert {rank["host"] for rank in run.seen(2).values()} == {"node01", "node03"}
+    assert run.avoided() == {"node02", *(f"node{number:02d}" for number in range(4, 11))}  # and those of the profile
+
+
+def test_a_health_check_that_cannot_start_blames_no_node(login: Login) -> None:
+    no_health_step(login, "true")
+    run = login.submit(*DEMO)
+    wait_until("the first attempt has ended", run.ends, SECONDS)
+    assert run.avoided() == set()
+    assert "is not used" not in run.dir.batch_log.read_text()
+    assert not run.seen()
+
+
+def test_the_run_goes_on_once_the_health_check_starts(login: Login) -> None:
+    once = login.home / "once"
+    no_health_step(login, f"! [[ -e {once} ]] && touch {once}")
+    run = login.submit(*DEMO)
+    assert run.wait() == "COMPLETED", run.log()
+    assert run.avoided() == set()
+    assert run.ends()[-1] == ("finished", None)

@@ -1,0 +1,60 @@
+"""A run has one job at a time and one script at a time, however many are started at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from lab import wait_until
+from login import SECONDS, Login
+
+STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
+
+
+def test_of_four_jobs_that_start_together_one_runs(login: Login) -> None:
+    login.share.mkdir()
+    root, script = login.share / "run", login.home / "job.sbatch"
+    script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
+    jobs = [login.sbatch(script, "--hold", stub={"steps": 10_000}) for _ in range(4)]
+    login.lab.run("scontrol", "release", ",".join(jobs))
+    runs = {job: login.adopt(root, job) for job in jobs}
+    over = {"FAILED", "COMPLETED", "CANCELLED"}
+    wait_until("three have ended", lambda: sum(run.state() in over for run in runs.values()) == 3, SECONDS)
+    (owner,) = [job for job, run in runs.items() if run.state() == "RUNNING"]
+    assert [run.state() for job, run in runs.items() if job != owner] == ["FAILED"] * 3
+    log = runs[owner].dir.batch_log.read_text()
+    assert log.count(f"belongs to job {owner}") == 3, log
+    runs[owner].wait_for_step(2)
+    assert [line["job_id"] for line in runs[owner].ledger()] == [owner], "nobody else began an attempt"
+    assert json.loads(runs[owner].dir.job.read_text())["job_id"] == owner
+
+
+def test_an_allocation_runs_a_run_once(login: Login) -> None:
+    root = login.share / "run"
+    inside = " ".join(login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation"))
+    shell = login.program(
+        "shell",
+        f"{inside} >first.log 2>&1 &\n"
+        f"until [[ -s {root}/metrics.jsonl ]] || ! kill -0 $!; do sleep 0.1; done\n"
+        f"{inside} >second.log 2>&1; echo $? >second\n"
+        "wait $!; echo $? >first",
+    )
+    stub = {"steps": 60, "seconds": 0.2}  # time enough for the second to find out
+    subprocess.run(
+        ["salloc", "--quiet", "--nodes=1", "--exclusive", "--partition=low", shell],
+        cwd=login.home,
+        env={**login.env, "MRL_STUB": json.dumps(stub)},
+        stdin=subprocess.DEVNULL,
+        timeout=SECONDS,
+        check=True,
+    )
+
+    def said(name: str) -> str:
+        return (login.home / name).read_text()
+
+    assert said("first") == "0\n", said("first.log")
+    assert said("second") == "2\n", said("second.log")
+    assert str(root) in said("second.log")
+    run = login.adopt(root)
+    assert run.ends() == [("finished", None)]
+    assert [line["step"] for line in run.metrics()] == list(range(1, 61))
