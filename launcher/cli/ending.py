@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from launcher.cli.follow import log_tail
@@ -45,7 +46,7 @@ def account(run: RunDir, attempt: Attempt, end: dict[str, Any], status: Status, 
     lines += results(status)
     lines += [
         f"files:       {run.root}",
-        f"tensorboard: tensorboard --logdir {run.tensorboard}",
+        f"tensorboard: tensorboard --logdir {shlex.quote(str(run.tensorboard))}",
     ]
     return lines if end["outcome"] == FINISHED else [*lines, f"resume:      {resume}"]
 

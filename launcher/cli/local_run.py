@@ -15,11 +15,10 @@ from launcher.host import index
 from launcher.preparation import RUNS, Prepared, check, prepare, run_directory
 from launcher.profiles import LOCAL
 from launcher.recipe import Recipe, dump_resolved
+from launcher.typed import mrl
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
 from megatron_rl.supported import not_yet
-
-DRAIN_MARGIN_S = 60  # beside the save itself: the step that is under way
 
 
 def run_here(planned: Planned, asked: Asked) -> int:
@@ -32,10 +31,9 @@ def run_here(planned: Planned, asked: Asked) -> int:
         raise BadInput(missing)
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:
         prepared = prepare(recipe, root, asked.change)
-    again = ["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(root)]
+    resume = shlex.join(["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(root)])
     if Path(recipe.asked) == prepared.run.resolved:
-        again = ["mrl", "resume", str(root)]
-    resume = shlex.join(again)
+        resume = mrl("resume", str(root))
     return start(recipe.config, prepared, resume, asked)
 
 
@@ -70,6 +68,7 @@ def start(config: RunConfig, prepared: Prepared, resume: str, asked: Asked) -> i
     from launcher.cli.follow import Follower, Interruptions, Lost
     from launcher.cli.record import Reader
     from launcher.cli.view import choose_view
+    from launcher.orders import DRAIN_MARGIN_S
 
     run, attempt = prepared.run, prepared.attempt
     if attempt is None:

@@ -7,6 +7,7 @@ from typing import Any
 from launcher.cli.record import RECENT, Reader, clock, mean
 from launcher.host.slurm import SlurmRefused, show_job
 from launcher.standing import Standing
+from launcher.typed import mrl
 
 
 def report(standing: Standing) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _job(told: dict[str, Any]) -> str | None:
 def _next(told: dict[str, Any]) -> str | None:
     """The command that one would type now."""
     if told["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
-        return f"mrl resume {told['run']}"
+        return mrl("resume", told["run"])
     if told["state"] == "finished":
-        return f"mrl resume {told['run']} training.steps=N goes on"
+        return f"{mrl('resume', told['run'], 'training.steps=N')} goes on"
     return None

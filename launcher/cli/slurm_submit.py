@@ -17,6 +17,7 @@ from launcher.runs import find
 from launcher.standing import job_id_of
 from launcher.submission import Submission, estimate, submit
 from launcher.sweep import chains
+from launcher.typed import mrl
 
 
 def job_to_wait_for(text: str) -> str:
@@ -58,7 +59,8 @@ def _say(submission: Submission, drafted: Draft, waits: Sequence[str], brief: bo
         click.echo(f"note: {note}", err=True)
     name = submission.run.root.name
     if submission.job_id is None:
-        click.echo(f"{submission.run.root}: already finished, nothing to do; more: mrl resume {name} training.steps=N")
+        more = mrl("resume", name, "training.steps=N")
+        click.echo(f"{submission.run.root}: already finished, nothing to do; more: {more}")
         return
     for change in submission.changes:
         click.echo(f"changed: {change}")
@@ -69,9 +71,9 @@ def _say(submission: Submission, drafted: Draft, waits: Sequence[str], brief: bo
         return
     click.echo(
         f"  directory  {submission.run.root}\n"
-        f"  state      mrl status {name}\n"
-        f"  output     mrl logs -f {name}\n"
-        f"  stop       mrl cancel --drain {name}"
+        f"  state      {mrl('status', name)}\n"
+        f"  output     {mrl('logs -f', name)}\n"
+        f"  stop       {mrl('cancel --drain', name)}"
     )
 
 

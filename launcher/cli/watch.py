@@ -13,6 +13,7 @@ from launcher.cli.record import Reader
 from launcher.cli.view import View, choose_view
 from launcher.errors import BadInput
 from launcher.standing import Standing, job_id_of, look
+from launcher.typed import mrl
 from megatron_rl.run_dir import (
     EXIT_CRASHED,
     EXIT_FINISHED,
@@ -45,7 +46,8 @@ def watch(run: RunDir) -> int:
         if interruptions.names[0] == "SIGHUP":
             mute()
         name = run.root.name
-        click.echo(f"stopped watching; job {job_id} goes on. mrl status {name}, mrl cancel --drain {name}")
+        offer = f"{mrl('status', name)}, {mrl('cancel --drain', name)}"
+        click.echo(f"stopped watching; job {job_id} goes on. {offer}")
         return EXIT_INTERRUPTED
     return _say_end(standing, reader)
 
@@ -98,7 +100,7 @@ def _in_words(standing: Standing) -> str:
 
 def _say_end(standing: Standing, reader: Reader) -> int:
     run = standing.run
-    resume = f"mrl resume {run.root.name}"
+    resume = mrl("resume", run.root.name)
     ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
     mine = [line for line in ends if standing.job and line.get("job_id") == standing.job.job_id]
     code = CODES.get(standing.state, EXIT_CRASHED)
