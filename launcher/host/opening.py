@@ -24,6 +24,7 @@ from megatron_rl.run_dir import (
 
 EXIT_NOTHING_TO_DO = 3  # between this and the batch script
 
+LEFTOVERS = 60.0  # seconds
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without flock
 
 
@@ -92,11 +93,19 @@ def pythonpath(here: Here, options: argparse.Namespace) -> int:
 
 def _lock(here: Here, descriptor: int) -> None:
     """Lock the open file that the batch script holds, so that the lock ends with the script and all it started."""
+    owner = (read_json(here.run.job) or {}).get("job_id", "another one")
+    # What this very job left behind when it was requeued may take a moment to go.
+    give_up = time.monotonic() + (LEFTOVERS if owner == here.job_id and here.restarts else 0.0)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = (read_json(here.run.job) or {}).get("job_id", "another one")
-        raise Refused("{}: belongs to job {}, whose script is running".format(here.run.root, owner)) from None
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    said = "{}: belongs to job {}, whose script is running".format(here.run.root, owner)
+                    raise Refused(said) from None
+                time.sleep(0.5)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
