@@ -82,3 +82,14 @@ def test_a_job_cancelled_during_the_health_check_stays_cancelled(login: Login) -
     assert run.wait() == "CANCELLED"
     assert run.ends() in ([], [("stopped", "cancelled")])
     assert run.field("Restarts") == "0"
+
+
+def test_a_job_requeued_with_scontrol_comes_back_once(login: Login) -> None:
+    run = login.submit(*DEMO, stub={"steps": 1000, "seconds": 0.1})
+    run.wait_for_step(2)
+    login.lab.run("scontrol", "requeue", run.job)
+    wait_until("the second attempt has begun", lambda: run.dir.last_attempt() == 2, SECONDS)
+    run.wait_for_step(len(run.metrics()) + 2)
+    assert run.ends() == [("drained", "requeue")]
+    assert run.field("Restarts") == "1"
+    assert_no_gap(run)
