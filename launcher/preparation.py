@@ -206,7 +206,8 @@ def _refuse_foreign(run: RunDir) -> None:
     with _disk_errors(run.root):
         if run.root.exists() and not run.root.is_dir():
             raise BadInput(f"{run.root}: is a file, not a directory")
-        if run.root.is_dir() and any(run.root.iterdir()) and not run.lock.exists() and not run.resolved.exists():
+        ours = any(path.exists() for path in (run.lock, run.resolved, run.job))
+        if run.root.is_dir() and any(run.root.iterdir()) and not ours:
             raise BadInput(f"{run.root}: is not empty and not a run directory; give a new or an empty one")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -61,8 +62,11 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         raise BadInput(f"--role {role} --rank {rank}: {error}") from error
     image = found.attempt(standing.attempt).image
     reference = image.read_text(encoding="utf-8").strip() if image.exists() else None
-    code = found.code.resolve() if found.code.exists() else found.root
     script = found.script.read_text(encoding="utf-8")
+    variables = exports(script)
+    # By the name that the script knows the run by: a container may have no other for it.
+    root = Path(variables["MRL_RUN_DIR"])
+    code = root / found.code.readlink()
     flags = container_flags(script, reference, str(code))
     line = command_line(job.job_id, place, flags, context.meta[COMMAND], sys.stdin.isatty() and sys.stdout.isatty())
     if as_json:
@@ -70,9 +74,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         click.echo(json.dumps(told))
         return
     record = read_json(found.code_record) or {"pythonpath": []}
-    variables = {
-        **exports(script),
-        "MRL_RUN_DIR": str(found.root),
+    variables |= {
         "MRL_ATTEMPT": str(standing.attempt),
         "MRL_STEP": role,
         "PYTHONPATH": ":".join(os.path.normpath(code / part) for part in record["pythonpath"]),

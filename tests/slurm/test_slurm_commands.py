@@ -137,15 +137,18 @@ def test_logs_are_those_of_the_rank_asked_for(login: Login) -> None:
 
 
 def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
-    login.profiles["pods"]["environment"] = {"ODD": "it's odd"}
+    link = login.home / "runs"  # containers know the run by this name only
+    login.share.mkdir()
+    link.symlink_to(login.share)
+    login.profiles["pods"] |= {"environment": {"ODD": "it's odd"}, "run_root": str(link)}
     run = login.submit("demo", "--cluster", "pods", "job.nodes=2", "job.gpus_per_node=1", stub=LONG)
     run.wait_for_step(1)
     before = len(login.lab.containers())
-    show = 'echo "$(hostname) $MRL_STEP $PWD"'
+    show = 'echo "$(hostname) $MRL_STEP $(pwd -P)"'
     said = login.call("mrl", "attach", "--rank", "1", "--", "sh", "-c", show).stdout.split()
     assert said == [run.seen()["train.1"]["host"], "train", str(run.dir.code.resolve())]
     (step,) = login.lab.containers()[before:]
-    mine = {key: step[key] for key in ("image", "mounts", "mount_home", "env")}
+    mine = {key: step[key] for key in ("image", "mounts", "mount_home", "env", "workdir")}
     ranks = [one for one in login.lab.containers()[:before] if one["job"] == step["job"]][-1]
     assert mine == {key: ranks[key] for key in mine}
     assert login.call("mrl", "attach", "--", "sh", "-c", "exit 7", code=7)

@@ -179,6 +179,13 @@ def test_a_finished_run_is_not_submitted_again(cluster, tmp_path):
     assert len(calls(tmp_path)) == 1
 
 
+def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
+    (tmp_path / "r").mkdir()
+    write_json(tmp_path / "r" / "job.json", {"job_id": "7"})
+    submit("--run-dir", "r")
+    assert read_json(tmp_path / "r" / "job.json")["job_id"] == "101"
+
+
 def test_one_job_owns_a_run(cluster, tmp_path):
     submit("--run-dir", "r")
     record = tmp_path / "r" / "job.json"
