@@ -52,3 +52,14 @@ def test_the_run_goes_on_once_the_health_check_starts(login: Login) -> None:
     assert run.wait() == "COMPLETED", run.log()
     assert run.avoided() == set()
     assert run.ends()[-1] == ("finished", None)
+
+
+def test_a_check_that_a_drain_cuts_short_blames_no_node(login: Login) -> None:
+    slow = login.program("python", 'case "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"')
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(slow)}
+    run = login.submit(*DEMO)
+    wait_until("the check has begun", lambda: list(run.dir.root.glob("logs/*/health.*")), SECONDS)
+    login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
+    wait_until("the first attempt has ended", run.ends, SECONDS)
+    assert run.ends() == [("drained", "signal")]
+    assert run.avoided() == set()
