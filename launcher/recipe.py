@@ -79,9 +79,13 @@ def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
     Args:
         problems: sentences that name the keys they are about in full, the one to blame first: `job.nodes 5 is ...`.
     """
-    file, _ = _read_text(recipe.asked)
-    locate = _locator(file, parse(file, recipe.text, _SECTIONS), _parse_overrides(recipe.overrides))
+    locate = _locator_of(recipe)
     return BadInput(f"{where_named(problem, locate)}: {problem}" for problem in problems)
+
+
+def place_of(recipe: Recipe, key: str) -> str:
+    """Where a key was given, or the nearest section around it: `my.yaml:7`, or an override."""
+    return _locator_of(recipe)(tuple(key.split(".")))[0]
 
 
 def shipped_recipes() -> list[str]:
@@ -127,6 +131,11 @@ def _read_text(asked: str) -> tuple[str, str]:
             raise BadInput(f"no recipe is called {asked!r} and no file either; {hint}")
         return f"{asked}.yaml", (files("launcher.recipes") / f"{asked}.yaml").read_text(encoding="utf-8")
     return asked, read_text(path)
+
+
+def _locator_of(recipe: Recipe) -> Locate:
+    file, _ = _read_text(recipe.asked)
+    return _locator(file, parse(file, recipe.text, _SECTIONS), _parse_overrides(recipe.overrides))
 
 
 def _locator(file: str, document: Located, overrides: Sequence[_Override]) -> Locate:

@@ -7,10 +7,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import click
+
 from launcher.errors import BadInput
 from launcher.preparation import run_name
-from launcher.profiles import LOCAL, load_clusters
-from launcher.recipe import Recipe, load_recipe
+from launcher.profiles import LOCAL, Clusters, load_clusters
+from launcher.recipe import Recipe, load_recipe, place_of
 from launcher.sweep import variants
 
 
@@ -68,10 +70,34 @@ def launch(asked: Asked) -> int:
         from launcher.cli.local_run import run_here
 
         _refuse_slurm_only(asked, len(planned))
+        if why := _why_here(asked, clusters, planned[0].recipe, recipes[0].config.cluster):
+            click.echo(f"note: {why}", err=True)
         return run_here(planned[0], asked)
     from launcher.cli.slurm_run import run_there
 
     return run_there(planned, asked, clusters.profile(cluster))
+
+
+def _why_here(asked: Asked, clusters: Clusters, recipe: Recipe, written: str | None) -> str | None:
+    """What may surprise about a run of this machine that nobody asked to be one.
+
+    Args:
+        written: `cluster` of the recipe.
+    """
+    if asked.cluster or os.environ.get("MRL_CLUSTER"):
+        return None
+    if written:
+        usual = clusters.default or next(iter(clusters.own), LOCAL)
+        if usual == LOCAL:
+            return None
+        return f"runs on this machine because {place_of(recipe, 'cluster')} says so; --cluster {usual} sends it there"
+    if recipe.config.job.device == "cpu" or clusters.default:
+        return None
+    found = f"no cluster profile in {clusters.file}"
+    if clusters.own:
+        found = f"{clusters.file} has {', '.join(clusters.own)} and no default:"
+    names = ", ".join(name for name in clusters.names() if name != LOCAL)
+    return f"{found}, so this means this machine; --cluster NAME or $MRL_CLUSTER names another place ({names})"
 
 
 def _refuse_contradictions(asked: Asked) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -159,3 +160,18 @@ def test_the_completion_is_a_script_of_that_shell(call, shell):
     assert "_MRL_SUBMIT_COMPLETE" in script
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, env={"PATH": os.environ["PATH"]})
+
+
+def test_a_run_here_that_nobody_asked_to_be_one_says_why(call, monkeypatch, tmp_path):
+    said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr.splitlines()[0]
+    assert re.match(r"note: no cluster profile in \S+, so this means this machine; --cluster NAME .*h100", said)
+    assert "note" not in call("mrl-submit", "demo", "--dry-run").stderr
+    assert "note" not in call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run", "--cluster", "local").stderr
+    lab = {"gpus_per_node": 8, "container": None, "run_root": str(tmp_path)}
+    Path("clusters.yaml").write_text(json.dumps({"lab": lab, "other": lab}))
+    monkeypatch.setenv("MRL_CLUSTERS", "clusters.yaml")
+    said = call("mrl-submit", "qwen2.5-32b-dapo", "--dry-run").stderr
+    assert "note: clusters.yaml has lab, other and no default:, so this means this machine" in said
+    Path("clusters.yaml").write_text(json.dumps({"lab": lab}))
+    said = call("mrl-submit", "demo", "--dry-run").stderr
+    assert re.match(r"note: runs on this machine because demo.yaml:\d+ says so; --cluster lab sends it there\n", said)
