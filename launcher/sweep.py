@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from launcher.errors import BadInput
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -22,12 +24,16 @@ def variants(overrides: Sequence[str]) -> list[Variant]:
 
     A comma separates values unless it is within quotes, brackets or braces, as those of YAML: `key="a,b"` is one text
     and `key=[1,2]` one list.
+
+    Raises:
+        BadInput: two of the runs would be the same.
     """
     choices = []
     for override in overrides:
         key, equals, text = override.partition("=")
         choices.append([f"{key}{equals}{value}" for value in split(text)])
     several = [index for index, values in enumerate(choices) if len(values) > 1]
+    _refuse_twins(overrides, several)
     keys = _short([overrides[index].partition("=")[0] for index in several])
     found = []
     for combination in product(*choices):
@@ -53,6 +59,23 @@ def split(text: str) -> list[str]:
             continue
         values[-1] += character
     return [text] if quote or depth or not all(values) else values
+
+
+def _refuse_twins(overrides: Sequence[str], several: Sequence[int]) -> None:
+    keys = [override.partition("=")[0] for override in overrides]
+    problems = []
+    for index in several:
+        override = overrides[index]
+        values = [value.strip() for value in split(override.partition("=")[2])]
+        twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+        if twice:
+            problems.append(f"override {override!r}: {', '.join(twice)} is there twice, which makes the same run twice")
+        if keys[index] in keys[index + 1 :]:
+            problems.append(
+                f"override {override!r}: {keys[index]} is given again, and the last one holds for every run"
+            )
+    if problems:
+        raise BadInput(problems)
 
 
 def _short(keys: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ def run_there(planned: Sequence[Planned], asked: Asked, profile: Profile) -> int
         return run_in_allocation(drafts[0], planned[0].given, asked.change)
     from launcher.cli.slurm_submit import job_to_wait_for, record, say_estimates, submit_all
 
-    after = [job_to_wait_for(text) for text in asked.after]
+    after = list(dict.fromkeys(job_to_wait_for(text) for text in asked.after))
     if asked.test_only:
         say_estimates(drafts, after, asked)
         return EXIT_FINISHED

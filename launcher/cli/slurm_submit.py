@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from launcher.backends.slurm_state import read_jobs
+from launcher.backends.slurm_state import moment, read_jobs
 from launcher.cli.describe import describe
 from launcher.cli.launch import Asked, Planned
 from launcher.drafting import Draft
@@ -19,10 +20,15 @@ from launcher.submission import Submission, estimate, submit
 from launcher.sweep import chains
 from launcher.typed import mrl
 
+FORESIGHT_S = 365 * 86400  # seconds: Slurm takes a job without a time limit for one of a year, and adds these up
+
 
 def job_to_wait_for(text: str) -> str:
     """The job id that --after means, known to Slurm: it takes a dependency on a job that never was for fulfilled."""
-    job_id = text if text.isdigit() else job_id_of(find(text))
+    try:
+        job_id = text if text.isdigit() else job_id_of(find(text))
+    except BadInput as error:
+        raise BadInput(f"--after {text}: {problem}" for problem in error.problems) from error
     if job_id is None:
         raise BadInput(f"--after {text}: is a local run, which Slurm cannot wait for")
     job = read_jobs([job_id])[job_id]
@@ -92,9 +98,16 @@ def say_estimates(drafts: Sequence[Draft], after: Sequence[str], asked: Asked) -
     records = []
     for drafted in drafts:
         start, nodes, partition = estimate(drafted, after)
-        records.append({"run_dir": str(drafted.job.run_dir), "start": start, "nodes": nodes, "partition": partition})
-        if not asked.as_json:
+        foreseen = (moment(start) or 0) < time.time() + FORESIGHT_S
+        told = {"start": start if foreseen else None, "nodes": nodes, "partition": partition}
+        records.append({"run_dir": str(drafted.job.run_dir), **told})
+        if not asked.as_json and foreseen:
             where = f" on {nodes}" if nodes else ""
             click.echo(f"Slurm would start {describe(drafted.job)} at {start}{where}, partition {partition}")
+        elif not asked.as_json:
+            click.echo(
+                f"Slurm would take {describe(drafted.job)}, partition {partition}, and cannot foresee when it would "
+                "start: what runs before it has no time limit, or not enough nodes are up (sinfo)"
+            )
     if asked.as_json:
         click.echo(json.dumps(records[0] if len(records) == 1 else {"runs": records}))

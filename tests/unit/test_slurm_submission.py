@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.backends.slurm_state import SQUEUE_FIELDS
 from megatron_rl.run_dir import RunDir, read_json, write_json
 
 SQUEUE = "exit 0"  # knows no job: they have all ended
@@ -217,3 +219,33 @@ def test_the_allocation_to_get_has_what_the_script_asks_for(cluster, monkeypatch
     said = submit("--in-allocation", "job.device=cuda", "job.time_limit=0:30:00", code=2).stderr
     flags = "--partition=gold --nodes=1 --gpus-per-node=2 --time=0:30:00 --mem=0 --exclusive"
     assert f"get one with: salloc {flags}\n" in said
+
+
+def test_a_job_to_wait_for_counts_once_however_it_is_named(cluster, tmp_path):
+    submit("--run-dir", "long")
+    facts = {"JobID": "101", "State": "RUNNING"}
+    line = "".join(facts.get(name, "N/A").ljust(width) for name, width in SQUEUE_FIELDS.items())
+    cluster("squeue", f"echo '{line}'")
+    said = submit("--after", "long", "--after", "101").stdout
+    assert "submitted job 102 to lab after 101: " in said
+    assert calls(tmp_path)[1].startswith("--parsable --dependency=afterany:101 ")
+
+
+def test_a_run_to_wait_for_that_there_is_not_is_named_with_its_option(cluster):
+    assert submit("--after", "nope", code=2).stderr.startswith("error: --after nope: no run is called 'nope'")
+
+
+def test_an_estimate_that_slurm_made_up_is_none(cluster):
+    estimate = "sbatch: Job 7 to start at {} using 2 processors on nodes n1 in partition gold"
+    cluster("sbatch", f"echo '{estimate.format('2128-12-19T10:00:00')}' >&2")
+    assert "cannot foresee when it would start" in submit("--test-only").stdout
+    assert json.loads(submit("--test-only", "--json").stdout)["start"] is None
+    cluster("sbatch", f"echo '{estimate.format('2020-01-01T10:00:00')}' >&2")
+    assert "at 2020-01-01T10:00:00 on n1, partition gold" in submit("--test-only").stdout
+
+
+def test_the_commands_it_prints_are_fit_for_a_shell(cluster):
+    said = submit("--run-dir", "my 'run' $(touch pwned)").stdout
+    (line,) = [line for line in said.splitlines() if "state" in line]
+    assert shlex.split(line) == ["state", "mrl", "status", "my 'run' $(touch pwned)"]
+    assert "mrl cancel --drain -- -dash" in submit("--run-dir", "./-dash").stdout

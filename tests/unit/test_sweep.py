@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.errors import BadInput
 from launcher.sweep import chains, split, variants
 
 
@@ -26,6 +27,18 @@ def test_every_combination_the_last_key_fastest():
         "group_size=16_learning_rate=5e-7",
     ]
     assert found[2].overrides == ("grpo.group_size=16", "job.nodes=2", "optimizer.learning_rate=1e-6")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["grpo.group_size=8, 4,8"], "override 'grpo.group_size=8, 4,8': 8 is there twice"),
+        (["training.seed=1,2", "training.seed=3"], "override 'training.seed=1,2': training.seed is given again"),
+    ],
+)
+def test_two_runs_that_would_be_the_same_are_refused(overrides, said):
+    with pytest.raises(BadInput, match=re.escape(said)):
+        variants(overrides)
 
 
 def test_keys_that_end_alike_are_named_in_full():
@@ -53,7 +66,7 @@ def test_what_separates_values(text, values):
     assert split(text) == values
 
 
-@given(st.lists(st.text(max_size=5).filter(bool), min_size=2, max_size=4))
+@given(st.lists(st.text(max_size=5).filter(bool), min_size=2, max_size=4, unique_by=str.strip))
 def test_names_are_distinct_and_fit_for_shell_slurm_and_pyxis(values):
     quoted = [repr(value) for value in values]
     found = variants([f"environment.args.text={','.join(quoted)}"])
