@@ -11,6 +11,7 @@ from lab import wait_until
 from login import SECONDS, Login
 
 from launcher.placement import place
+from launcher.profiles import load_clusters
 from launcher.recipe import load_recipe
 
 TEMPLATES = Path(__file__).parents[2] / "slurm"
@@ -28,6 +29,7 @@ def edited(name: str, login: Login, recipe: list[str], nodes: int) -> str:
         (r"#SBATCH --ntasks-per-node=8", "#SBATCH --ntasks-per-node=1"),
         (r"#SBATCH --gpus-per-node=8.*\n", ""),
         (r"#SBATCH --output=\S+", f"#SBATCH --output={run_dir}.log"),
+        (r"--signal=B:USR1@\d+", "--signal=B:USR1@120"),
         (r"cluster=my-cluster", "cluster=stub"),
         (r"run_dir=\S+", f"run_dir={run_dir}"),
         (
@@ -55,6 +57,19 @@ def test_an_edited_template_runs_and_goes_on_after_a_drain(login: Login, name: s
     run.wait("COMPLETED")
     assert run.ends() == [("drained", "signal"), ("finished", None)]
     assert [line["step"] for line in run.metrics()] == list(range(1, 41))
+    assert sorted(path.name for path in login.share.glob("my-run*")) == ["my-run", "my-run.log", "my-run.sbatch"]
+
+
+@pytest.mark.parametrize("name", ["colocated", "partitioned"])
+def test_a_template_that_mrl_submit_refuses_leaves_only_its_log(login: Login, name: str) -> None:
+    login.share.mkdir()
+    script = login.home / f"{name}.sbatch"
+    script.write_text(edited(name, login, ["demo", "job.nodes=two"], nodes=2))
+    job = login.sbatch(script)
+    asked = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
+    wait_until(f"job {job} has failed", lambda: login.lab.run(*asked).strip() == "FAILED", SECONDS)
+    assert "job.nodes: expected an integer > 0, got 'two'" in (login.share / "my-run.log").read_text()
+    assert [path.name for path in login.share.iterdir()] == ["my-run.log"]
 
 
 @pytest.mark.parametrize("name", ["colocated", "partitioned"])
@@ -66,3 +81,5 @@ def test_the_template_is_what_the_recipe_it_names_would_be_given(name: str) -> N
     assert f"#SBATCH --nodes={config.job.nodes + config.job.spare_nodes} " in text
     assert f"#SBATCH --ntasks-per-node={config.job.gpus_per_node} " in text
     place(config.job, config.placement, 8, config.model)
+    profile = load_clusters(environ={"HOME": "/home/me"}).profile("h100")
+    assert f"#SBATCH --signal=B:USR1@{profile.signal_s} " in text
