@@ -79,10 +79,6 @@ class Target:
     def name(self) -> str:
         return self.partition["PartitionName"]
 
-    @property
-    def grace_by_qos(self) -> str | None:
-        return self.qos.get("GraceTime")
-
 
 def read_cluster(facts: SlurmFacts) -> Cluster:
     """Understand what was collected; texts that are missing leave empty places."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from launcher.backends.slurm_text import number, options, time_limit_s
 from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Target
-from launcher.doctor.finding import Finding, ok, span, warning
+from launcher.doctor.finding import Finding, note, ok, span, warning
+from launcher.host.policy import REQUEUES_PREEMPTED_ITSELF
 
 KILL_WAIT_S = 30
 CREDENTIAL_S = 120  # cred_expire, after which a requeued job may start again
@@ -47,7 +48,10 @@ def requeue(cluster: Cluster) -> list[Finding]:
     )
     dead = number(cluster.config.get("SlurmdTimeout"), NODE_TIMEOUT_S)
     found.append(
-        ok("dead node", f"noticed by Slurm after about {span(dead)} (SlurmdTimeout); the run is requeued without it")
+        ok(
+            "dead node",
+            f"noticed by Slurm after about {span(dead)} (SlurmdTimeout); it then requeues the run on others",
+        )
     )
     return found
 
@@ -98,7 +102,7 @@ def _preempted(
     cluster: Cluster, target: Target, ask: Ask, by: str, modes: set[str], grace_s: int, source: str
 ) -> list[Finding]:
     kill_s = kill_wait_s(cluster)
-    found = [_ending(ask, by, modes)]
+    found = [_ending(cluster, ask, by, modes, grace_s)]
     if "SUSPEND" in modes:
         return found
     found.append(_notice(ask, grace_s, kill_s, source))
@@ -117,7 +121,7 @@ def _preempted(
     return found
 
 
-def _ending(ask: Ask, by: str, modes: set[str]) -> Finding:
+def _ending(cluster: Cluster, ask: Ask, by: str, modes: set[str], grace_s: int) -> Finding:
     if "REQUEUE" in modes:
         return ok("preemption", f"{ask.who} can be preempted {by}; it is requeued and goes on (PreemptMode=REQUEUE)")
     if "SUSPEND" in modes:
@@ -127,12 +131,13 @@ def _ending(ask: Ask, by: str, modes: set[str]) -> Finding:
             "keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they wake up",
             "use a partition or QOS whose PreemptMode is REQUEUE",
         )
-    return warning(
-        "preemption",
-        f"{ask.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL): "
-        "--requeue does not help",
-        "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE",
-    )
+    cancelled = f"{ask.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL)"
+    fix = "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE"
+    if grace_s and cluster.before(*REQUEUES_PREEMPTED_ITSELF):
+        return note(
+            "preemption", f"{cancelled}; the run requeues itself if it has saved in time, and ends otherwise", fix
+        )
+    return warning("preemption", f"{cancelled}: --requeue does not help", fix)
 
 
 def _notice(ask: Ask, grace_s: int, kill_s: int, source: str) -> Finding:

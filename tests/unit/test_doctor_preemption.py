@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doctor_helpers import config, facts, found, profile, recipe, said, slurm
+from doctor_helpers import config, facts, found, profile, recipe, said, slurm, text
 
 from launcher.doctor import examine
 
@@ -63,14 +63,29 @@ def test_off_by_the_mode_of_the_cluster():
     assert "nobody takes nodes away" in said(found(texts, "preemption", recipe()))
 
 
-def test_cancel_is_a_warning_and_says_how_to_go_on():
-    warned, exempt = found("23.11", "preemption", recipe())
-    assert (warned.level, exempt.level) == ("warning", "ok")
-    assert "by jobs of partition owners" in warned.text  # debug has a higher tier too, but none of the nodes
-    assert "debug" not in warned.text
-    assert "does not requeue it (PreemptMode=CANCEL)" in warned.text
-    assert warned.fix is not None and "mrl resume RUN" in warned.fix
+def test_cancel_before_24_05_leaves_the_requeue_to_the_run_itself():
+    noted, exempt = found("23.11", "preemption", recipe())
+    assert (noted.level, exempt.level) == ("note", "ok")
+    assert "by jobs of partition owners" in noted.text  # debug has a higher tier too, but none of the nodes
+    assert "debug" not in noted.text
+    assert "the run requeues itself if it has saved in time" in noted.text
+    assert noted.fix is not None and "mrl resume RUN" in noted.fix
     assert "not in the first 30 min" in exempt.text
+
+
+@pytest.mark.parametrize(("version", "grace"), [("24.05.1", "600"), ("23.11.1", "0")])
+def test_cancel_is_a_warning_where_nobody_can_requeue(version, grace):
+    """From 24.05 on a preempted job is no longer its own to requeue; without grace there is no time to."""
+    partitions = text("23.11", "partitions").replace("GraceTime=600", f"GraceTime={grace}")
+    texts = slurm("23.11", config=config("23.11", SLURM_VERSION=version), partitions=partitions)
+    warned, _ = found(texts, "preemption", recipe())
+    assert warned.level == "warning"
+    assert "does not requeue it (PreemptMode=CANCEL): --requeue does not help" in warned.text
+    assert warned.fix is not None and "mrl resume RUN" in warned.fix
+
+
+def test_a_dead_node_is_said_to_cost_its_silence():
+    assert said(found("22.05-partition", "dead node", recipe())).endswith("it then requeues the run on others")
 
 
 def test_suspend_is_a_warning():

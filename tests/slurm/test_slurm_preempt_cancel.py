@@ -1,0 +1,26 @@
+"""Where preemption cancels jobs, a run that still has time to leave comes back by itself."""
+
+from __future__ import annotations
+
+from login import Login
+
+DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
+
+
+def test_a_run_that_is_preempted_by_cancelling_goes_on(login: Login) -> None:
+    """Before 24.05 the script requeues itself in the grace period."""
+    login.profiles["stub"]["sbatch"] = ["--nodelist=node[09-10]"]
+    partition = ("scontrol", "update", "PartitionName=low")
+    try:
+        login.lab.run(*partition, "PreemptMode=CANCEL")
+        run = login.submit(*DEMO, stub={"steps": 60, "seconds": 0.5})
+        run.wait_for_step(2)
+        options = ("--partition=high", "--nodelist=node[09-10]", "--exclusive", "--output=/dev/null")
+        urgent = login.lab.run("sbatch", "--parsable", *options, "--wrap=sleep 1000").strip()
+        login.jobs.append(urgent)
+        run.wait("PENDING")
+        assert run.ends() == [("drained", "preempted")]
+        login.lab.run("scancel", urgent)
+        run.wait_for_step(len(run.metrics()) + 2)
+    finally:
+        login.lab.run(*partition, "PreemptMode=REQUEUE")
