@@ -216,11 +216,11 @@ def _refuse_owned(run: RunDir, my_job: str | None) -> None:
     record = read_json(run.job)
     if record is None or record["job_id"] == my_job:
         return
-    from launcher.backends.slurm_state import read_jobs  # a new run asks nobody
+    from launcher.backends.slurm_state import read_recorded  # a new run asks nobody
     from launcher.standing import has_left
 
     job_id = record["job_id"]
-    job = read_jobs([job_id])[job_id]
+    (job,) = read_recorded([record])
     ledger = read_json_lines(run.attempts_ledger)
     if has_left(job, ledger[-1] if ledger else None):
         return

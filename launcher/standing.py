@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from launcher.backends.slurm_reasons import wait_of
-from launcher.backends.slurm_state import JobState, read_jobs
+from launcher.backends.slurm_state import JobState, read_recorded
 from launcher.host.ledger import LOST
 from launcher.host.lock import owner_of
 from launcher.host.policy import CLOCK, STOPPED
@@ -91,6 +91,8 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
         if owner_of(run.lock) is not None:
             return _running(run)
         return _ended(last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
+    if has_left(job, last):
+        return _ended(last, "failed", "")
     if job.kind == "unknown":
         return "unknown", f"Slurm cannot be asked about job {job.job_id}: {job.reason}", ""
     if job.kind == "pending":
@@ -99,8 +101,6 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
         if wait.stuck:
             return state, f"it will not start: {wait.what}", ""
         return state, _sentence(last) if last and last["event"] == "end" else "", wait.what
-    if has_left(job, last):
-        return _ended(last, "failed", "")
     if job.kind == "running":
         state, reason, waits_for = _running(run)
         return state, reason, waits_for or ("its nodes to boot" if job.word == "CONFIGURING" else "")
@@ -112,13 +112,15 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
 
 
 def has_left(job: JobState, last: dict[str, Any] | None) -> bool:
-    """Whether the run has ended within a job that goes on: an allocation that somebody works in, or one that is about
-    to end. An attempt that was drained in a batch job may be about to begin again instead.
+    """Whether the run has ended within a job that goes on, or may do so for all we know: an allocation that somebody
+    works in, or a job that is about to end. What was drained in a batch job may be about to begin again instead.
 
     Args:
         last: the newest line of the run's ledger.
     """
-    if job.kind != "running" or last is None or last["event"] != "end" or last.get("job_id") != job.job_id:
+    if last is None or last["event"] != "end" or last.get("job_id") != job.job_id:
+        return False
+    if job.kind not in ("running", "unknown"):
         return False
     began_again = job.started_at is not None and last["at"] < job.started_at - CLOCK
     return not began_again and not (job.batch and last["outcome"] == DRAINED)
@@ -161,6 +163,6 @@ def _end_in_words(job: JobState) -> str:
 
 def look_all(all_runs: Sequence[RunDir]) -> list[Standing]:
     """How each of these runs stands; Slurm is asked once for all of them."""
-    job_ids = [job_id_of(run) for run in all_runs]
-    jobs = read_jobs([job_id for job_id in job_ids if job_id])
-    return [look(run, jobs[job_id] if job_id else None) for run, job_id in zip(all_runs, job_ids, strict=True)]
+    records = [read_json(run.job) for run in all_runs]
+    jobs = iter(read_recorded([record for record in records if record]))
+    return [look(run, next(jobs) if record else None) for run, record in zip(all_runs, records, strict=True)]

@@ -14,6 +14,7 @@ from launcher import prefetch
 from launcher.backends import slurm
 from launcher.backends.slurm_call import SlurmSilent
 from launcher.backends.slurm_refusal import translate
+from launcher.backends.slurm_state import cluster_name
 from launcher.changes import Change
 from launcher.drafting import Draft
 from launcher.errors import BadInput, Unsure
@@ -85,10 +86,10 @@ def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
         Unsure: there may be one.
     """
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
-    by = os.environ.get("USER", "")
+    record = {"cluster": job.cluster, "slurm_cluster": cluster_name(), "by": os.environ.get("USER", "")}
     try:
         job_id = str(slurm.submit(run.script, flags).job_id)
-        write_json(run.job, {"job_id": job_id, "cluster": job.cluster, "submitted_at": time.time(), "by": by})
+        write_json(run.job, {"job_id": job_id, "submitted_at": time.time(), **record})
     except (SlurmSilent, OSError, KeyboardInterrupt) as error:
         raise Unsure(
             f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "

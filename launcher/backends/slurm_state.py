@@ -7,10 +7,11 @@ be asked makes a job "unknown", which is never "gone": its run may still be goin
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from launcher.backends.slurm_call import SlurmSilent, call
 
@@ -92,6 +93,31 @@ def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
     except SlurmSilent as error:
         return {one: JobState(one, "", "unknown", reason=str(error)) for one in ids}
     return {one: found.get(one, JobState(one, "", "gone")) for one in ids}
+
+
+def read_recorded(records: Sequence[Mapping[str, Any]]) -> list[JobState]:
+    """The state of the job that each of these job.json names. One of another Slurm cluster than the one that answers
+    here is unknown; a job that has its id here is not it."""
+    here = cluster_name() if any(record.get("slurm_cluster") for record in records) else None
+    foreign = [here is not None and record.get("slurm_cluster") not in (None, here) for record in records]
+    ids = [str(record["job_id"]) for record in records]
+    found = read_jobs([job_id for job_id, elsewhere in zip(ids, foreign, strict=True) if not elsewhere])
+    return [
+        JobState(job_id, "", "unknown", reason=f"it is a job of {record['slurm_cluster']}, and this is {here}")
+        if elsewhere
+        else found[job_id]
+        for record, job_id, elsewhere in zip(records, ids, foreign, strict=True)
+    ]
+
+
+def cluster_name() -> str | None:
+    """What the Slurm that answers here calls itself; None where it does not answer."""
+    try:
+        answer = call(["scontrol", "show", "config"])
+    except SlurmSilent:
+        return None
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", answer.out, re.MULTILINE)
+    return found[1] if found else None
 
 
 def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:

@@ -18,7 +18,9 @@ def test_a_submitted_run_finishes(login: Login) -> None:
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
     assert run.ends() == [("finished", None)]
     assert read_json(run.dir.done)["step"] == 5
-    assert read_json(run.dir.job)["job_id"] == run.job
+    owner = read_json(run.dir.job)
+    assert owner["job_id"] == run.job
+    assert f"ClusterName={owner['slurm_cluster']}\n" in login.lab.conf.read_text()
     assert "finished after step 5" in run.dir.batch_log.read_text()
 
 

@@ -18,6 +18,7 @@ from launcher.backends.slurm_state import (
     parse_sacct,
     parse_squeue,
     read_jobs,
+    read_recorded,
 )
 
 BLANK = {
@@ -164,3 +165,13 @@ def test_the_users_own_output_settings_do_not_reach_squeue(fake, monkeypatch):
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     fake("squeue", 'echo "${SQUEUE_FORMAT-unset} $SLURM_TIME_FORMAT"')
     assert call(["squeue"]).out == "unset standard\n"
+
+
+def test_a_job_of_another_cluster_is_unknown_whatever_has_its_id_here(fake, tmp_path):
+    (tmp_path / "listed").write_text(squeue_line())
+    fake("squeue", f"cat {tmp_path}/listed")
+    fake("scontrol", "echo 'Configuration data as of now'; echo 'ClusterName             = west'")
+    records = [{"job_id": "7", "slurm_cluster": "west"}, {"job_id": "7", "slurm_cluster": "east"}, {"job_id": "7"}]
+    here, there, unsaid = read_recorded(records)
+    assert (here.kind, unsaid.kind) == ("running", "running")
+    assert (there.kind, there.reason) == ("unknown", "it is a job of east, and this is west")

@@ -37,6 +37,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         (folder / name).chmod(0o755)
 
     make("squeue", SQUEUE)
+    make("scontrol", "echo 'ClusterName = east'")
     make("sbatch", 'echo "$@" >> said; env >> environment; echo $((100 + $(wc -l < said)))')
     return make
 
@@ -62,7 +63,7 @@ def test_the_script_that_is_shown_is_the_script_that_is_submitted(cluster, tmp_p
     assert said["job_id"] == "101"
     assert calls(tmp_path) == [f"--parsable {run.script}"]
     assert run.script.read_text() == shown
-    assert read_json(run.job)["job_id"] == "101"
+    assert (read_json(run.job)["job_id"], read_json(run.job)["slurm_cluster"]) == ("101", "east")
     assert run.code_record.exists()
     assert run.last_attempt() == 0, "the job opens its attempts itself"
 

@@ -78,6 +78,16 @@ def test_a_run_that_has_left_an_allocation_has_ended(tmp_path, outcome, batch, s
     assert look(run, job("RUNNING", "running", batch=batch, started_at=900.0)).state == "running"
 
 
+def test_a_run_that_said_its_end_has_ended_even_where_slurm_cannot_be_asked(tmp_path):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    end(run, 1, "crashed", job_id="7", at=1.0, error="boom")
+    assert look(run, job("", "unknown")).state == "failed"
+    begin(run, 2, job_id="7")
+    end(run, 2, "drained", job_id="7", at=2.0)
+    assert look(run, job("", "unknown")).state == "unknown", "it may have come back"
+
+
 def test_a_slurm_that_is_silent_leaves_the_run_alive(tmp_path):
     run = slurm_run(tmp_path)
     begin(run, 1, job_id="7")
