@@ -26,6 +26,11 @@ def stuck_python(login: Login, pipe: Path) -> None:
     login.profiles["stub"]["host_python"] = str(python)
 
 
+def text_of(name: str, script: Path) -> str:
+    """A document that the script carries."""
+    return script.read_text().split(f"<<'{name}_ends_here'\n")[1].split(f"{name}_ends_here")[0]
+
+
 def test_the_prolog_may_use_variables_that_are_not_set(login: Login) -> None:
     login.profiles["stub"]["prolog"] = ["LIBRARIES=/opt/lib:$NOBODY_SETS_THIS", 'echo "libraries: $LIBRARIES"']
     run = login.submit(*DEMO)
@@ -54,9 +59,23 @@ def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Lo
     run = login.adopt(root, login.sbatch(script, stub={"steps": 100}))
     wait_until("the run directory is being made", lambda: list(root.glob("code/**/job.py")), SECONDS)
     login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
-    pipe.write_text(script.read_text().split("<<'resolved_yaml_ends_here'\n")[1].split("resolved_yaml_ends_here")[0])
+    pipe.write_text(text_of("resolved_yaml", script))
     wait_until("the first attempt has ended", run.ends, SECONDS)
     assert run.ends() == [("drained", "signal")]
     assert not run.seen(), "no rank was started"
     wait_until("the second attempt trains", run.metrics, SECONDS)
     assert {line["attempt"] for line in run.metrics()} == {2}
+
+
+def test_a_cancellation_that_comes_before_the_first_attempt_is_final(login: Login) -> None:
+    root, pipe = login.share / "run", login.home / "pipe"
+    stuck_python(login, pipe)
+    script = write_script(login, root)
+    run = login.adopt(root, login.sbatch(script, stub={"steps": 100}))
+    wait_until("the run directory is being made", lambda: list(root.glob("code/**/job.py")), SECONDS)
+    login.lab.run("scancel", run.job)
+    pipe.write_text(text_of("resolved_yaml", script))
+    run.wait("CANCELLED", "COMPLETED", "FAILED")
+    assert run.field("Restarts") == "0"
+    assert run.ends() in ([], [("stopped", "cancelled")])
+    assert not run.seen()
