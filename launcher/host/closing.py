@@ -104,7 +104,8 @@ def _cause(here: Here, options: argparse.Namespace, patience: float) -> policy.C
     except slurm.SlurmRefused as error:
         print(error, file=sys.stderr)
         return policy.Cause(policy.SIGNALLED, None)
-    return policy.cause_of(job, time.time(), options.notice, here.restarts)
+    deadline = (read_json(here.attempt.drain) or {}).get("deadline")
+    return policy.cause_of(job, time.time(), options.notice, here.restarts, deadline)
 
 
 def _may_requeue(here: Here) -> bool:

@@ -40,24 +40,30 @@ class Decision(NamedTuple):
     message: str
 
 
-def cause_of(job: Dict[str, str], now: float, notice: float, restarts: int = 0) -> Cause:
+def cause_of(
+    job: Dict[str, str], now: float, notice: float, restarts: int = 0, deadline: Optional[float] = None
+) -> Cause:
     """Why Slurm signals a job, as its record has it.
 
     Args:
         job: fields of `scontrol show job`.
         notice: seconds before the time limit at which the job wants to be told (`--signal`).
         restarts: how often the job had been requeued when this attempt began.
+        deadline: the end that Slurm had set when it was asked before.
     """
     start, end, limit = _time(job.get("StartTime")), _time(job.get("EndTime")), _seconds(job.get("TimeLimit"))
-    if job.get("JobState") == "PREEMPTED" or _time(job.get("PreemptTime")) is not None:
-        return Cause(PREEMPTED, end)
-    if job.get("JobState") == "PENDING" or int(job.get("Restarts", "0")) > restarts:
+    state = job.get("JobState")
+    if state == "PENDING" or int(job.get("Restarts", "0")) > restarts:
         return Cause(REQUEUE, end)  # somebody's `scontrol requeue`
+    # scancel moves the end of a job to now, and its state may already say no more than COMPLETING.
+    over = end is not None and end <= now
+    if state == "CANCELLED" or (over and end is not None and deadline is not None and end < deadline - CLOCK):
+        return Cause(CANCELLED, end)
+    if state == "PREEMPTED" or _time(job.get("PreemptTime")) is not None:
+        return Cause(PREEMPTED, end)
     if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK:
         return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY else Cause(SIGNALLED, end)
-    # scancel moves the end of the job to now; its state already says no more than COMPLETING.
-    cancelled = job.get("JobState") == "CANCELLED" or (end is not None and end <= now)
-    return Cause(CANCELLED if cancelled else SIGNALLED, end)
+    return Cause(CANCELLED if over else SIGNALLED, end)
 
 
 def decide(

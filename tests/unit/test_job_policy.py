@@ -44,6 +44,19 @@ def test_a_cancelled_job_is_recognised_though_it_says_completing_or_has_no_limit
     assert cause_of(seen, NOW + 3, NOTICE).cause == "cancelled"
 
 
+def test_a_job_cancelled_while_it_saves_because_of_a_preemption_is_cancelled():
+    seen = record(RECORDS["preempted"])
+    assert cause_of(seen, NOW + 5, NOTICE, deadline=NOW + 20).cause == "preempted"
+    ended = seen | {"JobState": "COMPLETING", "EndTime": "2026-11-21T08:00:04"}
+    assert cause_of(ended, NOW + 5, NOTICE, deadline=NOW + 20).cause == "cancelled"
+
+
+def test_a_job_that_somebody_requeued_is_not_cancelled():
+    ended = record(RECORDS["cancelled"]) | {"JobState": "COMPLETING", "Restarts": "1"}
+    assert cause_of(ended, NOW + 1, NOTICE, restarts=0).cause == "requeue"
+    assert cause_of(ended, NOW + 1, NOTICE, restarts=1).cause == "cancelled"
+
+
 def test_a_record_without_times_says_nothing():
     assert (
         cause_of({"JobState": "RUNNING", "EndTime": "Unknown", "TimeLimit": "UNLIMITED"}, NOW, NOTICE).cause == "signal"
