@@ -11,11 +11,11 @@ from typing import Any
 from launcher import __file__ as launcher_file
 from launcher import prefetch
 from launcher.backends.slurm_text import time_limit_s
+from launcher.cluster_profile import Profile
 from launcher.errors import BadInput
 from launcher.host import snapshot
 from launcher.host.listing import SnapshotError
 from launcher.plan import make_plan, plan_json
-from launcher.profiles import Profile
 from launcher.recipe import Recipe
 from launcher.script import Job, render
 from launcher.sources import code_sources
@@ -70,8 +70,7 @@ def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, A
     """Where the code comes from; for a run that has a snapshot, the same places, wherever it is resumed from."""
     record = read_json(run.code_record)
     if record is None:
-        file = Path(recipe.asked)
-        return code_sources(recipe.config, file if file.exists() else None, Path.cwd())
+        return code_sources(recipe, Path.cwd())
     before = record["sources"]
     if not update_code:
         return [{key: source[key] for key in ("path", "name", "kind", "commit", "dirty")} for source in before]

@@ -70,6 +70,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         raise BadInput(diagnose(error, RunConfig, locate)) from error
     _check_environment(config, locate)
+    config = _with_absolute_code(config, asked, locate)
     return Recipe(asked, text, tuple(overrides), config)
 
 
@@ -181,6 +182,17 @@ def _apply(values: Mapping[str, Any], overrides: Sequence[_Override]) -> dict[st
             section = section[name]
         section[override.path[-1]] = override.value
     return result
+
+
+def _with_absolute_code(config: RunConfig, asked: str, locate: Locate) -> RunConfig:
+    """Relative paths of `code.include` start where they are written: from the recipe's file; those of an override from
+    the current directory. Whoever reads resolved.yaml finds the same places."""
+    if not config.code.include:
+        return config
+    _, overridden = locate(("code", "include"))
+    base = Path.cwd() if overridden or not Path(asked).exists() else Path(asked).absolute().parent
+    include = [str((base / Path(path).expanduser()).resolve()) for path in config.code.include]
+    return config.model_copy(update={"code": config.code.model_copy(update={"include": include})})
 
 
 def _check_environment(config: RunConfig, locate: Any) -> None:

@@ -5,45 +5,65 @@ from __future__ import annotations
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from launcher.errors import BadInput
 from launcher.host.git import GitError, work_tree
 from launcher.host.listing import SnapshotError
 from launcher.host.snapshot import plan_sources
+from launcher.recipe import Recipe, refusal
 from megatron_rl.agent.registry import registered
 from megatron_rl.config import RunConfig
 
 OURS = ("launcher", "megatron_rl")
+HEAVY_BYTES = 20 * 10**6  # code seldom is; data that git does not ignore is
 
 
-def code_sources(config: RunConfig, recipe: Path | None, here: Path) -> list[dict[str, Any]]:
+def code_sources(recipe: Recipe, here: Path) -> list[dict[str, Any]]:
     """What the snapshot of this run is taken from; see launcher.host.snapshot.plan_sources.
 
     Args:
-        recipe: the recipe's file; None for a shipped one.
-        here: the current directory, which relative `code.include` paths start from.
+        here: the current directory, whose repository is taken along when the recipe's file lies in it.
 
     Raises:
-        BadInput: an included directory does not exist, or git refuses to look at it.
+        BadInput: included directories do not exist, or git refuses to look at one.
     """
-    include = _included(config, recipe, here)
+    include = _included(recipe, here)
+    missing = [path for path in include if not path.is_dir()]
+    if missing:
+        raise refusal(recipe, [f"code.include: {path}: no such directory on {gethostname()}" for path in missing])
     try:
-        return plan_sources([str(path) for path in _installed(config, include)], [str(path) for path in include])
+        installed = _installed(recipe.config, include)
+        return plan_sources([str(path) for path in installed], [str(path) for path in include])
     except SnapshotError as error:
-        raise BadInput(f"code.include: {error}") from error
+        raise refusal(recipe, [f"code.include: {error}"]) from error
 
 
-def _included(config: RunConfig, recipe: Path | None, here: Path) -> list[Path]:
-    if config.code.include is not None:
-        return [(here / Path(path).expanduser()).resolve() for path in config.code.include]
-    if recipe is None:
+def heavy(snapshot: Path) -> str | None:
+    """A note where a snapshot is large for code: how large, and by which file."""
+    sizes = {path: path.lstat().st_size for path in snapshot.rglob("*") if path.is_symlink() or path.is_file()}
+    total = sum(sizes.values())
+    if total < HEAVY_BYTES:
+        return None
+    biggest = max(sizes, key=lambda path: sizes[path])
+    return (
+        f"code: the snapshot is {total / 1e6:.0f} MB; the biggest file is {biggest.relative_to(snapshot)} "
+        f"({sizes[biggest] / 1e6:.0f} MB). Have git ignore what is data, or name smaller directories in code.include"
+    )
+
+
+def _included(recipe: Recipe, here: Path) -> list[Path]:
+    if recipe.config.code.include is not None:
+        return [Path(path) for path in recipe.config.code.include]
+    file = Path(recipe.asked)
+    if not file.exists():  # a shipped one
         return []
     try:
         tree = work_tree(str(here))
     except GitError as error:
         raise BadInput(f"{here}: {error}; or say what to take along with code.include (`[]`: nothing)") from error
-    return [Path(tree.top)] if tree and recipe.resolve().is_relative_to(Path(tree.top).resolve()) else []
+    return [Path(tree.top)] if tree and file.resolve().is_relative_to(Path(tree.top).resolve()) else []
 
 
 def _installed(config: RunConfig, include: list[Path]) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -15,10 +16,12 @@ from launcher.cli.launch import Asked, Planned
 from launcher.drafting import Draft
 from launcher.errors import BadInput
 from launcher.runs import find
+from launcher.sources import heavy
 from launcher.standing import job_id_of
 from launcher.submission import Submission, estimate, submit
 from launcher.sweep import chains
 from launcher.typed import mrl
+from megatron_rl.run_dir import RunDir, read_json
 
 FORESIGHT_S = 365 * 86400  # seconds: Slurm takes a job without a time limit for one of a year, and adds these up
 
@@ -44,6 +47,7 @@ def submit_all(
     done: list[Submission] = []
     for one, drafted in zip(planned, drafts, strict=True):
         waits = [*after, *chains([str(before.job_id) for before in done if before.job_id], asked.max_running)]
+        before = read_json(RunDir(drafted.job.run_dir).code_record)
         try:
             submission = submit(
                 drafted, given=one.given, change=asked.change, after=waits, update_code=asked.update_code
@@ -54,6 +58,8 @@ def submit_all(
             left = f"{len(done)} of {len(planned)} jobs are submitted (`mrl ls`), these are not:"
             names = [f"  {draft.job.run_dir.name}" for draft in drafts[len(done) :]]
             raise type(error)([*error.problems, "\n".join([left, *names])]) from error
+        if read_json(submission.run.code_record) != before and (note := heavy(submission.run.code)):
+            submission = replace(submission, notes=(*submission.notes, note))
         done.append(submission)
         if not asked.as_json:
             _say(submission, drafted, waits, brief=len(planned) > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from importlib.metadata import EntryPoint, PathDistribution
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from launcher import sources
 from launcher.errors import BadInput
 from launcher.recipe import load_recipe
-from launcher.sources import code_sources
+from launcher.sources import code_sources, heavy
 from megatron_rl.agent.registry import GROUP
 
 
@@ -22,9 +23,13 @@ def repository(root: Path) -> Path:
     return root
 
 
-def asked(recipe: Path | None, here: Path, *overrides: str) -> dict[str, dict[str, Any]]:
-    """The planned sources by name."""
-    return {source["name"]: source for source in code_sources(load_recipe("demo", overrides).config, recipe, here)}
+def asked(recipe: Path | None, here: Path, *overrides: str, text: str = "") -> dict[str, dict[str, Any]]:
+    """The planned sources by name, of the demo or a recipe file that says `text` beside what the demo says."""
+    if recipe is not None:
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        recipe.write_text(load_recipe("demo").text + text)
+    with contextlib.chdir(here):
+        return {one["name"]: one for one in code_sources(load_recipe(str(recipe or "demo"), overrides), here)}
 
 
 def included(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -50,7 +55,14 @@ def test_a_repository_that_does_not_hold_the_recipe_stays(tmp_path, recipe):
     assert included(asked(recipe and tmp_path / recipe, mine)) == []
 
 
-def test_what_is_named_travels_instead_and_relative_paths_start_here(tmp_path):
+def test_relative_paths_in_a_recipe_start_from_its_file(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "mine").mkdir()
+    found = asked(tmp_path / "recipes" / "my.yaml", tmp_path, text="\ncode: {include: [../mine]}\n")
+    assert included(found) == [str(tmp_path / "mine")]
+
+
+def test_what_is_named_travels_instead_and_relative_paths_of_an_override_start_here(tmp_path):
     mine = repository(tmp_path / "mine")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -59,9 +71,24 @@ def test_what_is_named_travels_instead_and_relative_paths_start_here(tmp_path):
     assert included(asked(mine / "my.yaml", mine, "code.include=[]")) == []
 
 
-def test_a_named_directory_that_is_missing_is_bad_input(tmp_path):
-    with pytest.raises(BadInput, match=r"code\.include: .*/nowhere: no such directory"):
+def test_every_named_directory_that_is_missing_is_told_with_its_place(tmp_path):
+    with pytest.raises(BadInput) as error:
+        asked(tmp_path / "my.yaml", tmp_path, text="\ncode:\n  include: [nowhere, neither]\n")
+    line = len((tmp_path / "my.yaml").read_text().splitlines())
+    place = f"{tmp_path}/my.yaml:{line}: code.include: {tmp_path}"
+    assert [one.partition(" on ")[0] for one in error.value.problems] == [
+        f"{place}/nowhere: no such directory",
+        f"{place}/neither: no such directory",
+    ]
+    with pytest.raises(BadInput, match=r"^override 'code\.include=\[nowhere\]': code\.include: .*/nowhere: no such"):
         asked(None, tmp_path, "code.include=[nowhere]")
+
+
+def test_a_snapshot_that_is_heavy_for_code_is_told_with_its_biggest_file(tmp_path):
+    (tmp_path / "1-mine").mkdir()
+    assert heavy(tmp_path) is None
+    (tmp_path / "1-mine" / "weights.pt").write_bytes(b"0" * 21_000_000)
+    assert str(heavy(tmp_path)).startswith("code: the snapshot is 21 MB; the biggest file is 1-mine/weights.pt (21 MB)")
 
 
 def test_the_package_of_the_environment_travels_with_its_metadata(tmp_path, monkeypatch):
