@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launcher.cluster_profile import Profile
 from launcher.layouts import LayoutError
 from launcher.memory import answers_per_update, checkpoint_bytes, longest_sequence, memory, vocabulary, whole_model
 from launcher.placement import Plan, place, rank_rows
-from launcher.profiles import Profile
 from launcher.recipe import Recipe, refusal
 from megatron_rl.config import RunConfig
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from launcher.cluster_profile import Profile
 from launcher.errors import BadInput
 from launcher.host import image
 from launcher.host.image_reference import is_path
-from launcher.profiles import Profile
 from megatron_rl.agent.registry import required_datasets
 from megatron_rl.config import RunConfig, is_hub_name
 from megatron_rl.run_dir import read_json

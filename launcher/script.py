@@ -16,9 +16,9 @@ from typing import Any
 
 import jinja2
 
+from launcher.cluster_profile import Container, Profile
 from launcher.errors import BadInput
 from launcher.placement import Plan, Step
-from launcher.profiles import Container, Profile
 from launcher.recipe import Recipe, asked_text, dump_resolved
 from megatron_rl.run_dir import RunDir
 from megatron_rl.supported import not_yet

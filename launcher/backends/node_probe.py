@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.backends.commands import ask
 from launcher.backends.software import PYTHON_PROBE
-from launcher.profiles import Profile
+from launcher.cluster_profile import Profile
 
 WAIT_S = 60  # for a free node
 RUN_S = 60  # for the step itself

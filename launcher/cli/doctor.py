@@ -17,13 +17,14 @@ from rich.text import Text
 
 from launcher.backends import disk, machine, node_probe, slurm_facts, software
 from launcher.backends.slurm_text import settings
+from launcher.cluster_profile import Profile
 from launcher.doctor import Facts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.errors import BadInput
 from launcher.memory import checkpoint_bytes, vocabulary
 from launcher.plan import make_plan
 from launcher.prefetch import Cache, Need, needs
-from launcher.profiles import LOCAL, Profile, load_clusters
+from launcher.profiles import LOCAL, load_clusters
 from launcher.recipe import Recipe, load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED

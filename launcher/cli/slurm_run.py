@@ -10,10 +10,10 @@ import click
 
 from launcher.cli.describe import describe, steps_in_words
 from launcher.cli.launch import Asked, Planned
+from launcher.cluster_profile import Profile
 from launcher.drafting import Draft, default_root, draft
 from launcher.errors import BadInput
 from launcher.preparation import check
-from launcher.profiles import Profile
 from megatron_rl.run_dir import EXIT_FINISHED
 
 

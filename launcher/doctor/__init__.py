@@ -10,13 +10,13 @@ from launcher.backends.machine import Machine
 from launcher.backends.node_probe import NodeFacts
 from launcher.backends.slurm_facts import SlurmFacts
 from launcher.backends.software import Software
+from launcher.cluster_profile import Profile
 from launcher.doctor import limits, local, nodes, preemption, software, storage
 from launcher.doctor.ask import Ask, wish
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.finding import Finding, error, note, ok, warning
 from launcher.host.image_reference import is_path
 from launcher.prefetch import Need
-from launcher.profiles import Profile
 from megatron_rl.config import RunConfig
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.backends.slurm_text import time_limit_s
+from launcher.cluster_profile import Profile
 from launcher.doctor.finding import count
-from launcher.profiles import Profile
 from megatron_rl.config import RunConfig
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from launcher.backends.slurm_facts import SlurmFacts
 from launcher.backends.slurm_text import Gres, Row, gres, options, records, settings, table, version
-from launcher.profiles import Profile
+from launcher.cluster_profile import Profile
 
 OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "maint", "unknown", "future", "error")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.backends.slurm_text import Row, number, time_limit_s, tres
+from launcher.cluster_profile import Profile
 from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Target
 from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
-from launcher.profiles import Profile
 
 SIGNAL_SLACK_S = 60  # Slurm may send --signal this much early, and never late
 REFUSED = "sbatch refuses it"

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from launcher.cluster_profile import Profile
 from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Node, Target
 from launcher.doctor.finding import Finding, count, error, note, ok, warning
-from launcher.profiles import Profile
 
 
 def nodes(cluster: Cluster, target: Target, profile: Profile, ask: Ask) -> Iterator[Finding]:

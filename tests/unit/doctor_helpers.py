@@ -11,9 +11,9 @@ from launcher.backends.commands import Fact
 from launcher.backends.disk import Disk, Measured
 from launcher.backends.slurm_facts import SlurmFacts
 from launcher.backends.software import Software
+from launcher.cluster_profile import Profile
 from launcher.doctor import Facts, examine
 from launcher.doctor.finding import Finding
-from launcher.profiles import Profile
 from launcher.recipe import load_recipe
 from megatron_rl.config import RunConfig
 

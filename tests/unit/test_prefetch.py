@@ -22,10 +22,10 @@ import yaml
 from click.testing import CliRunner
 
 from launcher.cli.main import main
+from launcher.cluster_profile import Profile
 from launcher.errors import BadInput
 from launcher.hub import explain, patterns
 from launcher.prefetch import Cache, Need, _environment, fetch, import_image_here, missing, needs, record_of
-from launcher.profiles import Profile
 from launcher.recipe import load_recipe
 
 pytest.importorskip("huggingface_hub", reason="an extra of mrl")

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster_profile import Container, Mail, Profile
 from launcher.errors import BadInput
 from launcher.placement import place, rank_rows
-from launcher.profiles import Container, Mail, Profile, load_clusters
+from launcher.profiles import load_clusters
 from launcher.recipe import load_recipe, shipped_recipes
 from launcher.script import Job, header, render
 
