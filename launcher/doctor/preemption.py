@@ -102,7 +102,7 @@ def _preempted(
     cluster: Cluster, target: Target, ask: Ask, by: str, modes: set[str], grace_s: int, source: str
 ) -> list[Finding]:
     kill_s = kill_wait_s(cluster)
-    found = [_ending(cluster, ask, by, modes, grace_s)]
+    found = [_ending(cluster, ask, by, modes)]
     if "SUSPEND" in modes:
         return found
     found.append(_notice(ask, grace_s, kill_s, source))
@@ -121,7 +121,7 @@ def _preempted(
     return found
 
 
-def _ending(cluster: Cluster, ask: Ask, by: str, modes: set[str], grace_s: int) -> Finding:
+def _ending(cluster: Cluster, ask: Ask, by: str, modes: set[str]) -> Finding:
     if "REQUEUE" in modes:
         return ok("preemption", f"{ask.who} can be preempted {by}; it is requeued and goes on (PreemptMode=REQUEUE)")
     if "SUSPEND" in modes:
@@ -133,7 +133,7 @@ def _ending(cluster: Cluster, ask: Ask, by: str, modes: set[str], grace_s: int) 
         )
     cancelled = f"{ask.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL)"
     fix = "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE"
-    if grace_s and cluster.before(*REQUEUES_PREEMPTED_ITSELF):
+    if cluster.before(*REQUEUES_PREEMPTED_ITSELF):
         return note(
             "preemption", f"{cancelled}; the run requeues itself if it has saved in time, and ends otherwise", fix
         )

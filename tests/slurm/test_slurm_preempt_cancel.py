@@ -1,18 +1,20 @@
-"""Where preemption cancels jobs, a run that still has time to leave comes back by itself."""
+"""Where preemption cancels jobs, a run that has saved in time comes back by itself."""
 
 from __future__ import annotations
 
+import pytest
 from login import Login
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
 
-def test_a_run_that_is_preempted_by_cancelling_goes_on(login: Login) -> None:
-    """Before 24.05 the script requeues itself in the grace period."""
+@pytest.mark.parametrize("grace", ["20", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_run_that_is_preempted_by_cancelling_goes_on(login: Login, grace: str) -> None:
+    """Before 24.05, where the script requeues itself: in the grace time, or in KillWait."""
     login.profiles["stub"]["sbatch"] = ["--nodelist=node[09-10]"]
     partition = ("scontrol", "update", "PartitionName=low")
     try:
-        login.lab.run(*partition, "PreemptMode=CANCEL")
+        login.lab.run(*partition, "PreemptMode=CANCEL", f"GraceTime={grace}")
         run = login.submit(*DEMO, stub={"steps": 60, "seconds": 0.5})
         run.wait_for_step(2)
         options = ("--partition=high", "--nodelist=node[09-10]", "--exclusive", "--output=/dev/null")
@@ -23,4 +25,4 @@ def test_a_run_that_is_preempted_by_cancelling_goes_on(login: Login) -> None:
         login.lab.run("scancel", urgent)
         run.wait_for_step(len(run.metrics()) + 2)
     finally:
-        login.lab.run(*partition, "PreemptMode=REQUEUE")
+        login.lab.run(*partition, "PreemptMode=REQUEUE", "GraceTime=20")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doctor_helpers import config, facts, found, profile, recipe, said, slurm, text
+from doctor_helpers import config, facts, found, profile, recipe, said, slurm
 
 from launcher.doctor import examine
 
@@ -73,11 +73,8 @@ def test_cancel_before_24_05_leaves_the_requeue_to_the_run_itself():
     assert "not in the first 30 min" in exempt.text
 
 
-@pytest.mark.parametrize(("version", "grace"), [("24.05.1", "600"), ("23.11.1", "0")])
-def test_cancel_is_a_warning_where_nobody_can_requeue(version, grace):
-    """From 24.05 on a preempted job is no longer its own to requeue; without grace there is no time to."""
-    partitions = text("23.11", "partitions").replace("GraceTime=600", f"GraceTime={grace}")
-    texts = slurm("23.11", config=config("23.11", SLURM_VERSION=version), partitions=partitions)
+def test_cancel_is_a_warning_from_24_05_on_where_a_preempted_job_cannot_requeue_itself():
+    texts = slurm("23.11", config=config("23.11", SLURM_VERSION="24.05.1"))
     warned, _ = found(texts, "preemption", recipe())
     assert warned.level == "warning"
     assert "does not requeue it (PreemptMode=CANCEL): --requeue does not help" in warned.text
