@@ -39,6 +39,7 @@ SQUEUE_FIELDS = {
     "EligibleTime": 24,
     "StartTime": 24,
     "EndTime": 24,
+    "TimeLimit": 20,
     "Dependency": 400,
     "NodeList": 2000,
     "Name": 300,
@@ -69,7 +70,7 @@ class JobState:
     started_at: float | None = None
     """Expected start, for a pending job that the scheduler has planned."""
     ended_at: float | None = None
-    """Time limit, for a running job."""
+    """Time limit, for a running job that has one."""
     exit_code: int | None = None
     """Of the batch script, once it ended by itself."""
     batch: bool = True
@@ -168,7 +169,8 @@ def _from_squeue(line: str) -> JobState:
         submitted_at=moment(field["SubmitTime"]),
         eligible_at=moment(field["EligibleTime"]),
         started_at=moment(field["StartTime"]),
-        ended_at=moment(field["EndTime"]),
+        # Slurm takes a job without a limit for one of a year.
+        ended_at=None if kind != "ended" and field["TimeLimit"] == "UNLIMITED" else moment(field["EndTime"]),
         exit_code=status >> 8 if word in ENDED_ITSELF and not status & 0x7F else None,
         batch=field["BatchFlag"] != "0",
     )

@@ -44,13 +44,18 @@ def command(
     The role `batch` is the output of the batch script, one file for all attempts. Ctrl-C ends --follow, not the run.
 
     \b
-    Exit codes: 0 printed  1 there is no such log (yet)  2 bad usage
+    Exit codes: 0 printed  1 there is no log yet  2 bad usage: no such run, attempt, role or rank
     """
-    from launcher.cli.tail import Tail, log_files
+    from launcher.cli.tail import Tail, log_files, missing
+    from launcher.errors import BadInput
     from launcher.orders import Failed
     from launcher.runs import find
 
     found = find(run)
+    if attempt is not None and attempt > found.last_attempt():
+        count = found.last_attempt()
+        there = f"there {'is' if count == 1 else 'are'} {count}" if count else "there is none yet"
+        raise BadInput(f"{found.root.name}: no attempt {attempt}; {there}")
     if listing:
         files = log_files(found, attempt)
         click.echo(json.dumps({"files": [str(path) for path in files]}) if as_json else "\n".join(map(str, files)))
@@ -61,8 +66,9 @@ def command(
         if follow:
             _follow(tail, as_json)
         elif not seen and tail.path is None:
-            names = ", ".join(path.name for path in log_files(found, attempt)) or "none yet"
-            raise Failed(f"{found.root.name}: no log of {role or 'train'} {rank}; there are: {names}")
+            if role is None and not found.attempt(attempt or found.last_attempt()).log(0).is_file():
+                raise Failed(f"{found.root.name}: the ranks have no log yet; --list names the logs there are")
+            raise BadInput(f"{found.root.name}: {missing(found, role or 'train', rank, attempt)}")
     except KeyboardInterrupt:
         click.echo()
     except BrokenPipeError:  # `mrl logs | head`

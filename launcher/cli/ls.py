@@ -7,7 +7,7 @@ import time
 
 import click
 
-COLUMNS = ("run", "state", "step", "reward", "cluster", "job", "submitted")
+COLUMNS = ("run", "state", "step", "last reward", "cluster", "job", "submitted")
 
 
 @click.command("ls", short_help="List the runs of this account.")
@@ -37,7 +37,7 @@ def command(limit: int, every: bool, as_json: bool) -> None:
                 "state": standing.state,
                 "step": last.get("step", 0),
                 "steps": standing.steps,
-                "reward": last.get("mean_reward"),
+                "last_reward": last.get("mean_reward"),
                 "cluster": standing.cluster,
                 "job": standing.job.job_id if standing.job else None,
                 "submitted": entry.at,
@@ -51,7 +51,7 @@ def command(limit: int, every: bool, as_json: bool) -> None:
         return
     table = [COLUMNS]
     for row in rows:
-        reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
+        reward = "-" if row["last_reward"] is None else f"{row['last_reward']:.3f}"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["submitted"]))
         step = f"{row['step']}/{row['steps']}"
         table.append((row["run"], row["state"], step, reward, row["cluster"], row["job"] or "-", when))

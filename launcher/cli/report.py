@@ -27,7 +27,7 @@ def report(standing: Standing) -> dict[str, Any]:
         "phase": status.phase if standing.state in ("running", "saving") else None,
         "step": status.step,
         "steps": standing.steps,
-        "reward": mean(rewards) if rewards else None,
+        "mean_reward": mean(rewards) if rewards else None,
         "eta_s": eta,
         "job": job
         and {
@@ -63,8 +63,8 @@ def lines(told: dict[str, Any]) -> list[str]:
     rows.append(("phase", told["phase"]))
     if told["step"]:
         rows.append(("step", f"{told['step']} of {told['steps']} ({told['step'] / told['steps']:.0%})"))
-    if told["reward"] is not None:
-        rows.append(("reward", f"{told['reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
+    if told["mean_reward"] is not None:
+        rows.append(("reward", f"{told['mean_reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
     if told["eta_s"]:
         rows.append(("left", f"about {clock(told['eta_s'])} of running"))
     rows += [("directory", told["run_dir"]), ("logs", told["logs"]), ("next", _next(told))]

@@ -76,6 +76,18 @@ def log_files(run: RunDir, attempt: int | None) -> list[Path]:
     return [*([run.batch_log] if run.batch_log.is_file() else []), *found]
 
 
+def missing(run: RunDir, role: str, rank: int, attempt: int | None) -> str:
+    """What there is instead of the log of a role's rank."""
+    roles: dict[str, list[int]] = {BATCH: []} if run.batch_log.is_file() else {}
+    for path in log_files(run, attempt):
+        name, _, number = path.stem.rpartition(".")
+        if path != run.batch_log and number.isdigit():
+            roles.setdefault(name, []).append(int(number))
+    if role in roles:
+        return f"no rank {rank} of {role}; there are: {', '.join(map(str, sorted(roles[role])))}"
+    return f"no log of the role {role}; there are: {', '.join(roles)}"
+
+
 def _start_of_last(path: Path, lines: int) -> int:
     """Offset of the last `lines` lines, found from the end: logs grow to gigabytes."""
     with path.open("rb") as file:

@@ -132,7 +132,7 @@ def test_logs_are_those_of_the_rank_asked_for(login: Login) -> None:
     assert [json.loads(line) for line in lines] == [{"attempt": 1, "role": "train", "rank": 1, "line": "line 9"}]
     assert "finished after step 5" in login.call("mrl", "logs", "--role", "batch").stdout
     assert login.call("mrl", "logs", "--rank", "1", "-f").stdout.splitlines()[-1] == "line 9", "ends with the run"
-    assert "there are: " in login.call("mrl", "logs", "--rank", "7", code=1).stderr
+    assert "no rank 7 of train; there are: 0, 1" in login.call("mrl", "logs", "--rank", "7", code=2).stderr
     assert str(log) in told(login, "logs", "--list")["files"]
 
 

@@ -99,10 +99,15 @@ def test_what_only_slurm_can_do_is_refused_with_the_way_out(call):
 def test_ls_and_logs(call):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "first", script="train")
     table = call("mrl", "ls").stdout.splitlines()
-    assert table[0].split() == ["run", "state", "step", "reward", "cluster", "job", "submitted"]
+    assert table[0].split() == ["run", "state", "step", "last", "reward", "cluster", "job", "submitted"]
     assert table[1].split()[:6] == ["first", "finished", "5/5", "1.000", "local", "-"]
     assert call("mrl", "logs", "--rank", "1").stdout == "rank 1 is here\n"
     assert "supervisor.0.log" in call("mrl", "logs", "--list").stdout
+    assert call("mrl", "logs", "first", "--attempt", "7", code=2).stderr == "error: first: no attempt 7; there is 1\n"
+    said = call("mrl", "logs", "first", "--rank", "9", code=2).stderr
+    assert said == "error: first: no rank 9 of train; there are: 0, 1\n"
+    said = call("mrl", "logs", "first", "--role", "nobody", code=2).stderr
+    assert said == "error: first: no log of the role nobody; there are: supervisor, train\n"
 
 
 def test_a_resumed_run_has_only_the_documented_freedom(call):

@@ -31,6 +31,7 @@ BLANK = {
     "EligibleTime": "2026-11-21T06:57:57",
     "StartTime": "N/A",
     "EndTime": "N/A",
+    "TimeLimit": "1:00:00",
     "Dependency": "(null)",
     "NodeList": "",
     "Name": "demo",
@@ -68,6 +69,13 @@ def test_a_running_job():
     assert (job.job_id, job.kind, job.reason, job.restarts, job.nodes) == ("7", "running", "", 2, "node[01-02]")
     assert job.started_at == time.mktime((2026, 11, 21, 7, 0, 0, 0, 0, -1))
     assert job.owns
+
+
+def test_a_job_without_a_time_limit_has_no_end_until_it_ended():
+    end = "2027-11-21T07:00:00"
+    assert parse_squeue(squeue_line(EndTime=end))[0].ended_at == moment(end)
+    assert parse_squeue(squeue_line(EndTime=end, TimeLimit="UNLIMITED"))[0].ended_at is None
+    assert parse_squeue(squeue_line(EndTime=end, TimeLimit="UNLIMITED", State="FAILED"))[0].ended_at == moment(end)
 
 
 @pytest.mark.parametrize(
