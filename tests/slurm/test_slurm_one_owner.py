@@ -37,13 +37,12 @@ def test_an_allocation_runs_a_run_once(login: Login) -> None:
         f"{inside} >first.log 2>&1 &\n"
         f"until [[ -s {root}/metrics.jsonl ]] || ! kill -0 $!; do sleep 0.1; done\n"
         f"{inside} >second.log 2>&1; echo $? >second\n"
-        "wait $!; echo $? >first",
+        "kill -INT $!; wait $!; echo $? >first",
     )
-    stub = {"steps": 60, "seconds": 0.2}  # time enough for the second to find out
     subprocess.run(
         ["salloc", "--quiet", "--nodes=1", "--exclusive", "--partition=low", shell],
         cwd=login.home,
-        env={**login.env, "MRL_STUB": json.dumps(stub)},
+        env={**login.env, "MRL_STUB": json.dumps({"steps": 10_000})},
         stdin=subprocess.DEVNULL,
         timeout=SECONDS,
         check=True,
@@ -52,9 +51,9 @@ def test_an_allocation_runs_a_run_once(login: Login) -> None:
     def said(name: str) -> str:
         return (login.home / name).read_text()
 
-    assert said("first") == "0\n", said("first.log")
-    assert said("second") == "2\n", said("second.log")
+    assert (said("first"), said("second")) == ("130\n", "2\n"), said("first.log") + said("second.log")
     assert str(root) in said("second.log")
     run = login.adopt(root)
-    assert run.ends() == [("finished", None)]
-    assert [line["step"] for line in run.metrics()] == list(range(1, 61))
+    assert [line["event"] for line in run.ledger()] == ["start", "end"], said("first.log")
+    assert run.ends()[0][0] == "drained", "the first went on until it was told to leave"
+    assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
