@@ -54,6 +54,9 @@ def account(run: RunDir, attempt: Attempt, end: dict[str, Any], status: Status, 
 def failure(attempt: Attempt, end: dict[str, Any]) -> list[str]:
     """What failed, with the traceback's end where the rank could leave one, else the log's."""
     rank = end.get("rank")
+    drain = read_json(attempt.drain)
+    if rank is None and drain is not None and drain["deadline"] <= drain["at"]:
+        return [f"killed before it had saved: {drain['cause']}", f"logs: {attempt.logs}"]
     if rank is None:
         return [f"failed: {end['error']}", f"logs: {attempt.logs}"]
     report = read_json(attempt.error(rank))

@@ -96,9 +96,9 @@ class Follower:
         limit = self._drain_limit_s if self._answered == 1 else 0.0
         if cause == "SIGHUP":
             mute()
-        write_json(
-            self._attempt.drain, {"cause": cause, "by": f"mrl-submit {os.getpid()}", "at": now, "deadline": now + limit}
-        )
+        written = cause if self._answered == 1 else f"second {cause}"
+        by = f"mrl-submit {os.getpid()}"
+        write_json(self._attempt.drain, {"cause": written, "by": by, "at": now, "deadline": now + limit})
         self._give_up_at = now + limit + END_LIMIT
         if self._answered == 1:
             view.say(f"{cause}: saving, then leaving; this may take up to {limit:.0f} s. Once more: kill it unsaved.")
