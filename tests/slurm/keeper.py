@@ -144,14 +144,20 @@ class Keeper:
 
     def _obey(self, order: dict) -> dict:
         try:
-            match order["do"]:
-                case "kill":
-                    self.kill(order["node"])
-                case "start":
-                    self.start(order["node"])
-                case "forget":
+            match order:
+                case {"node": node} if node not in self.nodes:
+                    return {"error": f"no node is called {node}; there are {self.nodes[0]} to {self.nodes[-1]}"}
+                case {"do": "kill", "node": node} if node not in self.slurmds:
+                    return {"error": f"{node} is off already"}
+                case {"do": "start", "node": node} if node in self.slurmds:
+                    return {"error": f"{node} is on already"}
+                case {"do": "kill", "node": node}:
+                    self.kill(node)
+                case {"do": "start", "node": node}:
+                    self.start(node)
+                case {"do": "forget"}:
                     self.forget()
-        except (RuntimeError, KeyError, OSError, subprocess.CalledProcessError) as error:
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             return {"error": str(error)}
         return {}
 

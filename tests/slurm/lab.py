@@ -37,6 +37,10 @@ class LabError(Exception):
     """The lab cannot do that; says why."""
 
 
+class NoLab(LabError):
+    """There is none in that directory, or it has ended."""
+
+
 def missing(accounting: bool = False) -> str | None:
     """What to install before a lab can come up, or None."""
     programs = ["slurmctld", "slurmd", "munged", "srun", "gcc", "unshare"]
@@ -97,7 +101,7 @@ class Cluster:
         return self
 
     def down(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):  # it is down
+        with contextlib.suppress(NoLab):
             self._order(do="down")
         if self._keeper is not None:
             assert self._keeper.stdin is not None
@@ -230,7 +234,10 @@ class Cluster:
     def _order(self, **order: str) -> None:
         with socket.socket(socket.AF_UNIX) as call:
             call.settimeout(SECONDS_UP)
-            call.connect(str(self.directory / "run/keeper.sock"))
+            try:
+                call.connect(str(self.directory / "run/keeper.sock"))
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                raise NoLab(f"{self.directory}: no lab is up there") from error
             with call.makefile("rw") as line:
                 print(json.dumps(order), file=line, flush=True)
                 answer = json.loads(line.readline() or "{}")
@@ -308,7 +315,11 @@ def main() -> int:
             cluster.up()
             print(export(cluster))
         case "down":
+            if not cluster.directory.is_dir():
+                raise NoLab(f"{cluster.directory}: no such directory")
             cluster.down()
+        case "kill" | "start" if given.node is None:
+            parser.error(f"{given.what} needs the name of a node")
         case "kill":
             cluster.kill_node(given.node)
         case "start":

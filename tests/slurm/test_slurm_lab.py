@@ -42,6 +42,19 @@ def test_a_killed_node_takes_its_tasks_along_and_comes_back(lab: Cluster, tmp_pa
     assert not alive.exists()
 
 
+def test_what_cannot_be_switched_is_said(lab: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"^no node is called node77; there are node01 to node10$"):
+        lab.kill_node("node77")
+    with pytest.raises(LabError, match=r"^node02 is on already$"):
+        lab.restart_node("node02")
+    with pytest.raises(LabError, match=r": no lab is up there$"):
+        Cluster(tmp_path).kill_node("node01")
+    done = subprocess.run(
+        [sys.executable, HERE / "lab.py", "down", tmp_path / "nowhere"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, f"error: {tmp_path}/nowhere: no such directory\n")
+
+
 @pytest.mark.parametrize("isolation", ["net", "uts"])
 def test_nothing_outlives_the_owner_even_if_killed(lab: Cluster, isolation: str) -> None:
     if isolation == "net" and lab.isolation == "uts":
