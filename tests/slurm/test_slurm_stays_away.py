@@ -1,0 +1,51 @@
+"""A job that somebody ended does not come back, whatever else was going on."""
+
+from __future__ import annotations
+
+import pytest
+from lab import wait_until
+from login import SECONDS, Login, Run
+
+STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
+OVER = ("CANCELLED", "COMPLETED", "FAILED")
+SOON = 40.0
+"""Seconds within which a job that comes back would have."""
+
+
+def assert_away(run: Run) -> None:
+    run.wait(*OVER, limit=SOON)
+    assert run.field("Restarts") == "0"
+    assert run.dir.last_attempt() == 1
+    assert run.ends() in ([], [("stopped", "cancelled")])  # none where Slurm was faster
+
+
+@pytest.mark.parametrize("how", ["scancel", "mrl cancel", "mrl cancel --drain"])
+def test_a_job_cancelled_while_it_saves_for_another_reason(login: Login, how: str) -> None:
+    run = login.submit(*STUB, stub={"steps": 10_000, "save": 3})
+    run.wait_for_step(2)
+    login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
+    wait_until("it was asked to leave", run.dir.attempt(1).drain.exists, SECONDS)
+    if how == "scancel":
+        login.lab.run("scancel", run.job)
+    else:
+        login.call(*how.split(), run.dir.root)
+    assert_away(run)
+
+
+def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
+    login.profiles["stub"]["environment"] = {"SLURM_TIME_FORMAT": "relative"}
+    run = login.submit(*STUB, stub={"steps": 10_000})
+    run.wait_for_step(2)
+    login.lab.run("scancel", run.job)
+    assert_away(run)
+
+
+def test_a_stopped_run_is_not_started_by_a_requeue_of_its_job(login: Login) -> None:
+    run = login.submit(*STUB, stub={"steps": 10_000})
+    run.wait_for_step(2)
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    run.wait(*OVER)
+    login.lab.run("scontrol", "requeue", run.job)
+    wait_until("it has started again", lambda: run.field("Restarts") == "1" and run.state() in OVER, SECONDS)
+    assert run.dir.last_attempt() == 1
+    assert run.state() == "COMPLETED"
