@@ -16,6 +16,8 @@ class Fact:
     """Its standard output."""
     failure: str | None = None
     """Why there is no answer, in one line; None: there is."""
+    there: bool = True
+    """Whether the command could be started at all."""
 
     @property
     def known(self) -> bool:
@@ -32,7 +34,7 @@ def ask(command: Sequence[str], limit_s: float = 20.0) -> Fact:
     try:
         answer = call(command, limit_s, environ)
     except SlurmSilent as silent:
-        return Fact(failure=str(silent))
+        return Fact(failure=str(silent), there=not isinstance(silent.__cause__, OSError))
     if answer.code == 0:
         return Fact(answer.out)
     complaint = next((line.strip() for line in answer.err.splitlines() if line.strip()), "")

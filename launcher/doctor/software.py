@@ -23,11 +23,17 @@ MIN_JOB_AGE_S = 300
 
 def slurm(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
     """Is there a Slurm, does its controller answer, is it one that this works with?"""
-    if not facts.version.known:
+    if not facts.version.there:
         yield error(
             "slurm",
             f"{facts.version.failure}: this machine has no Slurm commands",
             "run mrl doctor on a login node, or put them on PATH; --cluster local needs no Slurm",
+        )
+    elif not facts.version.known:
+        yield error(
+            "slurm",
+            f"its commands are here and do not work: {facts.version.failure}",
+            "correct SLURM_CONF, or unset it where the cluster needs none",
         )
     elif not facts.config.known:
         yield error(

@@ -19,6 +19,7 @@ def test_a_refusal_is_its_first_complaint():
 def test_a_missing_command():
     missing = ask(["no-such-command"])
     assert not missing.known
+    assert not missing.there
     assert "no no-such-command here" in str(missing.failure)
 
 

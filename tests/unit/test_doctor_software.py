@@ -27,13 +27,21 @@ def test_slurm_and_its_name():
 
 
 def test_no_slurm_here():
-    nothing = Fact(failure="no sinfo here (No such file or directory)")
+    nothing = Fact(failure="no sinfo here (No such file or directory)", there=False)
     missing = replace(slurm("22.05-partition"), version=nothing, config=nothing)
     findings = examine(facts(missing), recipe(), profile())
     assert (findings[0].level, findings[0].topic) == ("error", "slurm")
     assert "no sinfo here" in findings[0].text
     assert not [one for one in findings if one.topic in ("partition", "preemption", "limits")]
     assert [one for one in findings if one.topic == "run root"]
+
+
+def test_a_slurm_whose_commands_do_not_work():
+    wrong = Fact(failure="sinfo: fatal: Could not establish a configuration source")
+    broken = replace(slurm("22.05-partition"), version=wrong, config=wrong)
+    (problem,) = [one for one in examine(facts(broken), recipe(), profile()) if one.topic == "slurm"]
+    assert (problem.level, problem.text) == ("error", f"its commands are here and do not work: {wrong.failure}")
+    assert "SLURM_CONF" in str(problem.fix)
 
 
 def test_a_controller_that_does_not_answer():
