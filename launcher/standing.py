@@ -102,8 +102,11 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
             return state, f"it will not start: {wait.what}", ""
         return state, _sentence(last) if last and last["event"] == "end" else "", wait.what
     if job.kind == "running":
-        state, reason, waits_for = _running(run)
-        return state, reason, waits_for or ("its nodes to boot" if job.word == "CONFIGURING" else "")
+        if job.word == "CONFIGURING":
+            return "running", "", "its nodes to boot"
+        begun = last is not None and last["event"] == "start" and last.get("job_id") == job.job_id
+        # Else the newest attempt is an earlier one's, and so is its request to leave.
+        return _running(run) if begun else ("running", "", "its attempt to begin")
     if last and last.get("job_id") != job.job_id:
         last = None  # of an earlier job: this one left no record
     if job.word == "CANCELLED" and (last is None or last["event"] == "start"):

@@ -12,7 +12,7 @@ from shutil import which
 from submitit import SlurmExecutor, SlurmJob
 from submitit.helpers import CommandFunction
 
-from launcher.backends.slurm_call import call
+from launcher.backends.slurm_call import SlurmSilent, call
 
 SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
 OF_ANY_JOB = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -26,6 +26,9 @@ DEFAULTS = {
 
 _OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 
+# The controller may have the request all the same, and take the job later.
+_LATE = re.compile(r"timed out|zero bytes", re.IGNORECASE)
+
 _ESTIMATE = re.compile(r"Job \d+ to start at (\S+) .*?(?:nodes (\S+))? in partition (\S+)")
 
 
@@ -38,7 +41,7 @@ class ScriptExecutor(SlurmExecutor):
 
     Args:
         folder: for submitit's own files; nothing reads them once the job is submitted.
-        script: path of the sbatch script.
+        script: path of the sbatch script, in its run directory.
         flags: of sbatch, in front of the script.
     """
 
@@ -54,7 +57,11 @@ class ScriptExecutor(SlurmExecutor):
 
     def _submit_command(self, command: str) -> SlurmJob[str]:
         """submitit's own prints sbatch's error, and waits for it for ever."""
-        answer = call(self._command, SUBMIT_LIMIT_S, submitting_environment(self._script))
+        # A node that does not see the run directory must not make another one from the script.
+        prepared = {"MRL_PREPARED": str(self._script.parent)}
+        answer = call(self._command, SUBMIT_LIMIT_S, submitting_environment(self._script) | prepared)
+        if answer.code != 0 and _LATE.search(answer.err):
+            raise SlurmSilent(answer.err.strip())
         job_id = answer.out.strip().rpartition("\n")[2].partition(";")[0]  # "4711" or "4711;cluster"
         if answer.code != 0 or not job_id.isdigit():
             raise SubmissionRefused(answer.err or answer.out)

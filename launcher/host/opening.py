@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any, Dict
 
 from launcher.host import index, ledger, slurm, snapshot
 from launcher.host.here import Here, Refused
@@ -36,17 +37,25 @@ def own(here: Here, options: argparse.Namespace) -> int:
         print("{}: finished already, nothing to do".format(run.root))
         return EXIT_NOTHING_TO_DO
     ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
-    if ends and ends[-1].get("job_id") == here.job_id and ends[-1]["outcome"] == STOPPED:
+    if here.restarts and ends and ends[-1].get("job_id") == here.job_id and ends[-1]["outcome"] == STOPPED:
         print("{}: was stopped on request; mrl resume goes on with it".format(run.root))
         return EXIT_NOTHING_TO_DO
     _refuse_foreign(run)
     owner = read_json(run.job)
     if owner is not None and owner["job_id"] == here.job_id:
         return EXIT_FINISHED
-    if owner is not None and slurm.alive(owner["job_id"]) is not False:
+    if owner is not None and not _has_ended(owner):
         raise Refused("{}: belongs to job {}, which is not known to have ended".format(run.root, owner["job_id"]))
-    by = os.environ.get("USER", "")
-    write_json(run.job, {"job_id": here.job_id, "cluster": here.cluster, "submitted_at": time.time(), "by": by})
+    write_json(
+        run.job,
+        {
+            "job_id": here.job_id,
+            "cluster": here.cluster,
+            "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+            "submitted_at": time.time(),
+            "by": os.environ.get("USER", ""),
+        },
+    )
     index.note(run, here.cluster, here.job_id)  # submitted by plain sbatch: mrl-submit does both itself
     return EXIT_FINISHED
 
@@ -112,6 +121,12 @@ def _lock(here: Here, descriptor: int) -> None:
         print(
             "{}: this file system has no locks; job.json alone tells the owner".format(here.run.root), file=sys.stderr
         )
+
+
+def _has_ended(owner: Dict[str, Any]) -> bool:
+    """Whether the job of job.json is known to be over; one of another Slurm is unknown here, whatever its number."""
+    theirs, ours = owner.get("slurm_cluster"), os.environ.get("SLURM_CLUSTER_NAME")
+    return (not theirs or not ours or theirs == ours) and slurm.alive(owner["job_id"]) is False
 
 
 def _refuse_foreign(run: RunDir) -> None:
