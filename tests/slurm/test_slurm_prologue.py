@@ -68,13 +68,12 @@ def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Lo
 
 
 def test_a_cancellation_that_comes_before_the_first_attempt_is_final(login: Login) -> None:
-    root, pipe = login.share / "run", login.home / "pipe"
-    stuck_python(login, pipe)
+    root = login.share / "run"
+    stuck_python(login, login.home / "pipe")
     script = write_script(login, root)
     run = login.adopt(root, login.sbatch(script, stub={"steps": 100}))
     wait_until("the run directory is being made", lambda: list(root.glob("code/**/job.py")), SECONDS)
     login.lab.run("scancel", run.job)
-    pipe.write_text(text_of("resolved_yaml", script))
     run.wait("CANCELLED", "COMPLETED", "FAILED")
     assert run.field("Restarts") == "0"
     assert run.ends() in ([], [("stopped", "cancelled")])
