@@ -70,6 +70,7 @@ def forked(fork: Fork, given: Path | None) -> Iterator[RunDir]:
     Raises:
         BadInput: there is a run already.
     """
+    theirs = given is not None and given.exists()
     name = run_name(fork.recipe.config.name, time.localtime())
     with run_directory(given, name, fork.source.root.absolute().parent) as root:
         with opened(fork.recipe, root.absolute(), False) as found:
@@ -82,6 +83,8 @@ def forked(fork: Fork, given: Path | None) -> Iterator[RunDir]:
             raise
         except BadInput:  # nothing has started in it
             clear(root)
+            if not theirs:
+                root.rmdir()
             raise
 
 

@@ -116,8 +116,8 @@ class Code(Section):
     """What runs beside mrl itself: an environment of yours, for example."""
 
     include: list[str] | None = None
-    """Directories whose snapshot the job imports from; default: the git repository of the current directory, when the
-    recipe lies in it."""
+    """Directories whose snapshot the job imports from, relative ones from the recipe's file on; default: the git
+    repository of the current directory, when the recipe lies in it."""
 
 
 class Supervised(Section):

@@ -14,21 +14,19 @@ from megatron_rl.run_dir import EXIT_FINISHED, Attempt, RunDir, read_json, read_
 TICK = 1.0  # seconds between looks at the run directory
 REMIND = 5.0  # seconds between signals to steps that were asked to leave
 LAST_MOMENT = 5.0  # seconds before the deadline at which ranks that have not left are ended: `close` needs them
+GRACE_ON_RECORD = 10.0  # seconds
 SIGNAL_BASE = 128  # srun reports a task that a signal ended as this plus the signal
 
 
 def watch(here: Here, options: argparse.Namespace) -> int:
     """Until the script ends: pass a drain file on to the script and its steps, and hold them to its deadline."""
     attempt, script = here.attempt, os.getppid()
-    told, reminded, ended = False, 0.0, False
+    reminded, ended = 0.0, False
     while os.getppid() == script:
         time.sleep(TICK)
         request = read_json(attempt.drain)
         if request is None:
             continue
-        if not told:
-            told = True
-            os.kill(script, options.interrupt)  # it may be waiting for something that a drain makes needless
         try:
             if not ended and request["deadline"] is not None and time.time() >= request["deadline"] - LAST_MOMENT:
                 print("the ranks have not left in time and are ended")
@@ -36,6 +34,7 @@ def watch(here: Here, options: argparse.Namespace) -> int:
                 ended = True
             elif not (attempt.outcome.exists() or attempt.errors()) and time.monotonic() >= reminded + REMIND:
                 reminded = time.monotonic()
+                os.kill(script, options.interrupt)  # it may be waiting for something that a drain makes needless
                 slurm.signal_steps(here.job_id, "USR1")
         except slurm.SlurmRefused as error:
             print("could not reach the steps, trying again: {}".format(error), file=sys.stderr)
@@ -47,7 +46,20 @@ def drain(here: Here, options: argparse.Namespace) -> int:
     if not here.attempt.drain.exists():
         cause = _cause(here, options, slurm.TIME_LIMIT)
         ask_to_leave(here.attempt, cause.cause, "SIG{} to the batch script".format(options.signal), cause.deadline)
+        if cause.cause == policy.PREEMPTED and cause.deadline is None:
+            _add_deadline(here, options)
     return EXIT_FINISHED
+
+
+def _add_deadline(here: Here, options: argparse.Namespace) -> None:
+    """Slurm may signal a preempted job before it has put the end of its grace time on record."""
+    give_up = time.monotonic() + GRACE_ON_RECORD
+    while time.monotonic() < give_up:
+        time.sleep(0.5)
+        deadline = _cause(here, options, 0.0).deadline
+        if deadline is not None:
+            write_json(here.attempt.drain, dict(read_json(here.attempt.drain), deadline=deadline))
+            return
 
 
 def close(here: Here, options: argparse.Namespace) -> int:

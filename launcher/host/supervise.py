@@ -118,7 +118,8 @@ class Supervisor:
             print("drain: {cause}, asked for by {by}".format(**request))
             self.drain = request
             limit = request["deadline"] - request["at"]
-            self._demand(request["deadline"], "{}; no save within {:.0f} s".format(request["cause"], limit))
+            waited = "; no save within {:.0f} s".format(limit) if limit > 0 else ""
+            self._demand(request["deadline"], request["cause"] + waited)
         if now >= self.reminded_at + REMIND:
             self.reminded_at = now
             self._send(signal.SIGUSR1)

@@ -121,6 +121,20 @@ def test_a_job_that_sbatch_may_have_taken_keeps_its_directory(cluster, tmp_path)
     assert json.loads(submit("--run-dir", "r", "--json").stdout)["job_id"] == "7"
 
 
+def test_a_job_that_slurm_may_take_later_keeps_its_directory(cluster, tmp_path):
+    cluster(
+        "sbatch",
+        "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1",
+    )
+    assert "whether it took the job is not known" in submit("--run-dir", "r", code=1).stderr
+    assert RunDir(tmp_path / "r").script.is_file()
+
+
+def test_a_job_is_told_that_its_directory_was_made(cluster, tmp_path):
+    submit("--run-dir", "r")
+    assert f"MRL_PREPARED={tmp_path / 'r'}" in (tmp_path / "environment").read_text().splitlines()
+
+
 @pytest.mark.parametrize("answer", ["", "Submitted", "12a"])
 def test_an_answer_that_is_no_job_id_is_no_submission(cluster, tmp_path, answer):
     cluster("sbatch", f"echo '{answer}'")
