@@ -37,7 +37,7 @@ from megatron_rl.training.rendezvous import meet
 
 logger = logging.getLogger("megatron_rl.health")
 
-MEASURE_S = 5.0  # of all-reduces that are timed
+MEASURE_S = 10.0  # of all-reduces that are timed
 BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # of the reduced tensor, in fp32
 FORK = multiprocessing.get_context("fork")  # torch is imported already, and this process has not touched CUDA
 
