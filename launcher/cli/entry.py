@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ def mrl_submit() -> NoReturn:
 
 def _run(module: str) -> NoReturn:
     """Run the click command `main` of a module; click's own way to end would call Ctrl-C a failure."""
+    gc.set_threshold(50_000)  # loading makes many objects and drops few: looking for garbage takes a twentieth of it
     try:
         from importlib import import_module
 
