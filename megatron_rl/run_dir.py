@@ -108,6 +108,11 @@ class RunDir:
         return self.root / "rollouts" / "samples" / "step-{:06d}.txt".format(step)
 
     @property
+    def bank(self):
+        """Folder of the answers that are paid for and not yet trained on."""
+        return self.root / "rollouts" / "bank"
+
+    @property
     def tensorboard(self):
         return self.root / "tensorboard"
 
@@ -197,6 +202,26 @@ class Attempt:
         """Error files written so far, lowest rank first."""
         found = self.folder.glob("error.*.json")
         return sorted(found, key=lambda path: int(path.name.split(".")[1]))
+
+    @property
+    def timeline(self):
+        """One JSON line per stretch of time: {at, step, seconds: {category: seconds summed over all ranks}}. The
+        seconds of a line are those of all ranks since the line before it (the first: since `began`)."""
+        return self.folder / "timeline.jsonl"
+
+    def heartbeat(self, rank):
+        """{at, phase, step, host, rank}: when the rank last got on with its work, and with what."""
+        return self.folder / "heartbeats" / "{}.json".format(rank)
+
+    @property
+    def hang(self):
+        """{rank, host, phase, step, silent_s, at}: the rank that was silent for too long. Written by whoever ends the
+        ranks for it."""
+        return self.folder / "hang.json"
+
+    def stacks(self, rank, role="train"):
+        """Where every thread of a rank was, each time it got SIGQUIT."""
+        return self.logs / "{}.{}.stacks".format(role, rank)
 
     def log(self, rank, role="train"):
         return self.logs / "{}.{}.log".format(role, rank)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import Cluster, LabError
-from login import Login
+from lab import Cluster, LabError, wait_until
+from login import SECONDS, Login, Run
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=1")
 
@@ -20,6 +20,17 @@ def login(request: pytest.FixtureRequest, tmp_path: Path) -> Login:
 
 def status(login: Login, run: Path) -> dict[str, Any]:
     return dict(json.loads(login.call("mrl", "status", run, "--json").stdout))
+
+
+def accounted(lab: Cluster, run: Run) -> list[str]:
+    """The job's states in the accounts, one a start, once it has ended there too: the controller tells slurmdbd some
+    time after it has told everybody else."""
+
+    def rows() -> list[str]:
+        return lab.run("sacct", "-X", "-D", "-n", "-P", "--format=State", f"--jobs={run.job}").splitlines()
+
+    wait_until(f"job {run.job} has ended in the accounts", lambda: {"RUNNING", "PENDING"}.isdisjoint(rows()), SECONDS)
+    return rows()
 
 
 def test_the_state_is_the_same_while_slurm_remembers_and_as_true_as_can_be_later(login: Login) -> None:
@@ -41,6 +52,9 @@ def test_the_state_is_the_same_while_slurm_remembers_and_as_true_as_can_be_later
     assert before["killed"] in ("failed", "lost", "cancelled")
     assert before["cancelled"] == "cancelled"
 
+    if accounts:
+        for run in runs.values():
+            accounted(login.lab, run)
     login.lab.forget_jobs()
     with pytest.raises(LabError):
         finished.state()
@@ -60,7 +74,6 @@ def test_a_requeued_run_has_one_row_a_start_in_the_accounts(accounting_lab: Clus
     run.wait_for_step(2)
     login.call("mrl", "requeue", run.dir.root)
     run.wait("COMPLETED")
-    rows = accounting_lab.run("sacct", "-X", "-D", "-n", "-P", "--format=State", f"--jobs={run.job}").split()
-    assert rows == ["REQUEUED", "COMPLETED"]
+    assert accounted(accounting_lab, run) == ["REQUEUED", "COMPLETED"]
     accounting_lab.forget_jobs()
     assert status(login, run.dir.root)["state"] == "finished"
