@@ -1,7 +1,6 @@
 """The second half of the batch script's host side: have the attempt leave, judge it, decide what becomes of the job."""
 
 import argparse
-import os
 import sys
 import time
 from typing import Any, Dict, Optional
@@ -11,34 +10,8 @@ from launcher.host.here import Here, ask_to_leave
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, Verdict, in_words, judge
 from megatron_rl.run_dir import EXIT_FINISHED, Attempt, RunDir, read_json, read_json_lines, write_json
 
-TICK = 1.0  # seconds between looks at the run directory
-REMIND = 5.0  # seconds between signals to steps that were asked to leave
-LAST_MOMENT = 5.0  # seconds before the deadline at which ranks that have not left are ended: `close` needs them
 GRACE_ON_RECORD = 10.0  # seconds
 SIGNAL_BASE = 128  # srun reports a task that a signal ended as this plus the signal
-
-
-def watch(here: Here, options: argparse.Namespace) -> int:
-    """Until the script ends: pass a drain file on to the script and its steps, and hold them to its deadline."""
-    attempt, script = here.attempt, os.getppid()
-    reminded, ended = 0.0, False
-    while os.getppid() == script:
-        time.sleep(TICK)
-        request = read_json(attempt.drain)
-        if request is None:
-            continue
-        try:
-            if not ended and request["deadline"] is not None and time.time() >= request["deadline"] - LAST_MOMENT:
-                print("the ranks have not left in time and are ended")
-                slurm.kill_steps(here.job_id)
-                ended = True
-            elif not (attempt.outcome.exists() or attempt.errors()) and time.monotonic() >= reminded + REMIND:
-                reminded = time.monotonic()
-                os.kill(script, options.interrupt)  # it may be waiting for something that a drain makes needless
-                slurm.signal_steps(here.job_id, "USR1")
-        except slurm.SlurmRefused as error:
-            print("could not reach the steps, trying again: {}".format(error), file=sys.stderr)
-    return EXIT_FINISHED
 
 
 def drain(here: Here, options: argparse.Namespace) -> int:

@@ -13,10 +13,11 @@ import sys
 from typing import List, Optional
 
 from launcher.host import health, policy, slurm, snapshot
-from launcher.host.closing import close, drain, watch
+from launcher.host.closing import close, drain
 from launcher.host.here import Here, Refused, ask_to_leave
 from launcher.host.nodes import NotEnoughNodes, assign
 from launcher.host.opening import create, open_attempt, own, pythonpath
+from launcher.host.watching import watch
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, EXIT_USAGE, read_json, write_json
 
 
