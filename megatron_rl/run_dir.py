@@ -18,6 +18,10 @@ EXIT_CONFIG = 78  # of a rank: bad configuration, never retried
 EXIT_DRAINED = 75  # of a rank: saved, resume me
 EXIT_INTERRUPTED = 130  # of the command line: Ctrl-C, saved
 
+HEARTBEAT_S = 10.0  # seconds between heartbeats, at most
+HEARTBEAT_LEFT = "left"  # phase of the last heartbeat of a rank that leaves in order
+SILENCE_VARIABLE = "MRL_SILENCE_S"  # environment of the ranks and of what watches them: job.silence_limit_s
+
 
 class RunDir:
     """Paths of one run. Nothing is created by asking for a path."""
@@ -89,6 +93,11 @@ class RunDir:
     @property
     def attempts_ledger(self):
         return self.root / "attempts.jsonl"
+
+    @property
+    def goodput(self):
+        """Where every GPU-second of all attempts went; written anew at each attempt's end."""
+        return self.root / "goodput.json"
 
     @property
     def done(self):
@@ -178,6 +187,11 @@ class Attempt:
         return self.folder / "nodes.json"
 
     @property
+    def marks(self):
+        """{image, ready}: when the image was there, and when the nodes had been chosen and the ranks were started."""
+        return self.folder / "marks.json"
+
+    @property
     def image(self):
         """Text file with the path of the container image that the steps were given."""
         return self.folder / "image"
@@ -210,7 +224,8 @@ class Attempt:
         return self.folder / "timeline.jsonl"
 
     def heartbeat(self, rank):
-        """{at, phase, step, host, rank}: when the rank last got on with its work, and with what."""
+        """{rank, ranks, host, phase, step, entered, at, written}: when the rank last got on with its work (`at`), with
+        what, and when this was written."""
         return self.folder / "heartbeats" / "{}.json".format(rank)
 
     @property
@@ -227,8 +242,9 @@ class Attempt:
         return self.logs / "{}.{}.log".format(role, rank)
 
 
-def write_atomic(path, text):
-    """Write `text` so that readers and a crash see either the old file or the whole new one."""
+def write_atomic(path, text, durable=True):
+    """Write `text` so that readers and a crash see either the old file or the whole new one. What is written every few
+    seconds need not be `durable`: it may be lost when the machine's power fails."""
     path = Path(str(path))
     # A process id is unique on its node only, and the nodes share the file system.
     temporary = path.with_name(".{}.{}.tmp".format(path.name, uuid.uuid4().hex))
@@ -236,15 +252,16 @@ def write_atomic(path, text):
         with open(str(temporary), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(str(temporary), str(path))
     finally:
         if temporary.exists():
             temporary.unlink()
 
 
-def write_json(path, value):
-    write_atomic(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+def write_json(path, value, durable=True):
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True) + "\n", durable)
 
 
 def append_json_line(path, value):

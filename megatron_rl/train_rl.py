@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import sys
-import traceback
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,11 +28,15 @@ from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.report import StepReport
 from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
+from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.platform import select
 from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED, Attempt, RunDir, write_json
 from megatron_rl.supported import check_supported
+from megatron_rl.training.diagnosis import BlackBox
 from megatron_rl.training.drain import Drain
 from megatron_rl.training.progress import Progress
+from megatron_rl.training.pulse import Left, Pulse
 from megatron_rl.training.setup import Run, set_up
 from megatron_rl.training.world import World, die_with_parent
 
@@ -41,49 +44,66 @@ logger = logging.getLogger("megatron_rl")
 
 Outcome = Literal["finished", "drained"]
 
+EXIT_CODES: dict[Outcome, int] = {"finished": EXIT_FINISHED, "drained": EXIT_DRAINED}
+OUTCOME_PATIENCE_S = 5.0
+"""How long a rank that leaves early waits for rank 0 to say so: until then its exit would look like a crash."""
 
-def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, progress: Progress, drain: Drain) -> Outcome:
-    """The loop: generate and score, train, evaluate, record, save; to the last step or until asked to leave."""
+
+def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> Outcome:
+    """The loop: evaluate and save where it is time to, then train a step; to the last one or until asked to leave."""
     config = run.config
-    if run.step == 0:
-        progress.enter("evaluating", 0)
-        record.evaluation(0, run.evaluate())
+    last = config.training.steps
+    try:
+        while True:
+            if run.evaluated < run.step and due(run.step, config.evaluation.every, last):
+                evaluate(run, record, pulse)
+            if run.saved < run.step and due(run.step, config.save.every, last):
+                save(run, checkpointer, record, pulse)
+            if run.step == last:
+                return "finished"
+            pulse.agree()
+            train_step(run, checkpointer, record, pulse)
+    except Left:
+        return "drained"
 
-    while run.step < config.training.steps:
-        if drain.agreed(run.group, run.platform.device):
-            return "drained"
-        run.step += 1
-        progress.enter("training", run.step)
-        report = StepReport(run.step)
 
-        with report.phase("generate"):
-            batch = run.driver.collect(run.next_ordinal)
-        with report.phase("train"):
-            updates = run.trainer.train(batch, run.step, report.tally)
+def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> None:
+    """Generate and score, train, record. Raises Left with the run as it was after the step before, unless
+    `run.trainer.between_steps` is false."""
+    step = run.step + 1
+    pulse.progress.enter("training", step)
+    report = StepReport(step, pulse.timeline)
+
+    batch = run.driver.collect(run.next_ordinal)
+    updates = run.trainer.train(batch, step, report.tally)
+    with pulse.phase("refit"):
         # The engine reads the training weights where they are: all its refit takes is to know their version.
         run.engine.policy_version = run.trainer.policy_version
-        run.next_ordinal = batch.next_ordinal
+    run.step, run.next_ordinal = step, batch.next_ordinal
 
-        if due(run.step, config.evaluation.every, config.training.steps):
-            progress.enter("evaluating", run.step)
-            with report.phase("evaluate"):
-                record.evaluation(run.step, run.evaluate())
-        metrics = report.metrics(batch, updates, run.trainer.policy_version, run.group, run.platform.device)
-        record.step(run.step, metrics | save_metrics(checkpointer.poll()))
-        record.look(run.step, batch.groups)
-        if due(run.step, config.save.every, config.training.steps):
-            save(run, checkpointer, record)
-    return "finished"
+    metrics, stretch = report.metrics(batch, updates, run.trainer.policy_version, run.group, run.platform.device)
+    record.step(step, metrics | save_metrics(checkpointer.poll()))
+    record.stretch(stretch)
+    record.look(step, batch.groups)
+
+
+def evaluate(run: Run, record: MetricsWriter, pulse: Pulse) -> None:
+    pulse.progress.enter("evaluating", run.step)
+    with pulse.phase("evaluate"):
+        record.evaluation(run.step, run.evaluate())
+    run.evaluated = run.step
 
 
 def due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
+    return step in (0, last) or (every > 0 and step % every == 0)
 
 
-def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter) -> None:
+def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> None:
     """Start a checkpoint of the current step; it is written behind the following steps."""
-    record.sync()
-    checkpointer.save(run.step, run.sharded_state(loading=False), run.progress())
+    with pulse.phase("save"):
+        record.sync()
+        checkpointer.save(run.step, run.sharded_state(loading=False), run.progress())
+    run.saved = run.step
 
 
 def save_metrics(outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
@@ -112,36 +132,63 @@ def agree_on_checkpoint(run_dir: RunDir, rank: int) -> int | None:
     return found[0]
 
 
-def run_rank(run_dir: RunDir, attempt: Attempt, world: World, progress: Progress) -> Outcome:
+def book(run: Run, record: MetricsWriter, **facts: Any) -> None:
+    """Write what passed since the last line of the attempt's timeline. Collective."""
+    tally = Tally()
+    run.pulse.timeline.tally(tally)
+    total = tally.reduce(run.group, run.platform.device)
+    record.stretch({**run.pulse.timeline.line(total, dist.get_world_size(run.group), run.step), **facts})
+
+
+def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> Outcome:
     """Everything between start and exit of a rank."""
-    drain = Drain()
-    drain.listen()
+    progress = pulse.progress
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     check_supported(config)
     platform = select(config.job, world.local_rank)
     group = world.connect(config.job, platform.backend, attempt.address("train"))
+    pulse.meet(group, platform.device)
+    pulse.drain.started()
     checkpointer = Checkpointer(run_dir, config.save)
     if config.model.init == "supervised":
         progress.enter("teaching the base model", 0)
-    run = set_up(config, platform, group)
+    try:
+        run = set_up(config, platform, group, pulse)
+    except Left:
+        return leave_early(attempt, world)
     last_step = agree_on_checkpoint(run_dir, world.rank)
-    if last_step is not None:
-        progress.enter("loading the checkpoint", last_step)
-        run.restore(run_dir.checkpoint(last_step))
-        logger.info("going on after step %d", last_step)
-    record = MetricsWriter(run_dir, config.logging, last_step) if world.rank == 0 else NoRecord()
+    with pulse.timeline.phase("load"):
+        if last_step is not None:
+            progress.enter("loading the checkpoint", last_step)
+            run.restore(run_dir.checkpoint(last_step))
+            logger.info("going on after step %d", last_step)
+    record = MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoRecord()
+    book(run, record, resumed=run.step)
 
-    outcome = train(run, checkpointer, record, progress, drain)
+    pulse.timeline.switch("train")
+    outcome = train(run, checkpointer, record, pulse)
     progress.enter("saving", run.step)
-    if outcome == "drained" and run.step > 0:
-        save(run, checkpointer, record)
-    checkpointer.wait(final=True)
+    if outcome == "drained" and run.step > run.saved and run.trainer.between_steps:
+        save(run, checkpointer, record, pulse)
+    with pulse.timeline.phase("drain" if outcome == "drained" else "save"):
+        checkpointer.wait(final=True)
+    book(run, record)
     record.close()
     if world.rank == 0:
         write_json(attempt.outcome, {"outcome": outcome, "step": run.step})
     dist.barrier(group)  # nobody leaves before the outcome is on disk
     world.disconnect()
     return outcome
+
+
+def leave_early(attempt: Attempt, world: World) -> Outcome:
+    """Leave before there is anything to save. Needs no other rank: each was told, or will find out from the outcome."""
+    if world.rank == 0:
+        write_json(attempt.outcome, {"outcome": "drained", "step": None})
+    give_up = time.monotonic() + OUTCOME_PATIENCE_S
+    while attempt.outcome not in attempt.folder.iterdir() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    return "drained"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -157,34 +204,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     attempt = run_dir.attempt(options.attempt)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     progress = Progress(attempt, shared=world.rank == 0)
+    box = BlackBox(attempt, world.rank, world.size, progress)
+    box.start()
+    pulse = Pulse(progress, Drain(attempt), Timeline())
+    pulse.drain.listen(early=lambda: os._exit(EXIT_CODES[leave_early(attempt, world)]))
     try:
-        outcome = run_rank(run_dir, attempt, world, progress)
+        outcome = run_rank(run_dir, attempt, world, pulse)
     except Exception as error:  # noqa: BLE001 - the one place that turns any failure into an error file
-        _leave(attempt, world, progress, error)
-    sys.exit(EXIT_FINISHED if outcome == "finished" else EXIT_DRAINED)
-
-
-def _leave(attempt: Attempt, world: World, progress: Progress, error: Exception) -> None:
-    """Say what happened where, then exit without another word to the other ranks."""
-    misconfigured = isinstance(error, ConfigurationError | ValidationError)  # its message is all the user needs
-    trace = "" if misconfigured else "".join(traceback.format_exception(error))
-    said = f"{type(error).__name__}: {error}"
-    summary = said if misconfigured else said.partition("\n")[0]
-    logger.error("rank %d failed in step %d (%s): %s\n%s", world.rank, progress.step, progress.phase, summary, trace)
-    code = EXIT_CONFIG if misconfigured else EXIT_CRASHED
-    fields: dict[str, Any] = {
-        "rank": world.rank,
-        "host": socket.gethostname(),
-        "step": progress.step,
-        "phase": progress.phase,
-        "error": summary,
-        "traceback": trace,
-        "exit_code": code,
-    }
-    write_json(attempt.error(world.rank), fields)
-    logging.shutdown()
-    # A normal exit would wait for collectives that the other ranks will never join.
-    os._exit(code)
+        misconfigured = isinstance(error, ConfigurationError | ValidationError)
+        code = EXIT_CONFIG if misconfigured else EXIT_CRASHED
+        box.report_failure(error, code)
+        logging.shutdown()
+        # A normal exit would wait for collectives that the other ranks will never join.
+        os._exit(code)
+    box.stop()
+    sys.exit(EXIT_CODES[outcome])
 
 
 if __name__ == "__main__":

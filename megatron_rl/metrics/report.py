@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rollout.pipeline import RolloutBatch
 from megatron_rl.training.optimizer import Update
+
+OF_A_STEP = ("generate", "reward", "log-probs", "train", "refit", "wait")
+"""Categories of time/; what happens between two steps is not among them."""
 
 
 class AllAnswersLost(RuntimeError):
@@ -22,22 +24,12 @@ class AllAnswersLost(RuntimeError):
 
 
 class StepReport:
-    """Clocks and tallies of one step on one rank."""
+    """What one step was, on one rank and then on all."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, timeline: Timeline) -> None:
         self.step = step
         self.tally = Tally()
-        self.seconds: dict[str, float] = {}
-        self._started = time.perf_counter()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Book the seconds of a `with` block under `name`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        self.timeline = timeline
 
     def metrics(
         self,
@@ -46,15 +38,19 @@ class StepReport:
         policy_version: int,
         group: dist.ProcessGroup,
         device: torch.device,
-    ) -> dict[str, Any]:
-        """The step's line for metrics.jsonl, the same on every rank. Collective.
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The step's lines for metrics.jsonl and for the attempt's timeline, the same on every rank. Collective.
 
         Raises AllAnswersLost.
         """
+        self.timeline.tally(self.tally)
         total = self.tally.reduce(group, device)
         if not total["answers"]:
             raise AllAnswersLost(f"no answer of step {self.step} could be scored: {failures_by_reason(batch, group)}")
-        seconds = time.perf_counter() - self._started
+        ranks = dist.get_world_size(group)
+        stretch = self.timeline.line(total, ranks, self.step)
+        spent = {name: stretch["seconds"].get(name, 0.0) / ranks for name in OF_A_STEP}
+        seconds = sum(spent.values())
         metrics: dict[str, Any] = {
             **rollout_metrics(total),
             **update_metrics(total, updates),
@@ -63,17 +59,16 @@ class StepReport:
             "next_ordinal": batch.next_ordinal,
             "policy_version": policy_version,
             "throughput/tokens_per_s": total["answer_tokens"] / seconds,
-            "throughput/tokens_per_s_per_rank": total["answer_tokens"] / seconds / dist.get_world_size(group),
-            "throughput/generated_tokens_per_s": total["answer_tokens"] / self.seconds["generate"],
+            "throughput/tokens_per_s_per_rank": total["answer_tokens"] / seconds / ranks,
+            "throughput/generated_tokens_per_s": total["answer_tokens"] / spent["generate"],
             "time/step_s": seconds,
-            "time/log_probs_s": total["log_probs_s"],
-            **{f"time/{name}_s": value for name, value in self.seconds.items()},
+            **{f"time/{name.replace('-', '_')}_s": value for name, value in spent.items()},
         }
         if batch.dropped:
             metrics["dropped_ordinals"] = {str(ordinal): reason for ordinal, reason in sorted(batch.dropped.items())}
         if total["failed"]:
             metrics["failed_rollouts_by_reason"] = failures_by_reason(batch, group)
-        return metrics
+        return metrics, stretch
 
 
 def rollout_metrics(total: Mapping[str, float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_rl.agent.api import RolloutGroup
 from megatron_rl.config import Logging
 from megatron_rl.metrics.names import check_name
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_atomic
+from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +27,18 @@ TENSORBOARD_FLUSH_S = 10
 class MetricsWriter:
     """The record of a run. After a restart it is first cut back to the checkpoint the run goes on from."""
 
-    def __init__(self, run_dir: RunDir, config: Logging, last_step: int | None) -> None:
-        """last_step: of the checkpoint the run goes on from; None where it starts from nothing."""
+    def __init__(self, run_dir: RunDir, attempt: Attempt, config: Logging, last_step: int, evaluated: int) -> None:
+        """
+        last_step: of the checkpoint the run goes on from; 0 where it starts from nothing.
+        evaluated: step of the last evaluation before that checkpoint; -1 for none.
+        """
         self.run_dir = run_dir
+        self.timeline = attempt.timeline
         self.config = config
-        next_line = 0 if last_step is None else last_step + 1
-        for path in (run_dir.metrics, run_dir.evaluations):
-            cut_back(path, next_line)
+        cut_back(run_dir.metrics, last_step + 1)
+        cut_back(run_dir.evaluations, evaluated + 1)
         self._tensorboard = SummaryWriter(
-            str(run_dir.tensorboard), purge_step=next_line, flush_secs=TENSORBOARD_FLUSH_S
+            str(run_dir.tensorboard), purge_step=max(last_step, evaluated) + 1, flush_secs=TENSORBOARD_FLUSH_S
         )
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -50,6 +53,10 @@ class MetricsWriter:
             f"{line['grad_norm']:.3f}" if "grad_norm" in line else "not finite",
             line["throughput/tokens_per_s"],
         )
+
+    def stretch(self, line: Mapping[str, Any]) -> None:
+        """What passed since the last one; see Attempt.timeline."""
+        append_json_line(self.timeline, line)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         append_json_line(self.run_dir.evaluations, {"step": step, **_finite(metrics)})
@@ -135,6 +142,7 @@ class NoRecord(MetricsWriter):
         pass
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def stretch(self, line: Mapping[str, Any]) -> None: ...
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def look(self, step: int, groups: Sequence[RolloutGroup]) -> None: ...
     def sync(self) -> None: ...

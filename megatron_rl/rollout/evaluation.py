@@ -11,6 +11,7 @@ from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
 from megatron_rl.config import Sampling
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.rollout.stream import shares
+from megatron_rl.training.pulse import Pulse
 
 
 def evaluate(
@@ -19,9 +20,11 @@ def evaluate(
     sampling: Sampling,
     group: dist.ProcessGroup,
     device: torch.device,
+    pulse: Pulse,
     limit: int | None = None,
 ) -> dict[str, float]:
     """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
+    Raises Left where a rank was asked to leave.
 
     sampling: the training one; only its limit of new tokens is used.
     limit: problems of each set at most, the first ones.
@@ -32,8 +35,10 @@ def evaluate(
     for index, problems in enumerate(sets.values()):
         share = shares(0, len(problems), dist.get_world_size(group))[dist.get_rank(group)]
         request = EvaluationRequest([problems[i] for i in share], greedy, 1, 0, inference)
-        response = asyncio.run(agent.evaluate(request))
-        right[index] = sum(reward == 1.0 for reward in response.rewards)
+        response = asyncio.run(pulse.attend(agent.evaluate(request)))
+        if response is not None:
+            right[index] = sum(reward == 1.0 for reward in response.rewards)
+        pulse.agree()
     dist.all_reduce(right, group=group)
     return {
         f"eval/{name}/greedy_accuracy": right[index].item() / len(problems)

@@ -14,6 +14,7 @@ from megatron_rl.algorithms.advantages import SIGNAL_STD
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
+from megatron_rl.training.pulse import Pulse
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class RolloutDriver:
         config: RunConfig,
         group: dist.ProcessGroup,
         device: torch.device,
+        pulse: Pulse,
     ) -> None:
         self.agent = agent
         self.engine = engine
@@ -48,6 +50,7 @@ class RolloutDriver:
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.group = group
         self.device = device
+        self.pulse = pulse
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """The batch of one step. Collective.
@@ -56,6 +59,8 @@ class RolloutDriver:
         ordinal order whose rewards differ: every round draws just as many further ordinals as are missing, so
         nothing is drawn that this step does not settle. When the rounds are used up, the last groups without
         signal stand in: their advantages are 0.
+
+        Raises Left, with nothing changed, where a rank was asked to leave.
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
@@ -67,7 +72,8 @@ class RolloutDriver:
             rounds += 1
             missing = wanted - filled
             share = shares(ordinal, missing, dist.get_world_size(self.group))[dist.get_rank(self.group)]
-            groups = asyncio.run(self._roll_out(share))
+            groups = self._roll_out(share)
+            self.pulse.agree()
             last_round = not dynamic.enabled or rounds == dynamic.max_rounds
             keep = [True] * missing if last_round else self._with_signal(ordinal, missing, groups)
             place = {}
@@ -82,8 +88,14 @@ class RolloutDriver:
             ordinal += missing
         return RolloutBatch(kept, positions, first_ordinal, ordinal, dropped, rounds)
 
-    async def _roll_out(self, ordinals: range) -> list[RolloutGroup]:
-        return await asyncio.gather(*(self.agent.group_rollout(self._request(ordinal)) for ordinal in ordinals))
+    def _roll_out(self, ordinals: range) -> list[RolloutGroup]:
+        """The groups of these ordinals; none where this rank was asked to leave meanwhile."""
+
+        async def all_groups() -> list[RolloutGroup]:
+            return await asyncio.gather(*(self.agent.group_rollout(self._request(ordinal)) for ordinal in ordinals))
+
+        with self.pulse.phase("generate"):
+            return asyncio.run(self.pulse.attend(all_groups())) or []
 
     def _request(self, ordinal: int) -> GroupRolloutRequest:
         return GroupRolloutRequest(

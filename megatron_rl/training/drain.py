@@ -1,32 +1,85 @@
-"""Leaving at a safe point: a signal only sets a flag, and all ranks agree before any of them acts on it."""
+"""Being asked to leave: a signal, or the drain file, only sets a flag. When to act on it is the business of Pulse."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 
-import torch
-import torch.distributed as dist
+from megatron_rl.run_dir import Attempt, read_json, write_json
 
 DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+
+MARGIN_S = 6.0
+"""Before the deadline: the host side ends what is still there LAST_MOMENT (5 s) before it."""
+FIT = 1.5
+"""A save fits where this many times the last one does."""
+DEADLINE_PATIENCE_S = 3.0
+"""How long the host side may take to learn from Slurm when the job will be gone."""
 
 
 class Drain:
     """The flag. SIGINT is ignored: Ctrl-C is the launcher's to translate."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, attempt: Attempt) -> None:
+        self.asked = False
+        self._attempt = attempt
+        self._signal = "a request"
 
-    def listen(self) -> None:
+    def listen(self, early: Callable[[], None]) -> None:
+        """From here on signals are heard, even while the main thread is inside a library that waits for other ranks.
+
+        early: called, in a thread of its own, for a request that comes before `started`.
+        """
+        self._early: Callable[[], None] | None = early
+        heard, written = os.pipe()
+        os.set_blocking(written, False)
         for number in DRAIN_SIGNALS:
             signal.signal(number, self._request)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Python runs handlers in the main thread, between two of its own instructions; this byte is written at once.
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(heard,), name="drain", daemon=True).start()
+        if self._attempt.drain.exists():  # the signal came before there was anybody to hear it
+            self._request(signal.SIGUSR1, None)
+            os.write(written, bytes([signal.SIGUSR1]))
+
+    def started(self) -> None:
+        """From here on a request waits for the next safe point."""
+        self._early = None
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self._signal = signal.Signals(number).name
+        self.asked = True
 
-    def agreed(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether any rank was asked to leave; the same answer on all of them. Collective."""
-        flag = torch.tensor([self.requested], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
+    def _hear(self, pipe: int) -> None:
+        while True:
+            for number in os.read(pipe, 64):
+                if number in DRAIN_SIGNALS:
+                    self.asked = True
+                    if self._early is not None:
+                        self._early()
+
+    def pass_on(self, rank: int) -> None:
+        """Tell the host side, where only the ranks were told. It adds what Slurm says of the deadline."""
+        if not self._attempt.drain.exists():
+            by = f"{self._signal} to rank {rank}"
+            write_json(self._attempt.drain, {"cause": "signal", "by": by, "at": time.time(), "deadline": None})
+
+    def deadline(self, patience_s: float = 0.0) -> float | None:
+        """Unix time at which this process will be gone; None where nobody has said so within `patience_s`."""
+        give_up = time.monotonic() + patience_s
+        while True:
+            request = read_json(self._attempt.drain) or {}
+            if request.get("deadline") is not None or time.monotonic() >= give_up:
+                found: float | None = request.get("deadline")
+                return found
+            time.sleep(0.1)
+
+
+def fits(now: float, deadline: float | None, seconds: float) -> bool:
+    """Whether something that took `seconds` the last time can be done again before `deadline` (unix times)."""
+    return deadline is None or now + FIT * seconds <= deadline - MARGIN_S

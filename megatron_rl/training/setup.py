@@ -24,12 +24,13 @@ from megatron_rl.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.training import supervised
 from megatron_rl.training.model import Policy, build_policy
 from megatron_rl.training.optimizer import PolicyOptimizer
+from megatron_rl.training.pulse import Pulse
 from megatron_rl.training.trainer import Trainer
 
 
 @dataclass(slots=True)
 class Run:
-    """One rank's share of a run. `step` and `next_ordinal` say how far it is."""
+    """One rank's share of a run. `step`, `next_ordinal` and `evaluated` say how far it is."""
 
     config: RunConfig
     platform: Platform
@@ -40,8 +41,14 @@ class Run:
     engine: Engine
     driver: RolloutDriver
     trainer: Trainer
+    pulse: Pulse
     step: int = 0
+    """The last one that is done."""
     next_ordinal: int = 0
+    saved: int = 0
+    """The last one that a checkpoint was begun of, or that the run was restored from."""
+    evaluated: int = -1
+    """Step of the last evaluation; -1: none."""
 
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """What a checkpoint holds as tensors, in megatron-core's sharded form."""
@@ -57,6 +64,7 @@ class Run:
         return {
             "step": self.step,
             "next_ordinal": self.next_ordinal,
+            "evaluated": self.evaluated,
             "policy_version": self.trainer.policy_version,
             "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
             "data_parallel_size": dist.get_world_size(self.group),
@@ -70,6 +78,7 @@ class Run:
             self.config.sampling,
             self.group,
             self.platform.device,
+            self.pulse,
             self.config.evaluation.prompts,
         )
         asked = self.environment.prompt_format
@@ -86,28 +95,33 @@ class Run:
         self.optimizer.load_state(state["optimizer"])
         if "rng" in state:
             self.platform.set_rng_state(state["rng"])
-        self.step = progress["step"]
+        self.step = self.saved = progress["step"]
         self.next_ordinal = progress["next_ordinal"]
+        self.evaluated = progress["evaluated"]
         self.trainer.policy_version = self.engine.policy_version = progress["policy_version"]
         self.trainer.nonfinite_in_a_row = progress["nonfinite_in_a_row"]
 
 
-def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup) -> Run:
-    """A run at step 0. Raises ConfigurationError where the recipe does not fit together."""
+def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup, pulse: Pulse) -> Run:
+    """A run at step 0. Collective.
+
+    Raises ConfigurationError where the recipe does not fit together, and Left where a rank was asked to leave.
+    """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
         environment = build_environment(config.environment, tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    policy = initial_policy(config, environment, tokenizer, platform, writer=dist.get_rank() == 0)
+    policy = initial_policy(config, environment, tokenizer, platform, pulse, writer=dist.get_rank() == 0)
+    pulse.agree()
     reference = frozen_copy(policy, config, tokenizer, platform) if config.grpo.kl_beta > 0 else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    driver = RolloutDriver(environment, engine, config, group, platform.device)
-    trainer = Trainer(policy, optimizer, reference, config, platform, group)
+    driver = RolloutDriver(environment, engine, config, group, platform.device, pulse)
+    trainer = Trainer(policy, optimizer, reference, config, platform, group, pulse)
     torch.manual_seed(config.training.seed)
-    return Run(config, platform, group, environment, policy, optimizer, engine, driver, trainer)
+    return Run(config, platform, group, environment, policy, optimizer, engine, driver, trainer, pulse)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:
@@ -118,14 +132,20 @@ def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platfor
 
 
 def initial_policy(
-    config: RunConfig, environment: Environment, tokenizer: Tokenizer, platform: Platform, *, writer: bool
+    config: RunConfig,
+    environment: Environment,
+    tokenizer: Tokenizer,
+    platform: Platform,
+    pulse: Pulse,
+    *,
+    writer: bool,
 ) -> Policy:
     """The weights training starts from, which are also the reference of the KL penalty."""
     model = config.model
     platform.seed(model.supervised.seed if model.init == "supervised" else model.init_seed)
     policy = build_policy(model, tokenizer.vocab_size, platform, config.training.recompute)
     if model.init == "supervised":
-        supervised.teach(policy, config, environment, tokenizer, platform, writer=writer)
+        supervised.teach(policy, config, environment, tokenizer, platform, pulse, writer=writer)
     elif model.init == "checkpoint":
         assert model.checkpoint is not None  # checked by the configuration
         try:

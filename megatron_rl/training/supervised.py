@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import Platform
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.training.model import Policy
+from megatron_rl.training.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,21 @@ class NoDemonstrations(ConfigurationError):
 
 
 def teach(
-    policy: Policy, config: RunConfig, environment: object, tokenizer: Tokenizer, platform: Platform, *, writer: bool
+    policy: Policy,
+    config: RunConfig,
+    environment: object,
+    tokenizer: Tokenizer,
+    platform: Platform,
+    pulse: Pulse,
+    *,
+    writer: bool,
 ) -> None:
     """Give `policy` the taught weights, from the cache where they are in it.
 
     policy: with the random weights of seed `model.supervised.seed`.
     writer: whether this rank puts the result into the cache.
+
+    Where this rank is asked to leave meanwhile it returns with weights that are of no use.
 
     Raises NoDemonstrations.
     """
@@ -55,8 +66,8 @@ def teach(
     state = _read(path)
     if state is None:
         examples = [as_rollout(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
-        _train(policy, examples, config.model.supervised, platform)
-        if writer:
+        _train(policy, examples, config.model.supervised, platform, pulse)
+        if writer and not pulse.beat():
             _write(path, policy)
     else:
         logger.info("base model taken from %s", path)
@@ -76,11 +87,15 @@ def as_rollout(prompt: str, answer: str, tokenizer: Tokenizer) -> Rollout:
     )
 
 
-def _train(policy: Policy, examples: Sequence[Rollout], config: Supervised, platform: Platform) -> None:
+def _train(
+    policy: Policy, examples: Sequence[Rollout], config: Supervised, platform: Platform, pulse: Pulse
+) -> None:
     adam = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     targets = torch.tensor([token for example in examples for token in example.tokens], device=platform.device)
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
+        if pulse.beat():
+            return
         chosen = torch.randint(len(examples), (config.batch_size,), generator=generator).tolist()
         (batch,) = microbatches(examples, chosen, limit=2**62, device=platform.device)
         logits = policy(batch.tokens, batch.positions, batch.layout, batch.select)
@@ -117,7 +132,7 @@ def _read(path: Path) -> dict[str, torch.Tensor] | None:
 
 def _write(path: Path, policy: Policy) -> None:
     """A cache that cannot be written costs the next run some seconds, not this one its life."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     weights = {name: tensor for name, tensor in policy.state_dict().items() if torch.is_tensor(tensor)}
     content = io.BytesIO()
     torch.save(weights, content)  # to memory: on a full disk it would raise a RuntimeError that names none

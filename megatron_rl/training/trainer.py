@@ -25,6 +25,7 @@ from megatron_rl.platform import Platform
 from megatron_rl.rollout.pipeline import RolloutBatch
 from megatron_rl.training.model import Policy
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
+from megatron_rl.training.pulse import Pulse
 
 
 class GradientsNotFinite(RuntimeError):
@@ -64,6 +65,7 @@ class Trainer:
         config: RunConfig,
         platform: Platform,
         group: dist.ProcessGroup,
+        pulse: Pulse,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
@@ -71,11 +73,18 @@ class Trainer:
         self.config = config
         self.platform = platform
         self.group = group
+        self.pulse = pulse
         self.policy_version = 0
         self.nonfinite_in_a_row = 0
+        self.between_steps = True
+        """Whether weights and optimizer are those that a step began with or ended with."""
 
     def train(self, batch: RolloutBatch, step: int, tally: Tally) -> list[Update]:
-        """All passes and updates over one batch; what happened goes into `tally`. Collective."""
+        """All passes and updates over one batch; what happened goes into `tally`. Collective.
+
+        Raises Left where a rank was asked to leave: before the first update with everything as it was. After that
+        the step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
+        """
         grpo = self.config.grpo
         answers = self.answers(batch.groups)
         _describe(batch, answers, self.policy_version, tally)
@@ -83,21 +92,25 @@ class Trainer:
         on_policy = grpo.iterations * updates_per_pass == 1
         everything = self._pack(answers, range(len(answers.rollouts)))
         tally.add("packed_tokens", sum(len(micro.tokens) for micro in everything))
-        started = time.perf_counter()
-        # With a single update the training pass itself is at the old weights: no second forward.
-        old = None if on_policy else self.score(self.policy, answers, everything)
-        reference = self.score(self.reference, answers, everything) if self.reference is not None else None
-        self.platform.synchronize()
-        tally.maximum("log_probs_s", time.perf_counter() - started)
+        with self.pulse.phase("log-probs"):
+            # With a single update the training pass itself is at the old weights: no second forward.
+            old = None if on_policy else self.score(self.policy, answers, everything)
+            reference = self.score(self.reference, answers, everything) if self.reference is not None else None
+            self.platform.synchronize()
 
-        updates = []
+        updates: list[Update] = []
+        total, began = grpo.iterations * updates_per_pass, time.monotonic()
         for pass_ in range(grpo.iterations):
             plan = update_plan(grpo.prompts_per_step, updates_per_pass, self.config.training.seed, step, pass_)
             update_of_group = [plan[position] for position in batch.positions]
             for index in range(updates_per_pass):
                 chosen = [i for i, g in enumerate(answers.group.tolist()) if update_of_group[g] == index]
                 packed = everything if updates_per_pass == 1 else self._pack(answers, chosen)
-                updates.append(self._update(answers, chosen, packed, old, reference, tally))
+                mean_s = (time.monotonic() - began) / len(updates) if updates else 0.0
+                unfinished_s = mean_s * (total - len(updates)) if updates else None
+                with self.pulse.phase("train"):
+                    updates.append(self._update(answers, chosen, packed, old, reference, tally, unfinished_s))
+                self.between_steps = len(updates) == total
         return updates
 
     def answers(self, groups: Sequence[RolloutGroup]) -> Answers:
@@ -130,9 +143,12 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, policy: Policy, answers: Answers, packed: Sequence[MicroBatch]) -> Tensor:
-        """[answer tokens] log-probs of all answers under `policy`, without gradient."""
+        """[answer tokens] log-probs of all answers under `policy`, without gradient; not of all where this rank was
+        asked to leave meanwhile."""
         scores = torch.zeros_like(answers.inference_log_probs)
         for micro in packed:
+            if self.pulse.beat():
+                break
             log_probs, _ = self._log_probs(policy, answers, micro)
             scores[micro.answer_tokens] = log_probs
         return scores
@@ -149,7 +165,9 @@ class Trainer:
         old: Tensor | None,
         reference: Tensor | None,
         tally: Tally,
+        unfinished_s: float | None,
     ) -> Update:
+        """unfinished_s: see Pulse.agree."""
         grpo = self.config.grpo
         index = torch.tensor(chosen, dtype=torch.long, device=self.platform.device)
         normaliser = torch.tensor(
@@ -163,6 +181,8 @@ class Trainer:
 
         self.optimizer.zero_grad()
         for micro in packed:
+            if self.pulse.beat() and unfinished_s is None:
+                break
             log_probs, entropy = self._log_probs(self.optimizer.ddp, answers, micro)
             of_token = per_rollout[:, answers.rollout_of_token[micro.answer_tokens]]
             inputs = GrpoInputs(
@@ -180,6 +200,7 @@ class Trainer:
             _tally_stats(stats, tally)
         if not packed:
             _tally_nothing(reference is not None, grpo, tally)
+        self.pulse.agree(unfinished_s)
         update = self.optimizer.update(self.policy_version)
         self._count(update)
         return update

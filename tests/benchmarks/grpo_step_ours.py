@@ -17,12 +17,14 @@ from grpo_step_weights import as_qwen2, lengthen
 from megatron_rl.agent.api import RolloutGroup
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
+from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.platform import select
 from megatron_rl.run_dir import RunDir, write_json
 from megatron_rl.train_rl import train
 from megatron_rl.training.attention import packed_layout
 from megatron_rl.training.drain import Drain
 from megatron_rl.training.progress import Progress
+from megatron_rl.training.pulse import Pulse
 from megatron_rl.training.setup import Run, set_up
 from megatron_rl.training.world import World, die_with_parent
 
@@ -33,7 +35,7 @@ class TakingTurns(MetricsWriter):
     """The run's usual record; `look` is the last thing the loop does in a step."""
 
     def __init__(self, run_dir: RunDir, run: Run, turns: Turns) -> None:
-        super().__init__(run_dir, run.config.logging, None)
+        super().__init__(run_dir, run_dir.attempt(1), run.config.logging, last_step=0, evaluated=-1)
         self._turns = turns
         self._metrics: Mapping[str, Any] = {}
 
@@ -69,7 +71,9 @@ def main() -> None:
     attempt.folder.mkdir(parents=True, exist_ok=True)
     platform = select(config.job, world.local_rank)
     group = world.connect(config.job, platform.backend, attempt.address("train"))
-    run = set_up(config, platform, group)
+    pulse = Pulse(Progress(attempt, shared=world.rank == 0), Drain(attempt), Timeline())
+    pulse.meet(group, platform.device)
+    run = set_up(config, platform, group, pulse)
     if size.end_bias:
         lengthen(run.policy, run.engine.end_token, size.end_bias)
 
@@ -79,7 +83,7 @@ def main() -> None:
         parameters = sum(parameter.numel() for parameter in run.policy.parameters())
         turns.ready(parameters=parameters, tokens=run.environment.tokenizer.vocab_size)
         record = TakingTurns(run_dir, run, turns)
-    train(run, Checkpointer(run_dir, config.save), record, Progress(attempt, shared=world.rank == 0), Drain())
+    train(run, Checkpointer(run_dir, config.save), record, pulse)
 
 
 @torch.no_grad()

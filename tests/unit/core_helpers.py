@@ -21,10 +21,15 @@ from transformers import (
 
 from megatron_rl.agent.api import Problem, Rollout, RolloutGroup
 from megatron_rl.config import Model, Recompute, RunConfig
+from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.platform import Platform
 from megatron_rl.rollout.pipeline import RolloutBatch
+from megatron_rl.run_dir import RunDir
 from megatron_rl.training.attention import packed_layout
+from megatron_rl.training.drain import Drain
 from megatron_rl.training.model import Policy, build_policy
+from megatron_rl.training.progress import Progress
+from megatron_rl.training.pulse import Pulse
 from megatron_rl.training.setup import Run, set_up
 
 CPU = torch.device("cpu")
@@ -82,9 +87,15 @@ def tiny_policy(
     return policy
 
 
+def quiet_pulse() -> Pulse:
+    """Of a rank that nobody asks to leave and whose files nobody reads."""
+    attempt = RunDir("/nonexistent").attempt(1)
+    return Pulse(Progress(attempt, shared=False), Drain(attempt), Timeline())
+
+
 def build_run(config: RunConfig, platform: Platform, group: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
-    run = set_up(config, platform, group)
+    run = set_up(config, platform, group, quiet_pulse())
     stir(run.policy, scale)
     run.optimizer.megatron.reload_model_params()
     if run.trainer.reference is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_helpers import quiet_pulse
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse, Problem, Rollout
 from megatron_rl.config import Sampling
@@ -31,7 +32,7 @@ class Scripted(EvaluationAgent):
 
 
 def score(agent: Scripted, group: Any, limit: int | None = None) -> dict[str, float]:
-    return evaluate(agent, None, Sampling(max_new_tokens=7), group, torch.device("cpu"), limit)  # type: ignore[arg-type]
+    return evaluate(agent, None, Sampling(max_new_tokens=7), group, torch.device("cpu"), quiet_pulse(), limit)  # type: ignore[arg-type]
 
 
 def test_only_a_reward_of_one_is_right(group: Any) -> None:

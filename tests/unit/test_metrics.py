@@ -26,8 +26,9 @@ def line(**metrics: Any) -> dict[str, Any]:
     return {"mean_reward": 0.5, "loss": 0.1, "grad_norm": 1.0, "throughput/tokens_per_s": 10.0, **metrics}
 
 
-def writer(folder: Path, resumed_from: int | None = None) -> MetricsWriter:
-    return MetricsWriter(RunDir(folder), Logging(samples_every=2, samples=1), resumed_from)
+def writer(folder: Path, resumed_from: int = 0, evaluated: int = -1) -> MetricsWriter:
+    run_dir = RunDir(folder)
+    return MetricsWriter(run_dir, run_dir.attempt(1), Logging(samples_every=2, samples=1), resumed_from, evaluated)
 
 
 # Names
@@ -80,7 +81,7 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
         first.step(step, line(mean_reward=float(step)))
     first.evaluation(6, {"eval/trained/greedy_accuracy": 0.6})
     first.close()
-    second = writer(tmp_path, resumed_from=4)
+    second = writer(tmp_path, resumed_from=4, evaluated=0)
     for step in range(5, 10):
         second.step(step, line(mean_reward=10.0 * step))
     second.close()

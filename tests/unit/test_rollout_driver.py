@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, rollout, tiny_run
+from core_helpers import CPU, quiet_pulse, rollout, tiny_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -70,7 +70,7 @@ def collect(
 
     def drive(rank: int) -> None:
         engine: Any = SimpleNamespace(policy_version=policy_version)
-        driver = RolloutDriver(agent, engine, config, rank, CPU)  # type: ignore[arg-type]
+        driver = RolloutDriver(agent, engine, config, rank, CPU, quiet_pulse())  # type: ignore[arg-type]
         ordinal = 0
         for step in range(steps):
             batches[step][rank] = driver.collect(ordinal)
@@ -197,6 +197,6 @@ def test_an_agents_error_is_not_swallowed() -> None:
     engine: Any = SimpleNamespace(policy_version=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "dist", Threads(1))
-        driver = RolloutDriver(Broken(), engine, tiny_run(), 0, CPU)  # type: ignore[arg-type]
+        driver = RolloutDriver(Broken(), engine, tiny_run(), 0, CPU, quiet_pulse())  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

@@ -59,13 +59,14 @@ def test_what_is_honoured_is_not_refused(overrides: list[str]) -> None:
     assert not_yet(load_recipe("demo", overrides).config) == []
 
 
-def test_a_rank_refuses_before_it_builds_anything(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_refuses_before_it_builds_anything(tmp_path: Any) -> None:
+    from core_helpers import quiet_pulse
+
     from launcher.recipe import dump_resolved
     from megatron_rl.run_dir import RunDir
-    from megatron_rl.train_rl import Drain, World, run_rank
+    from megatron_rl.train_rl import World, run_rank
 
-    monkeypatch.setattr(Drain, "listen", lambda self: None)  # this process keeps its signal handlers
     run_dir = RunDir(tmp_path)
     run_dir.resolved.write_text(dump_resolved(load_recipe("demo", ["placement.training.tp=2"]).config))
     with pytest.raises(ConfigurationError, match=r"placement\.training\.tp 2"):
-        run_rank(run_dir, run_dir.attempt(1), World(0, 1, 0), progress=None)  # type: ignore[arg-type]
+        run_rank(run_dir, run_dir.attempt(1), World(0, 1, 0), quiet_pulse())

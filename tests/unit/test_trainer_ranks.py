@@ -60,8 +60,7 @@ def losses_and_weights(rank: int, ranks: int, group: Any, case: dict[str, Any]) 
         tally = Tally()
         updates = run.trainer.train(batch_of(groups, share.start, share.stop), step, tally)
         total = dict(tally.reduce(group, CPU))
-        for number in ("log_probs_s", "packed_tokens"):
-            del total[number]  # seconds, and how prompts were shared: the layout's own
+        del total["packed_tokens"]  # how prompts were shared: the layout's own
         tallied.append(total | {f"grad_norm/{i}": update.grad_norm for i, update in enumerate(updates)})
     return tallied, torch.cat([weight.detach().flatten() for weight in run.policy.parameters()])
 
