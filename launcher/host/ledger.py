@@ -1,8 +1,9 @@
 """attempts.jsonl: one line per start and end of an attempt."""
 
 import socket
-from typing import Any
+from typing import Any, Dict
 
+from launcher.host.verdict import Verdict
 from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, read_json_lines
 
 LOST = "lost"
@@ -12,6 +13,29 @@ def record(run: RunDir, attempt: int, event: str, at: float, **facts: Any) -> No
     line = {"attempt": attempt, "event": event, "at": at, "host": socket.gethostname()}
     line.update(facts)
     append_json_line(run.attempts_ledger, line)
+
+
+def end(run: RunDir, attempt: int, at: float, verdict: Verdict, **facts: Any) -> None:
+    """The line of an attempt's end. `facts` come on top of the verdict, and count for more.
+
+    `checkpoint` is the newest step that had a checkpoint then: whether an attempt got on shows in the lines alone.
+    """
+    line = {
+        "outcome": verdict.outcome,
+        "step": verdict.step,
+        "error": verdict.error,
+        "rank": verdict.rank,
+        "node": verdict.node,
+        "phase": verdict.phase,
+        "hung": verdict.hung,
+        "checkpoint": newest_checkpoint(run),
+    }  # type: Dict[str, Any]
+    record(run, attempt, "end", at, **dict(line, **facts))
+
+
+def newest_checkpoint(run: RunDir) -> int:
+    """Step of the newest checkpoint, 0 before the first."""
+    return (run.checkpoint_steps() or [0])[0]
 
 
 def close_lost_attempts(run: RunDir, now: float, why: str) -> None:

@@ -34,10 +34,17 @@ class Verdict(NamedTuple):
     step: Optional[int]  # safe on disk (finished, drained), or where it happened
     error: Optional[str]  # one line
     rank: Optional[int]  # whose error it is
+    node: Optional[str] = None  # where that rank was
+    phase: Optional[str] = None  # what it was doing
+    hung: bool = False  # it said nothing any more, and the ranks were ended for it
 
 
 def judge(
-    errors: List[Dict[str, Any]], outcome: Optional[Dict[str, Any]], exits: Dict[int, int], ended_by_us: Optional[str]
+    errors: List[Dict[str, Any]],
+    outcome: Optional[Dict[str, Any]],
+    exits: Dict[int, int],
+    ended_by_us: Optional[str],
+    hang: Optional[Dict[str, Any]] = None,
 ) -> Verdict:
     """
     Args:
@@ -45,7 +52,11 @@ def judge(
         outcome: rank 0's outcome file.
         exits: rank -> exit code of those that ended by themselves, in that order; negative: a signal.
         ended_by_us: why the supervisor ended the ranks, where it did.
+        hang: hang.json: the rank whose silence the ranks were ended for. What they said of it came afterwards.
     """
+    if hang is not None and outcome is None:
+        silent = "silent for {:.0f} s".format(hang["silent_s"])
+        return Verdict(CRASHED, hang.get("step"), silent, hang.get("rank"), hang.get("host"), hang.get("phase"), True)
     reported = {error.get("rank") for error in errors}
     for rank, code in exits.items():
         # The sisters of a rank that was killed write errors about lost connections: it is the cause, not they.
@@ -54,7 +65,8 @@ def judge(
     if errors:
         first = errors[0]
         kind = MISCONFIGURED if first.get("exit_code") == EXIT_CONFIG else CRASHED
-        return Verdict(kind, first.get("step"), str(first.get("error", "no reason given")), first.get("rank"))
+        said = str(first.get("error", "no reason given"))
+        return Verdict(kind, first.get("step"), said, first.get("rank"), first.get("host"), first.get("phase"))
     if outcome is not None and outcome.get("outcome") in (FINISHED, DRAINED):
         return Verdict(outcome["outcome"], outcome.get("step"), None, None)
     for rank, code in exits.items():

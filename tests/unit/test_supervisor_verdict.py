@@ -18,12 +18,12 @@ CODES = st.dictionaries(st.integers(0, 3), st.sampled_from([0, 1, 75, 78, -9, -1
     outcome=st.sampled_from([None, {"outcome": "drained", "step": 3}]),
 )
 def test_an_error_file_outweighs_everything(exits, outcome):
-    assert judge([ERROR], outcome, exits, None) == ("crashed", 7, "boom", 1)
+    assert judge([ERROR], outcome, exits, None)[:4] == ("crashed", 7, "boom", 1)
 
 
 @given(exits=CODES, kind=st.sampled_from(["drained", "finished"]))
 def test_a_recorded_outcome_outweighs_the_exit_codes(exits, kind):
-    assert judge([], {"outcome": kind, "step": 3}, exits, "cleaned up") == (kind, 3, None, None)
+    assert judge([], {"outcome": kind, "step": 3}, exits, "cleaned up")[:4] == (kind, 3, None, None)
 
 
 @given(exits=CODES)
@@ -54,3 +54,20 @@ def test_an_abort_may_be_the_consequence_of_another_ranks_error():
     cause = {"rank": 0, "step": 7, "error": "ValueError: bad", "exit_code": 1}
     verdict = judge([cause], None, {0: 1, 1: -signal.SIGABRT}, None)
     assert (verdict.rank, verdict.error) == (0, "ValueError: bad")
+
+
+HANG = {"rank": 3, "host": "node05", "phase": "generating", "step": 41, "silent_s": 1800.4}
+
+
+def test_a_rank_that_hung_is_blamed_and_not_those_that_were_ended_for_it():
+    verdict = judge([ERROR], None, {1: 1, 2: -9}, "another rank had failed", HANG)
+    assert verdict == ("crashed", 41, "silent for 1800 s", 3, "node05", "generating", True)
+
+
+def test_ranks_that_got_as_far_as_an_outcome_did_not_hang():
+    assert judge([], {"outcome": "finished", "step": 42}, {}, None, HANG).outcome == "finished"
+
+
+def test_an_error_says_where_and_in_what():
+    verdict = judge([ERROR | {"host": "node03", "phase": "training"}], None, {}, None)
+    assert (verdict.node, verdict.phase, verdict.hung) == ("node03", "training", False)
