@@ -7,13 +7,17 @@
 Rows 0..active-1 of the cache are being decoded. A finished row is refilled from the waiting requests; where
 none waits, the last row moves into its place, so a decode step never computes on a dead row.
 All per-token state lives in tensors; Python sees a sequence twice, when it is admitted and when it ends.
+
+A sample that goes on from known tokens is admitted with prompt and tokens as one prefill, and draws its next token by
+the random number that belongs to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -22,8 +26,9 @@ from torch import Tensor
 
 from megatron_rl.config import Inference, Model
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
+from megatron_rl.inference.jobs import Branch, Job, Row
 from megatron_rl.inference.randomness import uniforms
 from megatron_rl.inference.sampling import SamplingRows, sample
 from megatron_rl.training.attention import packed_layout
@@ -32,16 +37,6 @@ from megatron_rl.training.model import Policy
 
 class PromptTooLong(ConfigurationError):
     """The prompt and `max_new_tokens` exceed the longest sequence."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """A request on its way through the engine."""
-
-    request: GenerationRequest
-    done: asyncio.Future[list[Completion]]
-    completions: dict[int, Completion] = field(default_factory=dict)
-    admitted: int = 0
 
 
 class Engine:
@@ -53,6 +48,8 @@ class Engine:
         """max_length: of a prompt and its answer together; by default all positions of the model."""
         self.policy = policy
         self.policy_version = 0
+        self.busy_s = 0.0
+        """Seconds spent generating so far; the rest of a caller's wait is for something else, such as rewards."""
         self.end_token = end_token
         self.config = config
         self.device = next(policy.parameters()).device
@@ -68,8 +65,8 @@ class Engine:
             dtype=next(policy.parameters()).dtype,
             device=self.device,
         )
-        self._waiting: deque[_Job] = deque()
-        self._rows: list[tuple[_Job, int]] = []  # (job, sample) decoded in each active row
+        self._waiting: deque[Branch] = deque()
+        self._rows: list[Row] = []
         self._loop: asyncio.Task[None] | None = None
 
         integers = {"dtype": torch.long, "device": self.device}
@@ -91,49 +88,74 @@ class Engine:
                 f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "
                 f"{request.sampling.max_new_tokens} exceed {self._limit_name} {self.max_length}"
             )
-        job = _Job(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(job)
+        job = Job(request, self.end_token, asyncio.get_running_loop().create_future())
+        self._waiting.extend(job.branches())
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
         return await job.done
 
+    def under_way(self) -> list[UnderWay]:
+        """See `ResumableInference.under_way`."""
+        rows = len(self._rows)
+        counts = self._count[:rows].tolist()
+        longest = max(counts, default=0)
+        tokens = self._tokens[:rows, :longest].tolist()
+        log_probs = self._log_probs[:rows, :longest].tolist()
+        decoded = [
+            UnderWay(row.job.request, row.sample, Beginning(some[:count], theirs[:count], row.policy_version))
+            for row, count, some, theirs in zip(self._rows, counts, tokens, log_probs, strict=True)
+        ]
+        finished = [
+            UnderWay(job.request, sample, Beginning(one.tokens, one.log_probs, one.policy_version))
+            for job in self._jobs()
+            for sample, one in job.completions.items()
+        ]
+        return decoded + finished
+
+    def _jobs(self) -> list[Job]:
+        """Those not answered yet."""
+        jobs = [branch.job for branch in self._waiting] + [row.job for row in self._rows]
+        return list({id(job): job for job in jobs}.values())
+
     async def _run(self) -> None:
         """Decode until nothing waits; agents run between two steps."""
-        while self._waiting or self._rows:
-            await asyncio.sleep(0)
-            try:
+        try:
+            while self._waiting or self._rows:
+                await asyncio.sleep(0)
                 self.step()
-            except BaseException as error:
-                self._fail(error)
-                raise
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: BaseException) -> None:
-        jobs = {id(job): job for job in [*self._waiting, *(job for job, _ in self._rows)]}
+        jobs = self._jobs()
         self._waiting.clear()
         self._rows.clear()
-        for job in jobs.values():
+        for job in jobs:
             if not job.done.done():
                 job.done.set_exception(error)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, then one token for every row."""
+        """One token for every row, then admit what fits."""
+        started = time.perf_counter()
         if self._rows:
             self._decode()
         if self._waiting and len(self._rows) < self.config.max_batch:
             self._admit()
+        self.busy_s += time.perf_counter() - started
 
     # Admission
 
     def _admit(self) -> None:
-        """Fill free rows: prefill waiting prompts once each and sample the first token of every new row."""
+        """Fill free rows: prefill waiting prompts once each and sample the next token of every new row."""
         admitted = self._choose()
-        rows = slice(len(self._rows), len(self._rows) + sum(len(samples) for _, samples in admitted))
-        self._rows.extend((job, sample_index) for job, samples in admitted for sample_index in samples)
-        prompts = [job.request.prompt_tokens for job, _ in admitted]
+        rows = slice(len(self._rows), len(self._rows) + sum(len(branch.samples) for branch in admitted))
+        self._rows.extend(row for branch in admitted for row in branch.rows(self.policy_version))
+        prompts = [branch.tokens for branch in admitted]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ends = lengths.cumsum(0)
-        prompt = torch.repeat_interleave(torch.tensor([len(samples) for _, samples in admitted]))  # [rows]
+        prompt = torch.repeat_interleave(torch.tensor([len(branch.samples) for branch in admitted]))  # [rows]
         length = lengths[prompt]
 
         # Every token of a prompt goes to each of its rows: [copied] places in the packed prompts and in the cache.
@@ -156,30 +178,43 @@ class Engine:
         )
         self._position[rows] = (length - 1).to(self.device)
         self._count[rows] = 0
+        self._set_known(rows, admitted)
         self._set_sampling(rows, admitted)
         self._take(rows, logits.index_select(0, prompt.to(self.device)))
 
-    def _choose(self) -> list[tuple[_Job, range]]:
-        """Waiting requests, and which of their samples, for the free rows."""
-        admitted: list[tuple[_Job, range]] = []
+    def _choose(self) -> list[Branch]:
+        """Waiting samples for the free rows."""
+        admitted: list[Branch] = []
         free, tokens = self.config.max_batch - len(self._rows), 0
         while self._waiting and free and tokens < self.config.prefill_tokens:
-            job = self._waiting[0]
-            samples = range(job.admitted, min(job.request.num_samples, job.admitted + free))
-            admitted.append((job, samples))
-            free -= len(samples)
-            tokens += len(job.request.prompt_tokens)
-            job.admitted = samples.stop
-            if job.admitted == job.request.num_samples:
+            branch = self._waiting[0]
+            chosen = replace(branch, samples=branch.samples[:free])
+            admitted.append(chosen)
+            free -= len(chosen.samples)
+            tokens += len(chosen.tokens)
+            branch.samples = branch.samples[len(chosen.samples) :]
+            if not branch.samples:
                 self._waiting.popleft()
         return admitted
 
-    def _set_sampling(self, rows: slice, admitted: list[tuple[_Job, range]]) -> None:
+    def _set_known(self, rows: slice, admitted: list[Branch]) -> None:
+        """Tokens and log-probs that resumed rows begin with, and where they go on."""
+        row = rows.start
+        for branch in admitted:
+            if branch.known:
+                count = len(branch.known.tokens)
+                self._count[row] = count
+                self._tokens[row, :count] = torch.tensor(branch.known.tokens, device=self.device)
+                self._log_probs[row, :count] = torch.tensor(branch.known.log_probs, device=self.device)
+            row += len(branch.samples)
+
+    def _set_sampling(self, rows: slice, admitted: list[Branch]) -> None:
         """Parameters, limits and random numbers of new rows; neighbours with the same parameters together."""
         first = rows.start
-        for sampling, jobs in groupby(admitted, key=lambda entry: entry[0].request.sampling):
+        for sampling, branches in groupby(admitted, key=lambda branch: branch.job.request.sampling):
             limit = sampling.max_new_tokens
-            keys, sample_indices = zip(*((job.request.key, i) for job, samples in jobs for i in samples), strict=True)
+            of_rows = ((branch.job.request.key, i) for branch in branches for i in branch.samples)
+            keys, sample_indices = zip(*of_rows, strict=True)
             numbers = uniforms(np.array(keys, dtype=np.uint64), sample_indices, limit)
             same = slice(first, first + len(numbers))
             self._limit[same] = limit
@@ -220,17 +255,9 @@ class Engine:
         longest = max(counts)
         tokens = self._tokens[index, :longest].tolist()
         log_probs = self._log_probs[index, :longest].tolist()
-        for row, count, row_tokens, row_log_probs in zip(ended, counts, tokens, log_probs, strict=True):
-            job, sample_index = self._rows[row]
-            answer = row_tokens[:count]
-            job.completions[sample_index] = Completion(
-                tokens=answer,
-                log_probs=row_log_probs[:count],
-                finish_reason="stop" if answer[-1] == self.end_token else "length",
-                policy_version=self.policy_version,
-            )
-            if len(job.completions) == job.request.num_samples and not job.done.done():
-                job.done.set_result([job.completions[i] for i in range(job.request.num_samples)])
+        for place, count, row_tokens, row_log_probs in zip(ended, counts, tokens, log_probs, strict=True):
+            row = self._rows[place]
+            row.job.finish(row.sample, Beginning(row_tokens[:count], row_log_probs[:count], row.policy_version))
         self._close_gaps(ended)
 
     def _close_gaps(self, ended: list[int]) -> None:
