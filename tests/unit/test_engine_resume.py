@@ -77,7 +77,7 @@ def assert_same(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Co
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_an_interrupted_answer_goes_on_to_the_one_it_would_have_been(policy: Policy, name: str, steps: int) -> None:
-    asked = requests(SAMPLINGS[name])
+    asked = requests(SAMPLINGS[name], samples=8)
     undisturbed = answers(engine_of(policy), asked)
     found = interrupted(engine_of(policy, max_batch=6), asked, steps)
     assert found
