@@ -20,6 +20,7 @@ EXIT_INTERRUPTED = 130  # of the command line: Ctrl-C, saved
 
 HEARTBEAT_S = 10.0  # seconds between heartbeats, at most
 HEARTBEAT_LEFT = "left"  # phase of the last heartbeat of a rank that leaves in order
+HEARTBEAT_WAIT = "wait"  # phase of a rank that waits for the others
 SILENCE_VARIABLE = "MRL_SILENCE_S"  # environment of the ranks and of what watches them: job.silence_limit_s
 
 
@@ -183,7 +184,8 @@ class Attempt:
 
     @property
     def nodes(self):
-        """{steps: {step name: [hosts]}, spare: [hosts], bad: {host: reason}}: which node does what."""
+        """{working, steps: {step name: [hosts]}, spare: [hosts], bad: {host: reason}}: which node does what, by the
+        plan for that many working nodes."""
         return self.folder / "nodes.json"
 
     @property
@@ -224,9 +226,13 @@ class Attempt:
         return self.folder / "timeline.jsonl"
 
     def heartbeat(self, rank):
-        """{rank, ranks, host, phase, step, entered, at, written}: when the rank last got on with its work (`at`), with
-        what, and when this was written."""
-        return self.folder / "heartbeats" / "{}.json".format(rank)
+        """{rank, ranks, host, phase, step, entered, at, written, every}: when the rank last got on with its work
+        (`at`), with what, and when this was written."""
+        return self.heartbeats / "{}.json".format(rank)
+
+    @property
+    def heartbeats(self):
+        return self.folder / "heartbeats"
 
     @property
     def hang(self):

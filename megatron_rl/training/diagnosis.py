@@ -34,7 +34,7 @@ LINE_LIMIT = 1000
 TRACE_LINES = 200
 MESSAGE_LIMIT = 4000
 
-_BLAMES_PEER = re.compile(r"timed? ?out|connection (closed|reset|refused|was)|broken pipe|socket", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class BlackBox:
@@ -47,6 +47,7 @@ class BlackBox:
 
     def __init__(self, attempt: Attempt, rank: int, size: int, progress: Progress, role: str = "train") -> None:
         self._attempt, self._rank, self._size, self._progress, self._role = attempt, rank, size, progress, role
+        self._every = heartbeat_period(os.environ.get(SILENCE_VARIABLE))
         self._log = LastLines()
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -77,7 +78,7 @@ class BlackBox:
             "phase": progress.doing,
             "error": summary(error, whole=misconfigured),
             "traceback": "" if misconfigured else trace(error),
-            "blames_peer": blames_peer(error),
+            "waited": waited_in_vain(error),
             "log": self._log.lines,
             "exit_code": exit_code,
             "at": time.time(),
@@ -103,9 +104,8 @@ class BlackBox:
             faulthandler.register(number, file=self._stacks, all_threads=True)
 
     def _beat(self) -> None:
-        every = heartbeat_period(os.environ.get(SILENCE_VARIABLE))
         self._write_heartbeat()
-        while not self._stopped.wait(every):
+        while not self._stopped.wait(self._every):
             self._write_heartbeat()
 
     def _write_heartbeat(self, doing: str | None = None) -> None:
@@ -119,6 +119,7 @@ class BlackBox:
             "entered": progress.entered,
             "at": round(now - (time.monotonic() - progress.last_beat), 3),
             "written": round(now, 3),
+            "every": self._every,
         }
         path = self._attempt.heartbeat(self._rank)
         try:
@@ -175,10 +176,10 @@ def trace(error: BaseException) -> str:
     return "\n".join(cut(line, LINE_LIMIT) for line in lines) + "\n"
 
 
-def blames_peer(error: BaseException) -> bool:
-    """Whether it may be the consequence of another rank's trouble: a collective that timed out or lost a connection.
-    torch and its back ends say so in words only."""
-    return isinstance(error, RuntimeError) and _BLAMES_PEER.search(str(error)) is not None
+def waited_in_vain(error: BaseException) -> bool:
+    """Whether it is a collective that timed out: another rank's fault, then. torch and its back ends say so in words
+    only."""
+    return isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)) is not None
 
 
 def cut(text: str, limit: int) -> str:
