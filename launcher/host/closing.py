@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any, Dict, Optional
 
-from launcher.host import ledger, policy, slurm
+from launcher.host import goodput, ledger, policy, slurm
 from launcher.host.here import Here, ask_to_leave
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, Verdict, in_words, judge
 from megatron_rl.run_dir import EXIT_FINISHED, Attempt, RunDir, read_json, read_json_lines, write_json
@@ -64,6 +64,7 @@ def close(here: Here, options: argparse.Namespace) -> int:
         slurm.patiently(lambda: slurm.requeue(here.job_id))
         if bad:
             slurm.patiently(lambda: slurm.exclude(here.job_id, sorted(bad)))
+    goodput.write(run, now)
     return decision.exit_code
 
 

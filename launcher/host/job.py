@@ -1,6 +1,6 @@
 """What the batch script does around its steps, one subcommand each:
 
-    python3 -m launcher.host.job own | create | open | pythonpath | nodes | watch | drain | close
+    python3 -m launcher.host.job own | create | open | pythonpath | mark | nodes | watch | drain | close
 
 The script exports MRL_RUN_DIR, MRL_CLUSTER and, once `open` has named it, MRL_ATTEMPT. Slurm's own variables say which
 job this is. What goes wrong is one line on stderr and exit code 2.
@@ -10,9 +10,10 @@ import argparse
 import os
 import signal
 import sys
+import time
 from typing import List, Optional
 
-from launcher.host import health, policy, slurm, snapshot
+from launcher.host import goodput, health, policy, slurm, snapshot
 from launcher.host.closing import close, drain
 from launcher.host.here import Here, Refused, ask_to_leave
 from launcher.host.nodes import NotEnoughNodes, assign
@@ -50,11 +51,18 @@ def choose_nodes(here: Here, options: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
+def mark(here: Here, options: argparse.Namespace) -> int:
+    """Note how far the attempt has got."""
+    goodput.mark(here.attempt, options.what, time.time())
+    return EXIT_FINISHED
+
+
 COMMANDS = {
     "own": own,
     "create": create,
     "open": open_attempt,
     "pythonpath": pythonpath,
+    "mark": mark,
     "nodes": choose_nodes,
     "watch": watch,
     "drain": drain,
@@ -79,6 +87,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     one["own"].add_argument("--lock", type=int, required=True, help="descriptor of the file to lock")
     for name in ("recipe", "resolved", "plan", "sources", "script"):
         one["create"].add_argument("--" + name, required=True, help="file that holds it")
+    one["mark"].add_argument("what", choices=["image", "ready"])
     one["nodes"].add_argument("step", nargs="?", help="a step of the plan, or `fit`: all nodes not known to be bad")
     one["nodes"].add_argument("--checked", action="store_true", help="nodes without a good health report are bad")
     one["watch"].set_defaults(interrupt=signal.SIGUSR1)

@@ -84,7 +84,17 @@ def open_attempt(here: Here, options: argparse.Namespace) -> int:
     attempt.logs.mkdir(parents=True, exist_ok=True)
     ledger.point_latest(attempt, here.job_id)
     hosts = slurm.hostnames(here.nodelist)
-    facts = {"job_id": here.job_id, "cluster": here.cluster, "restart": here.restarts, "nodes": hosts}
+    submitted_at = (read_json(run.job) or {}).get("submitted_at", now)
+    facts = {
+        "job_id": here.job_id,
+        "cluster": here.cluster,
+        "restart": here.restarts,
+        "nodes": hosts,
+        "gpus": len(hosts) * int((read_json(run.plan) or {}).get("gpus_per_node", 0)),
+        "submitted_at": submitted_at,
+        # Slurm says so from 23.02 on; somebody's own allocation began before it had anything to do with this run.
+        "held_since": max(submitted_at, float(os.environ.get("SLURM_JOB_START_TIME", now))),
+    }
     ledger.record(run, attempt.number, "start", now, **facts)
     print(attempt.number)
     return EXIT_FINISHED

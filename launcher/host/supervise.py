@@ -15,6 +15,7 @@ import time
 from types import FrameType
 from typing import Any, Dict, List, NamedTuple, Optional
 
+from launcher.host import goodput
 from launcher.host.ledger import close_lost_attempts, point_latest, record
 from launcher.host.lock import RunIsOwned, RunLock
 from launcher.host.processes import RankProcess, start_time
@@ -87,6 +88,7 @@ class Supervisor:
             cause=self.drain["cause"] if self.drain else None,
             seconds=round(now - began, 3),
         )
+        goodput.write(self.run, now)
         return verdict
 
     def _look(self, now: float) -> None:
