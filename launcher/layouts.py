@@ -19,7 +19,7 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What `job` and `placement` say, as numbers."""
+    """What `job` and `placement` say, as numbers, for one count of nodes."""
 
     nodes: int
     gpus_per_node: int
@@ -36,10 +36,10 @@ class Sizes:
     tp_across_nodes: bool
 
     @classmethod
-    def of(cls, job: Job, placement: Placement) -> Sizes:
+    def of(cls, job: Job, placement: Placement, nodes: int) -> Sizes:
         training, inference = placement.training, placement.inference
         return cls(
-            nodes=job.nodes,
+            nodes=nodes,
             gpus_per_node=job.gpus_per_node,
             partitioned=placement.mode == "partitioned",
             tp=training.tp,

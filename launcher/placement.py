@@ -10,13 +10,16 @@ stages are furthest apart.
                   world of its own and a step of its own, so that losing one takes no other along. A replica is whole
                   nodes, or one of several that share a node (`Step.gpu_offset`).
 
-Spare nodes have no ranks: they stand in for others when the job starts.
+Spare nodes have no ranks: they stand in for others when an attempt starts.
+
+Where `job.nodes` is a range, there is a plan for every count of it that gives a layout; an attempt follows the largest
+for which its nodes suffice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from launcher.layouts import LayoutError, Sizes, check
@@ -90,11 +93,16 @@ class Plan:
     sizes: Sizes
     """Parallel sizes, those left out in the recipe included."""
     steps: tuple[Step, ...]
-    ranks: tuple[Rank, ...]
+    smaller: tuple[Plan, ...] = ()
+    """For the lower counts of a range `job.nodes`, those that give a layout, the largest first."""
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        return tuple(_ranks(self.sizes))
 
 
 def place(job: Job, placement: Placement, node_gpus: int | None = None, model: Model | None = None) -> Plan:
-    """Who does what.
+    """Who does what; where `job.nodes` is a range, on the most nodes.
 
     Args:
         node_gpus: GPUs that a node of the cluster has; None where unknown, and for CPU processes.
@@ -103,21 +111,34 @@ def place(job: Job, placement: Placement, node_gpus: int | None = None, model: M
     Raises:
         LayoutError: impossible; says the arithmetic and the nearest layouts that work.
     """
-    sizes = Sizes.of(job, placement)
     limit = node_gpus if job.device == "cuda" else None
-    problems = check(sizes, limit, model)
-    if problems:
-        near = ", or ".join(nearest(sizes, limit, model))
-        raise LayoutError((*problems[:-1], f"{problems[-1]}; nearest that work: {near}"))
+    counts = range(job.most_nodes, job.fewest_nodes - 1, -1)
+    sizes = [Sizes.of(job, placement, nodes) for nodes in counts]
+    problems = {each.nodes: check(each, limit, model) for each in sizes}
+    possible = [each for each in sizes if not problems[each.nodes]]
+    for end in (sizes[0], sizes[-1]):
+        if said := problems[end.nodes]:
+            raise LayoutError((*said[:-1], f"{said[-1]}; {_advice(job, end, possible, limit, model)}"))
+    most, *smaller = (_plan(job, placement, each) for each in possible)
+    return replace(most, smaller=tuple(smaller))
+
+
+def _advice(job: Job, wrong: Sizes, possible: Sequence[Sizes], node_gpus: int | None, model: Model | None) -> str:
+    if possible:
+        counts = ", ".join(str(each.nodes) for each in reversed(possible))
+        return f"job.nodes {job.nodes} has to begin and end with a count that works: {counts}"
+    return "nearest that work: " + ", or ".join(nearest(wrong, node_gpus, model))
+
+
+def _plan(job: Job, placement: Placement, sizes: Sizes) -> Plan:
     partitioned = placement.mode == "partitioned"
     return Plan(
         mode=placement.mode,
-        nodes=job.nodes,
+        nodes=sizes.nodes,
         gpus_per_node=job.gpus_per_node,
         spare_nodes=job.spare_nodes,
         sizes=sizes,
         steps=(_training_step(sizes), *_inference_steps(sizes)) if partitioned else (_training_step(sizes),),
-        ranks=tuple(_ranks(sizes)),
     )
 
 

@@ -70,17 +70,35 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
 
 
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """What plan.json holds and `mrl plan --json` prints. Sizes in bytes; `ranks` has one row a GPU."""
-    sizes = plan.sizes
+    """What plan.json holds and `mrl plan --json` prints. Sizes in bytes; `ranks` has one row a GPU; `alternatives` are
+    the smaller plans of a range `job.nodes`, in what they may differ."""
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
     gpu_bytes = int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
     one = checkpoint_bytes(config, vocab)
     return {
         "mode": plan.mode,
-        "nodes": plan.nodes,
         "gpus_per_node": plan.gpus_per_node,
         "spare_nodes": plan.spare_nodes,
+        **_of_count(config, plan, vocab, gpu_bytes),
+        "alternatives": [_of_count(config, smaller, vocab, gpu_bytes) for smaller in plan.smaller],
+        "model": {"parameters": whole_model(config.model, vocab), "vocabulary": vocab, "assumed": rows is None},
+        "checkpoint": {
+            "bytes": one,
+            "keep": config.save.keep,
+            "bytes_kept": one * config.save.keep,
+            "bytes_while_saving": one * (config.save.keep + 1),
+            "seconds": one / (profile.fs_bandwidth * 1e9) if profile and profile.fs_bandwidth else None,
+        },
+        "ranks": rank_rows(plan),
+    }
+
+
+def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) -> dict[str, Any]:
+    """What follows from the number of nodes."""
+    sizes = plan.sizes
+    return {
+        "nodes": plan.nodes,
         "training": {
             "nodes": sizes.training_nodes,
             "ranks": sizes.training_world,
@@ -99,7 +117,6 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
         },
         "steps": [asdict(step) for step in plan.steps],
         "batch": asdict(batch(config, plan)),
-        "model": {"parameters": whole_model(config.model, vocab), "vocabulary": vocab, "assumed": rows is None},
         "memory": [
             {
                 "role": each.role,
@@ -110,12 +127,4 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
             }
             for each in memory(config, sizes, vocab)
         ],
-        "checkpoint": {
-            "bytes": one,
-            "keep": config.save.keep,
-            "bytes_kept": one * config.save.keep,
-            "bytes_while_saving": one * (config.save.keep + 1),
-            "seconds": one / (profile.fs_bandwidth * 1e9) if profile and profile.fs_bandwidth else None,
-        },
-        "ranks": rank_rows(plan),
     }

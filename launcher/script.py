@@ -20,7 +20,7 @@ from launcher.cluster_profile import Container, Profile
 from launcher.errors import BadInput
 from launcher.placement import Plan, Step
 from launcher.recipe import Recipe, asked_text, dump_resolved
-from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import SILENCE_VARIABLE, RunDir
 from megatron_rl.supported import not_yet
 
 MAX_REPLICA_RESTARTS = 5
@@ -89,11 +89,13 @@ def render(job: Job) -> str:
             prolog=[Shell(command) for command in profile.prolog],
             source=str(job.installed),
             notice=profile.signal_s,
+            backoff=config.job.backoff_s,
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
             image={"reference": reference, "cache": f"{profile.run_root}/cache/images"} if container else None,
             container_name=container and container.name and f"pyxis_{container.name}",
             health=_health(job),
+            outlives_nodes=_outlives_nodes(job),
             replicas=Shell(" ".join(step.name for step in job.plan.steps if step.replica is not None)),
             max_restarts=MAX_REPLICA_RESTARTS,
             steps=list(_steps(job)),
@@ -113,7 +115,7 @@ def header(job: Job) -> list[str]:
         "qos": profile.qos,
         "constraint": profile.constraint,
         "reservation": profile.reservation,
-        "nodes": config.nodes + config.spare_nodes,
+        "nodes": _asked_nodes(job),
         "ntasks-per-node": config.gpus_per_node,
         "gpus-per-node": _gpus(job),
         "time": config.time_limit or profile.time_limit,
@@ -124,9 +126,22 @@ def header(job: Job) -> list[str]:
         "mail-type": profile.mail and ",".join(profile.mail.when),
         "mem": 0,
     }
-    flags = ["--exclusive", "--requeue", *(["--no-kill"] if job.plan.mode == "partitioned" else [])]
+    flags = ["--exclusive", "--requeue", *(["--no-kill"] if _outlives_nodes(job) else [])]
     valued = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return [*valued, *flags, *profile.sbatch]
+
+
+def _asked_nodes(job: Job) -> str:
+    """What --nodes asks for. Spare nodes come on top at both ends of a range, so that with the fewest nodes too there
+    is one to stand in; of more than the fewest, all but the spare ones work."""
+    config = job.recipe.config.job
+    ends = {str(count + config.spare_nodes) for count in (config.fewest_nodes, config.most_nodes)}
+    return "-".join(sorted(ends, key=int))
+
+
+def _outlives_nodes(job: Job) -> bool:
+    """Whether the job can go on, in what is left of its allocation, when a node dies."""
+    return job.plan.mode == "partitioned" or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +156,8 @@ class _Step:
     command: Shell
     nodes: bool = True
     """Whether its nodes are the plan's."""
+    counted: bool = False
+    """Whether their number is known only when the attempt starts."""
 
 
 def _steps(job: Job) -> Iterator[_Step]:
@@ -170,6 +187,7 @@ def _steps(job: Job) -> Iterator[_Step]:
         name=Shell("train"),
         options=[*_geometry(job, train, "train"), *container],
         command=Shell(f"{python} -m megatron_rl.train_rl {run}"),
+        counted=bool(plan.smaller),
     )
     replicas = [step for step in plan.steps if step.replica is not None]
     if replicas:
@@ -189,8 +207,11 @@ def _steps(job: Job) -> Iterator[_Step]:
 def _geometry(job: Job, step: Step, name: str) -> list[Shell]:
     tasks = step.tasks_per_node
     log = f"{name}.%t.log" if name == step.name else "$1.%t.log"
+    count, ranks = str(len(step.nodes)), str(len(step.nodes) * tasks)
+    if job.plan.smaller:
+        count, ranks = '"${#hosts[@]}"', f'"$((${{#hosts[@]}} * {tasks}))"'
     return [
-        Shell(f'--nodes={len(step.nodes)} --nodelist="$nodes" --ntasks={len(step.nodes) * tasks}'),
+        Shell(f'--nodes={count} --nodelist="$nodes" --ntasks={ranks}'),
         Shell(_per_node(job, tasks)),
         Shell(f'--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/{log}"'),
     ]
@@ -251,6 +272,7 @@ def _variables(job: Job) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        SILENCE_VARIABLE: str(config.silence_limit_s),
         "HF_HOME": f"{profile.run_root}/cache/huggingface",
         "HF_HUB_OFFLINE": "1",
         **hidden,
@@ -260,7 +282,7 @@ def _variables(job: Job) -> dict[str, str]:
 
 def _all_reduce(job: Job) -> bool:
     config = job.recipe.config.job
-    return job.profile.health_check and config.device == "cuda" and config.nodes > 1
+    return job.profile.health_check and config.device == "cuda" and config.most_nodes > 1
 
 
 def _health(job: Job) -> dict[str, Any] | None:

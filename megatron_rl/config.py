@@ -6,9 +6,19 @@ classes from `resolved.yaml`, so this module imports neither torch nor megatron-
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -33,6 +43,23 @@ TimeLimit = Annotated[
 """Slurm's --time. A bare number, which YAML reads as an integer, is minutes, as it is for Slurm."""
 
 
+def _count_or_range(value: Any) -> int | str:
+    if type(value) is int and value > 0:
+        return value
+    ends = re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", value) if isinstance(value, str) else None
+    if ends and int(ends[1]) <= int(ends[2]):
+        return ends[0]
+    raise PydanticCustomError("nodes", "neither a number nor a range")
+
+
+Nodes = Annotated[
+    int | str,
+    PlainValidator(_count_or_range),
+    WithJsonSchema({"type": ["integer", "string"], "words": "an integer > 0 or a range such as 4-8"}),
+]
+"""4, or `4-8` as Slurm's --nodes has it."""
+
+
 class Section(BaseModel):
     """A group of recipe keys. Unknown keys are refused, values are never coerced, instances are frozen."""
 
@@ -45,12 +72,13 @@ def is_hub_name(path: str) -> bool:
 
 
 class Job(Section):
-    nodes: PositiveInt = 1
-    """Nodes that work; `spare_nodes` are allocated beside them."""
+    nodes: Nodes = 1
+    """Nodes that work; `spare_nodes` are allocated beside them. A range such as 4-8 takes, at each start, what Slurm
+    gives: data parallelism follows, batches and prompts stay. A run on this machine takes the most."""
     gpus_per_node: PositiveInt = 8
     """Ranks per node: one per GPU, or plain processes where `device` is `cpu`."""
     spare_nodes: NonNegativeInt = 0
-    """Further nodes of the allocation, which stand in for those that fail the health check (Slurm)."""
+    """Further nodes of the allocation, which stand in for those that fail the health check or die (Slurm)."""
     time_limit: TimeLimit | None = None
     """Slurm's --time of one attempt, such as 4:00:00, 1-00:00:00 or minutes; default: the cluster profile's."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -60,10 +88,34 @@ class Job(Section):
     from the machine."""
     collective_timeout_s: PositiveInt = 600
     """Longest wait for the other ranks in one collective, in seconds."""
+    backoff_s: PositiveFloat = 30.0
+    """Seconds before a run that crashed starts again, doubled with every crash without a new checkpoint, up to 15
+    minutes (Slurm). After three of those, or the same error at the same step twice, it waits for `mrl resume`."""
+    silence_limit_s: PositiveInt = 1800
+    """A rank that does not get on for this many seconds hangs, and the attempt ends as a crash that names it. Longer
+    than `collective_timeout_s`, since who waits for another rank is silent too."""
+
+    @model_validator(mode="after")
+    def _silence_outlasts_collectives(self) -> Job:
+        if self.silence_limit_s <= self.collective_timeout_s:
+            raise ValueError(
+                f"silence_limit_s {self.silence_limit_s} must exceed collective_timeout_s {self.collective_timeout_s}: "
+                "a rank that waits for another one is silent for as long"
+            )
+        return self
+
+    @property
+    def fewest_nodes(self) -> int:
+        return int(str(self.nodes).partition("-")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        return int(str(self.nodes).rpartition("-")[2])
 
     @property
     def world_size(self) -> int:
-        return self.nodes * self.gpus_per_node
+        """Ranks of the most nodes. How many there are is the ranks' own affair (training.world)."""
+        return self.most_nodes * self.gpus_per_node
 
 
 class TrainingLayout(Section):
@@ -381,6 +433,21 @@ class Save(Section):
     """Longest time a save may take, in seconds."""
 
 
+class Resume(Section):
+    """What becomes of generated work when a run is interrupted."""
+
+    partial: Literal["keep", "regenerate"] = "keep"
+    """keep: answers go on from the tokens they have, nothing is paid for twice. regenerate: what is not whole is
+    generated again from its own random numbers: bit for bit the same, on the same layout."""
+    newer: Literal["discard", "reuse"] = "discard"
+    """Scored groups that were sampled by weights newer than the checkpoint: generate again, or train on them as they
+    are. With `reuse` set grpo.importance_cap: they are off-policy."""
+    flush_s: PositiveFloat = 60.0
+    """Seconds between writes of what is being generated."""
+    bank_gib: PositiveFloat = 64.0
+    """Size on disk, of all ranks together; beyond it the answers under way that are oldest are not kept."""
+
+
 class Logging(Section):
     samples_every: NonNegativeInt = 10
     """Steps between sample rollouts written as text; 0 writes none."""
@@ -411,6 +478,7 @@ class RunConfig(Section):
     training: Training
     evaluation: Evaluation = Evaluation()
     save: Save = Save()
+    resume: Resume = Resume()
     logging: Logging = Logging()
 
     @property
@@ -420,13 +488,19 @@ class RunConfig(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the training world, rounded down where the sizes do not divide: the placement refuses those."""
+        """Replicas of the training world on the most nodes, rounded down where the sizes do not divide: the placement
+        refuses those."""
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
-        nodes = self.job.nodes - (apart if self.placement.mode == "partitioned" else 0)
+        nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
         return nodes * self.job.gpus_per_node // (layout.tp * layout.pp * layout.cp)
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
+        if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
+            raise ValueError(
+                f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: which nodes "
+                "train and which generate is fixed"
+            )
         if self.grpo.prompts_per_step < self.data_parallel_size:
             raise ValueError(
                 f"grpo.prompts_per_step {self.grpo.prompts_per_step} is smaller than the {self.data_parallel_size} "

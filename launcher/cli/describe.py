@@ -7,11 +7,12 @@ from launcher.script import Job
 
 
 def describe(job: Job) -> str:
-    """`qwen on 8 nodes x 8 GPUs, colocated`."""
+    """`qwen on 8 nodes x 8 GPUs, colocated`; `4-8 nodes` where the number may vary."""
     config = job.recipe.config
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     spare = f" and {job.plan.spare_nodes} spare" if job.plan.spare_nodes else ""
-    return f"{config.name} on {_nodes(job.plan.nodes)}{spare} x {job.plan.gpus_per_node} {kind}, {job.plan.mode}"
+    nodes = f"{config.job.nodes} nodes" if job.plan.smaller else _nodes(job.plan.nodes)
+    return f"{config.name} on {nodes}{spare} x {job.plan.gpus_per_node} {kind}, {job.plan.mode}"
 
 
 def steps_in_words(plan: Plan) -> list[str]:

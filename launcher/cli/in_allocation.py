@@ -39,7 +39,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
         BadInput: there is no allocation, or it is too small.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
-    needed = drafted.job.plan.nodes
+    needed = drafted.job.recipe.config.job.fewest_nodes
     if job_id is None:
         raise BadInput(f"--in-allocation: this shell is in none; get one with: {_salloc(drafted.job)}")
     had = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))

@@ -50,6 +50,9 @@ def show(config: RunConfig, plan: Plan, record: dict[str, Any], cluster: str) ->
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
     console.print(Padding(Text(_legend(plan), style="dim"), (0, 0, 0, MARGIN)))
     console.print()
+    if plan.smaller:
+        console.print(_counts(config, record))
+        console.print()
     console.print(_facts(config, plan, record))
     for memory in record["memory"]:
         console.print()
@@ -117,6 +120,8 @@ def _line(node: int, row: Sequence[Block], cell: int, short: bool, framed: bool)
 def _headline(config: RunConfig, plan: Plan) -> str:
     unit = "GPUs" if config.job.device == "cuda" else "processes"
     nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
+    if plan.smaller:
+        nodes = f"{config.job.nodes} nodes, drawn for {plan.nodes}"
     return f"{plan.mode}, {nodes} x {plan.gpus_per_node} {unit} = {plan.nodes * plan.gpus_per_node} ranks"
 
 
@@ -136,6 +141,26 @@ def _grid() -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(style="dim", justify="right", min_width=MARGIN - 1)
     grid.add_column()
+    return grid
+
+
+def _counts(config: RunConfig, record: dict[str, Any]) -> Table:
+    """What an attempt does with each count of a range of nodes; long ranges are folded."""
+    grid, plans = _grid(), [record, *record["alternatives"]]
+    folded = len(plans) > FOLD
+    for index, plan in enumerate([*plans[:3], plans[-1]] if folded else plans):
+        if folded and index == 3:
+            grid.add_row("...", f"{len(plans) - 4} more counts")
+        ranks, (memory, *_) = plan["training"]["ranks"], plan["memory"]
+        grid.add_row(
+            f"{plan['nodes']} node{'s' * (plan['nodes'] > 1)}",
+            f"dp {plan['training']['dp']}, {ranks} ranks; {_share(plan['batch'])} prompts a replica, "
+            f"{size(memory['bytes'])} a {'GPU' if config.job.device == 'cuda' else 'process'}",
+        )
+    skipped = sorted(set(range(config.job.fewest_nodes, plans[0]["nodes"])) - {plan["nodes"] for plan in plans})
+    if skipped:
+        counts = ", ".join(map(str, skipped[:FOLD])) + ", ..." * (len(skipped) > FOLD)
+        grid.add_row("others", f"with {counts} nodes the next smaller count works, and the rest stands by")
     return grid
 
 
@@ -163,12 +188,10 @@ def _product(sizes: dict[str, int], ranks: int) -> str:
 
 
 def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    fewest, most = batch["prompts_per_replica"]
-    share = f"{most}" if fewest == most else f"{fewest} or {most}"
     yield (
         "a step",
         f"{batch['prompts']:,} prompts x {batch['group_size']} answers = {batch['answers']:,} answers; "
-        f"{share} prompts x {batch['group_size']} a replica",
+        f"{_share(batch)} prompts x {batch['group_size']} a replica",
     )
     passes = f", {config.grpo.iterations} passes over them" if config.grpo.iterations > 1 else ""
     yield (
@@ -181,6 +204,11 @@ def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]
         f"{batch['tokens_per_microbatch']:,} tokens a micro-batch, {batch['sequence_length']:,} the longest sequence: "
         f"at most {batch['microbatches']:,} micro-batches an update",
     )
+
+
+def _share(batch: dict[str, Any]) -> str:
+    fewest, most = batch["prompts_per_replica"]
+    return f"{most}" if fewest == most else f"{fewest} or {most}"
 
 
 def _parameters(model: dict[str, Any]) -> str:
@@ -215,14 +243,17 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
 
 
 def warnings(record: dict[str, Any]) -> Iterator[str]:
-    """Where the memory that is needed comes close to what there is."""
-    for memory in record["memory"]:
+    """Where the memory that is needed comes close to what there is. Fewer nodes share the optimizer's states, so of a
+    range the fewest count."""
+    tightest = [record, *record["alternatives"]][-1]
+    where = f"with {tightest['nodes']} node{'s' * (tightest['nodes'] > 1)} " if record["alternatives"] else ""
+    for memory in tightest["memory"]:
         needed, limit = memory["bytes"], memory["gpu_bytes"]
         if limit and needed > TIGHT * limit:
             verdict = f"and has {size(limit)}" if needed > limit else f"of {size(limit)}, too close for an estimate"
             largest = max(memory["terms"], key=lambda term: term["bytes"])
             yield (
-                f"one {memory['role']} GPU needs about {size(needed)} {verdict}; "
+                f"{where}one {memory['role']} GPU needs about {size(needed)} {verdict}; "
                 f"the largest term is {largest['name']}: {CURES[largest['name']]}"
             )
 

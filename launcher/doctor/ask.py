@@ -15,7 +15,9 @@ class Ask:
     who: str
     """How findings call the run."""
     nodes: int
-    """Spare ones included."""
+    """Without which the job cannot start, spare ones included."""
+    most_nodes: int
+    """That it takes where it can; more than `nodes` where job.nodes is a range."""
     gpus: int
     """Per node; 0: the ranks compute on CPUs."""
     ranks: int
@@ -47,8 +49,10 @@ class Ask:
     @property
     def needed(self) -> str:
         """`8 nodes with 8 GPUs each`, `1 node`."""
-        nodes = count(self.nodes, "node")
-        return f"{nodes} with {count(self.gpus, 'GPU')}{' each' * (self.nodes > 1)}" if self.gpus else nodes
+        nodes = (
+            f"{self.nodes} to {self.most_nodes} nodes" if self.most_nodes > self.nodes else count(self.nodes, "node")
+        )
+        return f"{nodes} with {count(self.gpus, 'GPU')}{' each' * (self.most_nodes > 1)}" if self.gpus else nodes
 
 
 def wish(
@@ -67,12 +71,13 @@ def wish(
     if config is None:
         limit = time_limit_s(profile.time_limit)
         gpus = profile.gpus_per_node
-        return Ask("a run", 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None, "")
-    measured = node_bytes_per_s * config.job.nodes if node_bytes_per_s else None
+        return Ask("a run", 1, 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None, "")
+    measured = node_bytes_per_s * config.job.fewest_nodes if node_bytes_per_s else None
     speed = profile.fs_bandwidth * 1e9 if profile.fs_bandwidth else measured
     return Ask(
         who=config.name,
-        nodes=config.job.nodes + config.job.spare_nodes,
+        nodes=config.job.fewest_nodes + config.job.spare_nodes,
+        most_nodes=config.job.most_nodes + config.job.spare_nodes,
         gpus=0 if config.job.device == "cpu" else config.job.gpus_per_node,
         ranks=config.job.gpus_per_node,
         time_limit_s=time_limit_s(config.job.time_limit or profile.time_limit),
@@ -83,5 +88,7 @@ def wish(
         checkpoint_bytes=checkpoint_bytes,
         kept=config.save.keep + 1,
         write_s=checkpoint_bytes / speed if checkpoint_bytes and speed else None,
-        write_basis="fs_bandwidth" if profile.fs_bandwidth else f"{count(config.job.nodes, 'node')} at this speed",
+        write_basis="fs_bandwidth"
+        if profile.fs_bandwidth
+        else f"{count(config.job.fewest_nodes, 'node')} at this speed",
     )

@@ -16,6 +16,7 @@ class Here:
         self.cluster = environ.get("MRL_CLUSTER", "")
         self.job_id = environ["SLURM_JOB_ID"]
         self.nodelist = environ.get("SLURM_JOB_NODELIST", "")
+        self.given = int(environ.get("MRL_NODES_GIVEN", "0"))  # nodes of the allocation before any died; 0: none has
         self.restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
         self._attempt = environ.get("MRL_ATTEMPT")
 

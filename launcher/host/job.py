@@ -1,6 +1,6 @@
 """What the batch script does around its steps, one subcommand each:
 
-    python3 -m launcher.host.job own | create | open | pythonpath | mark | nodes | watch | drain | close
+    python3 -m launcher.host.job own | create | open | pythonpath | mark | nodes | watch | drain | close | left
 
 The script exports MRL_RUN_DIR, MRL_CLUSTER and, once `open` has named it, MRL_ATTEMPT. Slurm's own variables say which
 job this is. What goes wrong is one line on stderr and exit code 2.
@@ -13,42 +13,14 @@ import sys
 import time
 from typing import List, Optional
 
-from launcher.host import goodput, health, policy, slurm, snapshot
-from launcher.host.closing import close, drain
-from launcher.host.here import Here, Refused, ask_to_leave
-from launcher.host.nodes import NotEnoughNodes, assign
+from launcher.host import goodput, slurm, snapshot
+from launcher.host.choosing import choose_nodes, left
+from launcher.host.closing import close
+from launcher.host.draining import drain
+from launcher.host.here import Here, Refused
 from launcher.host.opening import create, open_attempt, own, pythonpath
 from launcher.host.watching import watch
-from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, EXIT_USAGE, read_json, write_json
-
-
-def choose_nodes(here: Here, options: argparse.Namespace) -> int:
-    """Without a step: judge the health reports and give every step its nodes. With one: print its nodes."""
-    attempt = here.attempt
-    hosts = slurm.hostnames(here.nodelist)
-    if options.step == "fit":
-        bad = (read_json(attempt.nodes) or {"bad": {}})["bad"]
-        print(",".join(host for host in hosts if host not in bad))
-        return EXIT_FINISHED
-    if options.step:
-        print(",".join((read_json(attempt.nodes) or {})["steps"][options.step]))
-        return EXIT_FINISHED
-    reports = health.read_reports(attempt)
-    silent = options.checked and not reports.nodes  # then it is the check that failed, and not all nodes at once
-    bad = health.judge(reports, hosts) if options.checked and not silent else {}
-    for host, why in sorted(bad.items()):
-        print("node {} is not used: {}".format(host, why))
-    try:
-        if silent:
-            raise NotEnoughNodes("no node has answered the health check")
-        assignment = assign(read_json(here.run.plan) or {}, hosts, bad)
-    except NotEnoughNodes as error:
-        write_json(attempt.nodes, {"steps": {}, "spare": [], "bad": bad})
-        ask_to_leave(attempt, policy.BAD_NODES, "the health check", None)
-        print(error, file=sys.stderr)
-        return EXIT_DRAINED
-    write_json(attempt.nodes, dict(assignment._asdict()))
-    return EXIT_FINISHED
+from megatron_rl.run_dir import EXIT_FINISHED, EXIT_USAGE
 
 
 def mark(here: Here, options: argparse.Namespace) -> int:
@@ -67,6 +39,7 @@ COMMANDS = {
     "watch": watch,
     "drain": drain,
     "close": close,
+    "left": left,
 }
 
 
@@ -92,8 +65,9 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     one["nodes"].add_argument("--checked", action="store_true", help="nodes without a good health report are bad")
     one["watch"].set_defaults(interrupt=signal.SIGUSR1)
     one["drain"].add_argument("--signal", required=True)
-    for name in ("drain", "close"):
+    for name in ("watch", "drain", "close"):
         one[name].add_argument("--notice", type=float, required=True, help="seconds of --signal")
+    one["close"].add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
     one["close"].add_argument("--code", help="what the training step ended with; left out: it never began")
     one["close"].add_argument("--unready", help="why it never began")
     one["close"].add_argument("--began", required=True, help="when the attempt began, in unix time")

@@ -79,6 +79,12 @@ def hostnames(nodelist: str) -> List[str]:
     return _run(["scontrol", "show", "hostnames", nodelist]).split()
 
 
+def node_states(hosts: Sequence[str]) -> Dict[str, str]:
+    """Node -> Slurm's word for it: `idle`, `allocated`, `down*`; the star: it does not answer."""
+    told = _run(["sinfo", "--all", "--noheader", "--Node", "--nodes=" + ",".join(hosts), "--format=%N %T"])
+    return dict(line.split() for line in told.splitlines() if line.strip())  # one line for each of its partitions
+
+
 def signal_steps(job_id: str, name: str) -> None:
     """Send a signal to the steps of a job; its batch shell does not get it."""
     _run(["scancel", "--signal={}".format(name), job_id])

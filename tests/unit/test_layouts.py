@@ -176,3 +176,34 @@ def test_every_layout_that_is_named_works(nodes, gpus, training, apart):
                 section = reduce(lambda outer, inner: outer[inner], sections, values)
                 section[name] = yaml.safe_load(value)
             attempt()
+
+
+def test_a_range_has_to_begin_and_end_with_a_count_that_works():
+    placement = Placement(training=TrainingLayout(tp=8, pp=2))
+    with pytest.raises(LayoutError) as caught:
+        place(Job(nodes="3-8"), placement)
+    assert str(caught.value) == (
+        "placement.training.tp 8 x pp 2 x cp 1 = 16 does not divide the 3 x 8 = 24 ranks that train (24 = 1 x 16 + 8); "
+        "job.nodes 3-8 has to begin and end with a count that works: 4, 6, 8"
+    )
+    with pytest.raises(LayoutError, match=r"5 x 8 = 40 ranks that train .*; nearest that work: job.nodes=6 "):
+        place(Job(nodes="4-5"), Placement(training=TrainingLayout(tp=8, pp=3)))
+    assert [plan.nodes for plan in place(Job(nodes="4-8"), placement).smaller] == [6, 4]
+    assert place(Job(nodes=8), placement).smaller == ()
+
+
+@pytest.mark.parametrize("nodes", ["8-4", "0-4", "04-8", "4-", "4..8", "two", True, 0, 2.0])
+def test_what_is_neither_a_number_nor_a_range_of_nodes(nodes):
+    with pytest.raises(BadInput, match=r"job.nodes: expected an integer > 0 or a range such as 4-8, got "):
+        load_recipe("demo", [f"job.nodes={yaml.safe_dump(nodes).split()[0]}"])
+
+
+def test_partitioned_nodes_are_counted():
+    layout = ("placement.mode=partitioned", "placement.inference.nodes=1")
+    with pytest.raises(BadInput, match=r"'job.nodes=4-8': job.nodes 4-8 is a range, and placement.mode partitioned"):
+        load_recipe("qwen2.5-32b-dapo", ["job.nodes=4-8", *layout])
+
+
+def test_every_replica_of_the_most_nodes_needs_a_prompt():
+    with pytest.raises(BadInput, match="prompts_per_step 7 is smaller than the 8 data-parallel replicas"):
+        load_recipe("qwen2.5-32b-dapo", ["job.nodes=4-8", "grpo.prompts_per_step=7", "grpo.global_batch=112"])

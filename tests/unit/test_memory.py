@@ -99,7 +99,7 @@ def memories(config: RunConfig, nodes: int = 8) -> list[Memory]:
     job = config.job.model_copy(update={"nodes": nodes, "gpus_per_node": 8, "device": "cuda"})
     rows = vocabulary(config)
     assert rows is not None
-    return memory(config.model_copy(update={"job": job}), Sizes.of(job, config.placement), rows)
+    return memory(config.model_copy(update={"job": job}), Sizes.of(job, config.placement, job.most_nodes), rows)
 
 
 def test_states_take_18_bytes_a_parameter_of_which_adams_12_are_shared_out():
@@ -168,7 +168,7 @@ def activations(model: Model, layers: int, tokens: int, recompute: str) -> int:
         model=model.model_dump() | {"num_layers": layers},
         training={"steps": 1, "tokens_per_microbatch": tokens, "recompute": recompute},
     )
-    (found,) = memory(config, Sizes.of(config.job, config.placement), 16)
+    (found,) = memory(config, Sizes.of(config.job, config.placement, 1), 16)
     return next(term.bytes for term in found.terms if term.name == "activations")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.nodes import NotEnoughNodes, assign
+from launcher.host.nodes import NotEnoughNodes, assign, is_dead
 
 PARTITIONED = {
     "nodes": 4,
+    "spare_nodes": 1,
+    "alternatives": [],
     "steps": [
         {"name": "train", "nodes": [0, 1]},
         {"name": "infer-0", "nodes": [2]},
@@ -17,6 +21,12 @@ PARTITIONED = {
     ],
 }
 HOSTS = ["n1", "n2", "n3", "n4", "n5"]
+
+
+def colocated(*counts: int, spare: int = 0) -> dict[str, Any]:
+    """plan.json of a range in which these counts work, the largest first."""
+    plans = [{"nodes": count, "steps": [{"name": "train", "nodes": list(range(count))}]} for count in counts]
+    return {**plans[0], "spare_nodes": spare, "alternatives": plans[1:]}
 
 
 def test_steps_get_the_hosts_in_slurms_order():
@@ -40,7 +50,59 @@ def test_too_many_bad_nodes_are_named():
 def test_every_host_is_used_once_is_spare_or_is_bad(needed, data):
     hosts = [f"n{i}" for i in range(needed + data.draw(st.integers(0, 5)))]
     bad = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - needed))
-    plan = {"nodes": needed, "steps": [{"name": "train", "nodes": list(range(needed))}]}
-    assignment = assign(plan, hosts, dict.fromkeys(bad, "bad"))
+    assignment = assign(colocated(needed), hosts, dict.fromkeys(bad, "bad"))
     assert sorted([*assignment.steps["train"], *assignment.spare, *bad]) == sorted(hosts)
     assert assignment.steps["train"] == sorted(assignment.steps["train"], key=hosts.index)
+
+
+RANGE = colocated(8, 6, 4)  # 5 and 7 give no layout
+
+
+@pytest.mark.parametrize(
+    ("there", "bad", "working", "spare"),
+    [
+        (8, 0, 8, 0),
+        (7, 0, 6, 1),
+        (8, 1, 6, 1),
+        (8, 2, 6, 0),
+        (8, 3, 4, 1),
+        (4, 0, 4, 0),
+        (9, 0, 8, 1),  # somebody's own allocation
+    ],
+)
+def test_a_range_takes_the_largest_count_that_works_on_the_fit_nodes(there, bad, working, spare):
+    hosts = [f"n{i}" for i in range(there)]
+    assignment = assign(RANGE, hosts, dict.fromkeys(hosts[:bad], "sick"))
+    assert assignment.working == len(assignment.steps["train"]) == working
+    assert len(assignment.spare) == spare
+
+
+def test_a_range_has_its_least_too():
+    with pytest.raises(NotEnoughNodes, match=r"4 nodes are needed, 3 of 5 are fit"):
+        assign(RANGE, HOSTS, {"n1": "sick", "n2": "sick"})
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "bad", "working"),
+    [
+        (9, 9, 0, 8),
+        (7, 7, 0, 6),  # a spare node stays one however many there are
+        (7, 7, 1, 6),  # and stands in first
+        (7, 7, 2, 5),
+        (7, 6, 0, 6),  # also where Slurm has taken a dead one out of the allocation
+        (5, 5, 0, 4),
+        (4, 4, 0, 4),  # somebody's own allocation, without room for one
+    ],
+)
+def test_spare_nodes_of_a_range_stand_in_before_it_shrinks(given, there, bad, working):
+    hosts = [f"n{i}" for i in range(there)]
+    plan = colocated(8, 7, 6, 5, 4, spare=1)
+    assert assign(plan, hosts, dict.fromkeys(hosts[:bad], "sick"), given).working == working
+
+
+@pytest.mark.parametrize(
+    ("state", "dead"),
+    [("idle", False), ("allocated", False), ("draining", False), ("allocated*", True), ("down", True), ("down*", True)],
+)
+def test_a_dead_node_is_told_by_slurms_word_for_it(state, dead):
+    assert is_dead(state) == dead

@@ -163,6 +163,45 @@ def test_an_impossible_layout_ends_with_2_and_one_clear_error():
     assert mrl_plan(RECIPE, "--cluster", "xyzzy").exit_code == 2
 
 
+def test_a_range_of_nodes_is_drawn_with_the_most_and_told_for_every_count():
+    result = mrl_plan(RECIPE, "--cluster", "h100", "job.nodes=4-8", "placement.training.pp=2")
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert lines[0].endswith("colocated, 4-8 nodes, drawn for 8 x 8 GPUs = 64 ranks")
+    assert [line.partition(";")[0] for line in lines if " dp " in line and "ranks;" in line] == [
+        "8 nodes dp 4, 64 ranks",
+        "6 nodes dp 3, 48 ranks",
+        "4 nodes dp 2, 32 ranks",
+    ]
+    assert "others with 5, 7 nodes the next smaller count works, and the rest stands by" in lines
+
+
+def test_a_long_range_is_folded():
+    lines = mrl_plan(RECIPE, "job.nodes=2-64").output.splitlines()
+    assert [line.split(";")[0].strip() for line in lines if "nodes dp" in line or "more counts" in line] == [
+        "64 nodes dp 64, 512 ranks",
+        "63 nodes dp 63, 504 ranks",
+        "62 nodes dp 62, 496 ranks",
+        "... 59 more counts",
+        "2 nodes dp 2, 16 ranks",
+    ]
+
+
+def test_the_json_has_what_an_attempt_with_fewer_nodes_needs():
+    record = json.loads(mrl_plan(RECIPE, "job.nodes=6-8", "--json").output)
+    assert (record["nodes"], len(record["ranks"])) == (8, 64)
+    seven, six = record["alternatives"]
+    assert (seven["nodes"], seven["training"]["dp"], seven["inference"]["replicas"]) == (7, 7, 7)
+    assert seven["steps"] == [{**record["steps"][0], "nodes": list(range(7))}]
+    assert six["batch"]["prompts_per_replica"] == [10, 11]
+    assert "ranks" not in seven
+
+
+def test_memory_is_warned_about_for_the_fewest_nodes_which_share_the_optimizer_among_fewer():
+    (warning,) = warnings(json.loads(mrl_plan(RECIPE, "--cluster", "h100", "job.nodes=4-8", "--json").output))
+    assert warning.startswith("with 4 nodes one colocated GPU needs about")
+
+
 def test_planning_loads_neither_rich_nor_torch_until_it_draws():
     program = """
 import sys

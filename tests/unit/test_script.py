@@ -162,9 +162,27 @@ def test_the_header_asks_for_what_recipe_and_profile_say():
         "--requeue",
         "--mem=0",
         "--open-mode=append",
+        "--no-kill",
     ):
         assert option in said
-    assert "--no-kill" not in said
+
+
+def test_a_job_whose_every_node_works_ends_with_the_first_that_dies():
+    assert "--no-kill" not in header(a_job("qwen2.5-32b-dapo"))
+
+
+def test_a_range_of_nodes_is_slurms_to_choose_from():
+    assert "--nodes=4-8" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8"))
+    assert "--nodes=5-9" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8", "job.spare_nodes=1"))
+    assert "--nodes=4" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-4"))
+
+
+def test_the_ranks_of_a_range_are_counted_when_they_start():
+    script = render(a_job("qwen2.5-32b-dapo", "job.nodes=4-8"))
+    (geometry,) = re.findall(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", script)
+    ask = f"nodes=n1,n2,n5; IFS=, read -ra hosts <<<$nodes; echo {geometry}"
+    shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout
+    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24\n"
 
 
 def test_processes_on_cpus_ask_for_no_gpus_and_see_none():

@@ -1,0 +1,47 @@
+"""The batch script's host side between the health check and the steps: which node does what."""
+
+import argparse
+import sys
+
+from launcher.host import causes, health, slurm
+from launcher.host.here import Here, ask_to_leave
+from launcher.host.nodes import NotEnoughNodes, assign, is_dead
+from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, read_json, write_json
+
+
+def choose_nodes(here: Here, options: argparse.Namespace) -> int:
+    """Without a step: judge the health reports and give every step its nodes. With one: print its nodes."""
+    attempt = here.attempt
+    hosts = slurm.hostnames(here.nodelist)
+    if options.step == "fit":
+        bad = (read_json(attempt.nodes) or {"bad": {}})["bad"]
+        print(",".join(host for host in hosts if host not in bad))
+        return EXIT_FINISHED
+    if options.step:
+        print(",".join((read_json(attempt.nodes) or {})["steps"][options.step]))
+        return EXIT_FINISHED
+    reports = health.read_reports(attempt)
+    silent = options.checked and not reports.nodes  # then it is the check that failed, and not all nodes at once
+    bad = health.judge(reports, hosts) if options.checked and not silent else {}
+    for host, why in sorted(bad.items()):
+        print("node {} is not used: {}".format(host, why))
+    try:
+        if silent:
+            raise NotEnoughNodes("no node has answered the health check")
+        assignment = assign(read_json(here.run.plan) or {}, hosts, bad, here.given)
+    except NotEnoughNodes as error:
+        write_json(attempt.nodes, {"steps": {}, "spare": [], "bad": bad})
+        ask_to_leave(attempt, causes.BAD_NODES, "the health check", None)
+        print(error, file=sys.stderr)
+        return EXIT_DRAINED
+    write_json(attempt.nodes, dict(assignment._asdict()))
+    return EXIT_FINISHED
+
+
+def left(here: Here, options: argparse.Namespace) -> int:
+    """Print how many nodes are left of the allocation, and their names."""
+    still = slurm.hostnames(slurm.show_job(here.job_id)["NodeList"])  # --no-kill takes out those that Slurm gave up
+    states = slurm.node_states(still)
+    hosts = [host for host in slurm.hostnames(here.nodelist) if not is_dead(states.get(host, "unknown"))]
+    print(len(hosts), ",".join(hosts))
+    return EXIT_FINISHED
