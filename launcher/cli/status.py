@@ -25,6 +25,9 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
     States: new, queued, requeued, running, saving, finished, stopped (saved and left), failed, cancelled, lost (ended
     without a record), unknown (Slurm cannot be asked; never taken for "gone").
     \b
+    Goodput is the share of the GPU time held (not of the queue) that went into generation, rewards, log-probs,
+    training, refit and evaluation of steps that stayed. What had to be repeated, and what nobody can tell, is lost.
+    \b
     Exit codes: 0 told  2 there is no such run  3 Slurm cannot be asked: what the run's own files say is shown
     """
     from launcher.cli.report import lines, report  # not needed to complete a command line

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_helpers import make_run
 
+from launcher.cli.report import lines, report
 from launcher.host import goodput
 from launcher.host.goodput import CATEGORIES, Row, Trace, book
+from launcher.standing import look
 from megatron_rl.metrics import timeline
 from megatron_rl.run_dir import RunDir, append_json_line, read_json, write_json
 
@@ -236,7 +239,7 @@ def test_the_ranks_book_under_the_same_names():
 
 
 def a_run(root: Path) -> RunDir:
-    run = RunDir(root)
+    run = make_run(root / "run")
     attempt = run.attempt(1)
     attempt.folder.mkdir(parents=True)
     for entry in LEDGER[:1]:
@@ -285,3 +288,23 @@ def test_a_table_that_cannot_be_written_stops_nothing(tmp_path, capsys, monkeypa
     monkeypatch.setattr(goodput, "write_json", full)
     goodput.write(run, now=260.0)
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_status_tells_it_in_one_line_and_the_whole_table_as_json(tmp_path):
+    run = a_run(tmp_path)
+    append_json_line(run.attempts_ledger, LEDGER[1])
+    told = report(look(run, None))
+    (said,) = [text for text in lines(told) if text.startswith("  goodput")]
+    assert said.split(None, 1)[1] == (
+        "36% of 15.5 process-minutes: generate 19%, train 12%, reward 2%, log-probs 1%, refit 1%; "
+        "start-up 24%, wait 24%, image 6%, load 4%, lost 3%, save 2%, drain 1%; and 10.0 process-minutes in the queue"
+    )
+    assert told["goodput"]["attempts"][0]["gpus"] == 6
+    assert sum(told["goodput"]["gpu_seconds"].values()) == 600 + told["goodput"]["held_gpu_seconds"]
+
+
+def test_status_says_nothing_of_goodput_where_nothing_was_booked(tmp_path):
+    run = make_run(tmp_path / "run")
+    told = report(look(run, None))
+    assert told["goodput"] is None
+    assert not any("goodput" in text for text in lines(told))
