@@ -19,7 +19,6 @@ times are brought into order, so that nothing is negative and the sums hold.
 import sys
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from launcher.host.ledger import LOST as LOST_ATTEMPT
 from launcher.host.policy import STOPPED
 from launcher.host.verdict import FINISHED
 from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
@@ -217,11 +216,15 @@ def _same_job(line: Line, before: Line) -> bool:
 def _end(start: Line, end: Optional[Line], trace: Trace, next_start: float, goes_on: bool) -> float:
     if goes_on:
         return trace.timeline[-1]["at"] if trace.timeline else next_start
-    if end is not None and end["outcome"] != LOST_ATTEMPT:
+    if end is not None and _its_own(end):
         return end["at"]
-    # It could not write its end: whoever came next did, perhaps days later.
     told = [line["at"] for line in trace.timeline[-1:]] + [trace.image, trace.ready, trace.seen]
     return min(next_start, max([start["at"]] + [at for at in told if at is not None]))
+
+
+def _its_own(end: Line) -> bool:
+    """Whether whoever ran the attempt recorded its end; else whoever came next did, perhaps days later."""
+    return "seconds" in end
 
 
 def _began(trace: Trace) -> Optional[float]:
@@ -247,9 +250,8 @@ def read(run: RunDir, now: float, running: bool = False, queued: bool = False) -
         running, queued: whether its newest attempt goes on, and whether its job waits in the queue.
     """
     ledger = read_json_lines(run.attempts_ledger)
-    unclosed = {line["attempt"] for line in ledger}
-    unclosed -= {line["attempt"] for line in ledger if line["event"] == "end" and line["outcome"] != LOST_ATTEMPT}
-    traces = {line["attempt"]: _trace(run.attempt(line["attempt"]), line["attempt"] in unclosed) for line in ledger}
+    ended = {line["attempt"] for line in ledger if line["event"] == "end" and _its_own(line)}
+    traces = {line["attempt"]: _trace(run.attempt(line["attempt"]), line["attempt"] in ended) for line in ledger}
     job = (read_json(run.job) if queued else None) or {}
     plan = read_json(run.plan) or {}
     waiting = {"job_id": job["job_id"], "submitted_at": job["submitted_at"], "gpus": gpus_asked(plan)} if job else None
@@ -274,10 +276,10 @@ def gpus_asked(plan: Mapping[str, Any]) -> int:
     return int((plan.get("nodes", 0) + plan.get("spare_nodes", 0)) * plan.get("gpus_per_node", 0))
 
 
-def _trace(attempt: Attempt, unclosed: bool) -> Trace:
+def _trace(attempt: Attempt, ended: bool) -> Trace:
     lines = [line for line in read_json_lines(attempt.timeline) if isinstance(line, dict)]
     marks = read_json(attempt.marks) or {}
-    beat = (read_json(attempt.heartbeat(0)) if unclosed else None) or {}
+    beat = (None if ended else read_json(attempt.heartbeat(0))) or {}
     return Trace(
         timeline=[line for line in lines if {"at", "step", "seconds"} <= set(line)],
         image=marks.get("image"),

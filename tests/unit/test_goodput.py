@@ -23,7 +23,9 @@ def start(attempt: int, at: float, **facts: Any) -> dict[str, Any]:
 
 
 def end(attempt: int, at: float, outcome: str) -> dict[str, Any]:
-    return {"event": "end", "attempt": attempt, "at": at, "outcome": outcome}
+    """Recorded by whoever ran the attempt, or by whoever came next and found it lost."""
+    own = {} if outcome == "lost" else {"seconds": 1.0}
+    return {"event": "end", "attempt": attempt, "at": at, "outcome": outcome, **own}
 
 
 def seconds(**named: float) -> dict[str, float]:
@@ -153,6 +155,12 @@ def test_a_killed_batch_script_held_its_gpus_until_the_last_sign_of_life():
     first, second = table_of(*ledger, traces={1: Trace(lines, seen=30.0)}).rows
     assert booked(first) == {"load": 20, "lost": 10}
     assert second.seconds["queue"] == 470
+
+
+def test_an_attempt_whose_node_died_but_not_its_batch_script_held_its_gpus_to_its_end():
+    ledger = [start(1, 0.0, gpus=1), {**end(1, 500.0, "lost"), "seconds": 500.0}]
+    (row,) = table_of(*ledger, traces={1: Trace(seen=30.0)}).rows
+    assert booked(row) == {"lost": 500}
 
 
 def test_a_supervisor_that_was_killed_leaves_a_pause_that_is_nobodys():
