@@ -178,6 +178,11 @@ class Attempt:
         return self.folder / "outcome.json"
 
     @property
+    def requeued(self):
+        """{at, problem}: that what the ledger's line intends was done about the job, or what of it could not be."""
+        return self.folder / "requeued.json"
+
+    @property
     def progress(self):
         """{phase, step, ...}: what rank 0 is doing now, for the live view; replaced, never appended."""
         return self.folder / "progress.json"
@@ -243,6 +248,11 @@ class Attempt:
     def stacks(self, rank, role="train"):
         """Where every thread of a rank was, each time it got SIGQUIT."""
         return self.logs / "{}.{}.stacks".format(role, rank)
+
+    @property
+    def srun(self):
+        """What srun says of the training step itself, such as `node05: task 3: Killed`."""
+        return self.folder / "srun.train"
 
     def log(self, rank, role="train"):
         return self.logs / "{}.{}.log".format(role, rank)

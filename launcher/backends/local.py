@@ -60,7 +60,7 @@ def command(run: RunDir, attempt: Attempt, job: Job, drain_limit_s: float, owner
     supervisor = ["env", *environment, sys.executable, "-m", "launcher.host.supervise"]
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
     supervisor += ["--ranks", str(job.world_size), "--threads", str(job.threads_per_rank), "--device", job.device]
-    supervisor += ["--drain-limit", str(drain_limit_s)]
+    supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
     if owner is not None:
         supervisor += ["--owner", f"{owner}:{start_time(owner)}"]
     return [*supervisor, "--", *RANK_COMMAND]

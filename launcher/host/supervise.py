@@ -15,15 +15,18 @@ import time
 from types import FrameType
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from launcher.host import goodput
+from launcher.host import goodput, ledger
+from launcher.host.evidence import verdict_of
+from launcher.host.heartbeats import Vigil, record_hang
 from launcher.host.ledger import close_lost_attempts, point_latest, record
 from launcher.host.lock import RunIsOwned, RunLock
 from launcher.host.processes import RankProcess, start_time
-from launcher.host.verdict import EXIT_CODES, FINISHED, Verdict, judge
+from launcher.host.verdict import EXIT_CODES, FINISHED, Verdict
 from megatron_rl.run_dir import (
     EXIT_DRAINED,
     EXIT_FINISHED,
     EXIT_USAGE,
+    SILENCE_VARIABLE,
     Attempt,
     RunDir,
     read_json,
@@ -32,6 +35,7 @@ from megatron_rl.run_dir import (
 
 TICK = 0.1  # seconds between looks at ranks, owner and drain file
 REMIND = 2.0  # seconds between SIGUSR1s: a rank that is still importing ignores it, a later one finds its handler
+STACKS_LIMIT = 2.0  # seconds that the ranks of a hang have to write their stacks
 LEAVE_LIMIT = 60.0  # seconds that the other ranks have once the first one left in order
 
 
@@ -57,6 +61,8 @@ class Supervisor:
         self.ultimatum: Optional[Ultimatum] = None
         self.reminded_at = 0.0
         self.terminated = False
+        self.stacks_asked = False
+        self.vigil = Vigil(attempt, options.silence_limit)
 
     def supervise(self) -> Verdict:
         began = time.time()
@@ -72,22 +78,13 @@ class Supervisor:
         finally:
             for process in self.ranks:
                 process.close()
-        errors = [read_json(path) for path in sorted(self.attempt.errors(), key=lambda path: path.stat().st_mtime_ns)]
         ended_by_us = self.ultimatum.reason if self.terminated and self.ultimatum else None
-        verdict = judge(errors, read_json(self.attempt.outcome), self.own_exits, ended_by_us)
+        verdict = verdict_of(self.attempt, self.own_exits, ended_by_us)
         now = time.time()
         if verdict.outcome == FINISHED:
             write_json(self.run.done, {"attempt": self.attempt.number, "step": verdict.step, "at": now})
-        self._record(
-            "end",
-            now,
-            outcome=verdict.outcome,
-            step=verdict.step,
-            error=verdict.error,
-            rank=verdict.rank,
-            cause=self.drain["cause"] if self.drain else None,
-            seconds=round(now - began, 3),
-        )
+        cause = self.drain["cause"] if self.drain else None
+        ledger.end(self.run, self.attempt.number, now, verdict, cause=cause, seconds=round(now - began, 3))
         goodput.write(self.run, now)
         return verdict
 
@@ -100,8 +97,14 @@ class Supervisor:
                 if code in (EXIT_FINISHED, EXIT_DRAINED):
                     self._demand(now + LEAVE_LIMIT, "rank {} left, the others did not follow".format(process.rank))
         if self.attempt.errors() or any(code not in (EXIT_FINISHED, EXIT_DRAINED) for code in self.exits.values()):
+            self._ask_for_stacks()
             self._demand(now + self.options.grace, "another rank had failed")
         self._obey_drain(now)
+        silence = self.vigil.look(now) if self.ultimatum is None else None
+        if silence is not None:
+            record_hang(self.attempt, silence)
+            self._ask_for_stacks()
+            self._demand(now + STACKS_LIMIT, "rank {} was silent".format(silence.rank))
         if self.ultimatum and now >= self.ultimatum.at:
             self._end_ranks(now, self.ultimatum)
 
@@ -116,6 +119,9 @@ class Supervisor:
         request = read_json(self.attempt.drain)
         if request is None:
             return
+        if request["deadline"] is None:  # a rank wrote it: only it had been told
+            request["deadline"] = request["at"] + self.options.drain_limit
+            write_json(self.attempt.drain, request)
         if request != self.drain:
             print("drain: {cause}, asked for by {by}".format(**request))
             self.drain = request
@@ -131,6 +137,12 @@ class Supervisor:
             return None
         pid, _, started = self.options.owner.partition(":")
         return None if start_time(int(pid)) == int(started) else "the mrl-submit that owned it is gone"
+
+    def _ask_for_stacks(self) -> None:
+        """Where each rank is, once: it tells who waits for whom."""
+        if not self.stacks_asked:
+            self.stacks_asked = True
+            self._send(signal.SIGQUIT)
 
     def _demand(self, at: float, reason: str) -> None:
         """The ranks must be gone at this time; the earliest demand counts."""
@@ -160,8 +172,9 @@ class Supervisor:
 
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, drain)
-        # Ranks inherit this, so that a drain cannot kill one that has not installed its handler yet.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        # Ranks inherit this, so that neither a drain nor a question for its stack can kill one that has no handler yet.
+        for signum in (signal.SIGUSR1, signal.SIGQUIT):
+            signal.signal(signum, signal.SIG_IGN)
 
     def _start(self, rank: int) -> RankProcess:
         threads = str(self.options.threads)
@@ -175,6 +188,7 @@ class Supervisor:
             MRL_PARENT_PID=str(os.getpid()),
             GLOO_SOCKET_IFNAME="lo",
             PYTHONUNBUFFERED="1",
+            **{SILENCE_VARIABLE: str(self.options.silence_limit)},
         )
         if self.options.device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
@@ -225,6 +239,9 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     parser.add_argument("--owner", help="PID:START-TICKS of the process whose death drains the run")
     parser.add_argument("--drain-limit", type=float, default=660.0, help="seconds the ranks have to save")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds between failure, SIGTERM and SIGKILL")
+    parser.add_argument(
+        "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
+    )
     parser.add_argument("command", nargs="*", help="rank command, after --; default: python -m megatron_rl.train_rl")
     return parser.parse_args(arguments)
 

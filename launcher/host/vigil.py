@@ -24,8 +24,8 @@ class Silence(NamedTuple):
 
 
 def judge(heartbeats: Sequence[Dict[str, Any]], began: float, now: float, limit: float) -> Optional[Silence]:
-    """The rank that hangs, if one does. A rank that waits for one that gets on does not: collectives have a limit of
-    their own.
+    """The rank that hangs, if one does: its process is stopped, or no rank gets on any more and it is behind. As
+    long as one gets on, the others may well be waiting for it.
 
     Args:
         heartbeats: newest of each rank that has sent one.
@@ -34,21 +34,24 @@ def judge(heartbeats: Sequence[Dict[str, Any]], began: float, now: float, limit:
     """
     present = _present(heartbeats, began)
     mute = [beat for beat in present if now - beat["written"] > limit]
-    culprit = min(mute or present, key=_written if mute else _behind, default=None)
-    if culprit is None or now - culprit["at"] <= limit:
+    if mute:
+        return _silence(min(mute, key=_written), now)
+    if not present or any(now - beat["at"] <= limit for beat in present):
         return None
-    return _silence(culprit, now)
+    return _silence(min(present, key=_behind), now)
 
 
-def accused(heartbeats: Sequence[Dict[str, Any]], accusers: Collection[int], began: float) -> Optional[Silence]:
+def accused(heartbeats: Sequence[Dict[str, Any]], accusers: Collection[int]) -> Optional[Silence]:
     """The rank that these ranks waited for in vain, where it stands out.
 
     Args:
         accusers: ranks whose collective timed out.
     """
-    present = _present(heartbeats, began)
+    if not heartbeats:
+        return None
+    present = _present(heartbeats, began=min(beat["at"] for beat in heartbeats))
     others = [beat for beat in present if beat["rank"] not in accusers]
-    if not heartbeats or not others:
+    if not others:
         return None
     now = max(beat["written"] for beat in heartbeats)
     mute = [beat for beat in others if now - beat["written"] > MISSED * beat["every"]]

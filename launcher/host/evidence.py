@@ -1,0 +1,82 @@
+"""What an attempt left behind, read from its files and judged."""
+
+import re
+import signal
+from typing import Dict, NamedTuple, Optional
+
+from launcher.host.heartbeats import read_heartbeats
+from launcher.host.verdict import CRASHED, Verdict, judge
+from megatron_rl.run_dir import Attempt, read_json
+
+LINE_LIMIT = 300  # characters of a log's last line
+TAIL = 4096  # bytes of a log that are read for it
+SIGNAL_BASE = 128  # a shell reports a process that a signal ended as this plus the signal
+
+# `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
+_TASK = re.compile(r"^srun: error: (\S+): tasks? (\d+)[-,0-9]*: (.*?)(?: \(core dumped\))?$", re.MULTILINE)
+# Lines after which tasks end through no fault of theirs.
+_ENDED_BY_SLURM = re.compile(r"Node failure|Force Terminated|CANCELLED|Job step aborted", re.IGNORECASE)
+_SIGNALS = {
+    "Killed": signal.SIGKILL,
+    "Out Of Memory": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Aborted": signal.SIGABRT,
+    "Floating point exception": signal.SIGFPE,
+}
+
+
+class Death(NamedTuple):
+    """The first rank of a step that ended badly."""
+
+    rank: int
+    host: str
+    code: int  # negative: the signal that ended it
+
+
+def verdict_of(attempt: Attempt, exits: Dict[int, int], ended_by_us: Optional[str] = None) -> Verdict:
+    """How the attempt ended. See verdict.judge."""
+    errors = [read_json(path) for path in sorted(attempt.errors(), key=lambda path: path.stat().st_mtime_ns)]
+    outcome, hang = read_json(attempt.outcome), read_json(attempt.hang)
+    verdict = judge(errors, outcome, exits, ended_by_us, hang, read_heartbeats(attempt))
+    if verdict.outcome != CRASHED or verdict.hung or verdict.rank is None or attempt.error(verdict.rank).exists():
+        return verdict
+    said = last_line(attempt, verdict.rank)  # it may have died before it could do more: of an import, for example
+    return verdict._replace(error="{}; its log ends: {}".format(verdict.error, said)) if said else verdict
+
+
+def first_death(attempt: Attempt) -> Optional[Death]:
+    """By what srun said of the training step: nothing else names a rank that was killed."""
+    try:
+        with open(str(attempt.srun), encoding="utf-8", errors="replace") as file:
+            return parse_death(file.read())
+    except FileNotFoundError:
+        return None
+
+
+def parse_death(text: str) -> Optional[Death]:
+    """Of srun's standard error. None where Slurm itself ended the step, and where it is not said."""
+    found = _TASK.search(text)
+    if found is None or _ENDED_BY_SLURM.search(text[: found.start()]):
+        return None
+    host, rank, how = found.groups()
+    if how in _SIGNALS:
+        return Death(int(rank), host, -int(_SIGNALS[how]))
+    left = re.match(r"Exited with exit code (\d+)$", how)
+    if left is None:
+        return None
+    code = int(left.group(1))
+    return Death(int(rank), host, SIGNAL_BASE - code if code > SIGNAL_BASE else code)
+
+
+def last_line(attempt: Attempt, rank: int) -> str:
+    """The last line with anything in it of a rank's log; empty where there is none."""
+    try:
+        with open(str(attempt.log(rank)), "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    return ([line.strip() for line in lines if line.strip()] or [""])[-1][:LINE_LIMIT]
