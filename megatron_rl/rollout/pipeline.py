@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, 
 from megatron_rl.algorithms.advantages import SIGNAL_STD
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
+from megatron_rl.rollout.bank import Memory, NoBank
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
 from megatron_rl.training.pulse import Pulse
 
@@ -46,6 +48,7 @@ class RolloutDriver:
     ) -> None:
         self.agent = agent
         self.engine = engine
+        self.bank: Memory = NoBank(engine)
         self.config = config
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.group = group
@@ -90,12 +93,22 @@ class RolloutDriver:
 
     def _roll_out(self, ordinals: range) -> list[RolloutGroup]:
         """The groups of these ordinals; none where this rank was asked to leave meanwhile."""
-
-        async def all_groups() -> list[RolloutGroup]:
-            return await asyncio.gather(*(self.agent.group_rollout(self._request(ordinal)) for ordinal in ordinals))
-
         with self.pulse.phase("generate"):
-            return asyncio.run(self.pulse.attend(all_groups())) or []
+            known = self.bank.groups(ordinals, self.stream.problem)
+            began, busy_s = time.perf_counter(), self.engine.busy_s
+            answered = asyncio.run(self.pulse.attend(self._answers([o for o in ordinals if o not in known])))
+            idle_s = time.perf_counter() - began - (self.engine.busy_s - busy_s)
+        self.pulse.timeline.move("generate", "reward", idle_s)
+        return [] if answered is None else sorted([*known.values(), *answered], key=lambda group: group.ordinal)
+
+    async def _answers(self, ordinals: list[int]) -> list[RolloutGroup]:
+        async with self.bank.keeping():
+            return await asyncio.gather(*map(self._answer, ordinals))
+
+    async def _answer(self, ordinal: int) -> RolloutGroup:
+        group = await self.agent.group_rollout(self._request(ordinal))
+        self.bank.put(group)
+        return group
 
     def _request(self, ordinal: int) -> GroupRolloutRequest:
         return GroupRolloutRequest(
@@ -103,8 +116,8 @@ class RolloutDriver:
             problem=self.stream.problem(ordinal),
             group_size=self.config.grpo.group_size,
             sampling=self.config.sampling,
-            key=group_key(self.config.training.seed, ordinal, 0, self.engine.policy_version),
-            inference=self.engine,
+            key=group_key(self.config.training.seed, ordinal, 0, self.bank.version(ordinal)),
+            inference=self.bank.inference(ordinal),
         )
 
     def _with_signal(self, first: int, count: int, groups: list[RolloutGroup]) -> list[bool]:

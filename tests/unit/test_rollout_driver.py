@@ -69,7 +69,7 @@ def collect(
     batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
 
     def drive(rank: int) -> None:
-        engine: Any = SimpleNamespace(policy_version=policy_version)
+        engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
         driver = RolloutDriver(agent, engine, config, rank, CPU, quiet_pulse())  # type: ignore[arg-type]
         ordinal = 0
         for step in range(steps):
@@ -194,7 +194,7 @@ def test_an_agents_error_is_not_swallowed() -> None:
         async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
             raise RuntimeError("no such tool")
 
-    engine: Any = SimpleNamespace(policy_version=0)
+    engine: Any = SimpleNamespace(policy_version=0, busy_s=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "dist", Threads(1))
         driver = RolloutDriver(Broken(), engine, tiny_run(), 0, CPU, quiet_pulse())  # type: ignore[arg-type]

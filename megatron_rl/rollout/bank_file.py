@@ -1,0 +1,263 @@
+"""Files of the durable bank: records one after the other, each with checksums, written behind the generation loop.
+
+    prefix   magic, length of the head, length of the body, CRC-32 of the body, CRC-32 of prefix and head
+    head     JSON: what the record is
+    body     its arrays and text
+
+A file has one writer and only grows, until it is replaced by a compacted one. Whoever reads takes every record that
+is whole: a torn tail ends a file, a damaged record is stepped over by looking for the next one that is good. Bodies
+stay on disk until they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import struct
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"mrlB"
+_PREFIX = struct.Struct("<4sIQII")
+_LONGEST_HEAD = 1 << 26
+_LOOK = 1 << 20
+
+Head = dict[str, Any]
+Record = tuple[Head, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record on disk."""
+
+    path: Path
+    start: int
+    body_start: int
+    body_bytes: int
+    body_crc: int
+    head: Head
+
+    @property
+    def end(self) -> int:
+        return self.body_start + self.body_bytes
+
+    def read(self) -> bytes | None:
+        """The body; None where it is damaged. Raises OSError, FileNotFoundError where the file was replaced."""
+        with self.path.open("rb") as file:
+            file.seek(self.body_start)
+            body = file.read(self.body_bytes)
+        return body if len(body) == self.body_bytes and zlib.crc32(body) == self.body_crc else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    entries: list[Entry]
+    damaged: int
+    """Places that are no record, a torn tail included."""
+
+
+def encode(head: Head, body: bytes) -> bytes:
+    text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
+    prefix = _PREFIX.pack(_MAGIC, len(text), len(body), zlib.crc32(body), 0)[:-4]
+    return b"".join((prefix, struct.pack("<I", zlib.crc32(text, zlib.crc32(prefix))), text, body))
+
+
+def bank_file(folder: Path, attempt: int, driver: int) -> Path:
+    return folder / f"attempt-{attempt:03d}.driver-{driver:05d}.bank"
+
+
+def bank_files(folder: Path) -> list[Path]:
+    """Those of all attempts and drivers, the oldest attempt first."""
+    found = folder.glob("attempt-*.driver-*.bank") if folder.is_dir() else []
+    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+
+
+def scan(path: Path) -> Scan:
+    """All records of a file, without their bodies. Raises OSError."""
+    entries: list[Entry] = []
+    damaged = 0
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        position = 0
+        while position < size:
+            entry = _entry_at(path, file, position, size)
+            if entry is not None:
+                entries.append(entry)
+                position = entry.end
+                continue
+            damaged += 1
+            position = _next_magic(file, position + 1, size)
+            while position < size and _entry_at(path, file, position, size) is None:
+                position = _next_magic(file, position + 1, size)
+    return Scan(entries, damaged)
+
+
+def _entry_at(path: Path, file: BinaryIO, position: int, size: int) -> Entry | None:
+    """The record that begins at `position`; None where none does."""
+    file.seek(position)
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        return None
+    magic, head_bytes, body_bytes, body_crc, head_crc = _PREFIX.unpack(prefix)
+    body_start = position + _PREFIX.size + head_bytes
+    if magic != _MAGIC or head_bytes > _LONGEST_HEAD or body_start + body_bytes > size:
+        return None
+    text = file.read(head_bytes)
+    if zlib.crc32(text, zlib.crc32(prefix[:-4])) != head_crc:
+        return None
+    return Entry(path, position, body_start, body_bytes, body_crc, json.loads(text))
+
+
+def _next_magic(file: BinaryIO, position: int, size: int) -> int:
+    """Where the magic comes next, from `position` on; `size` where it does not."""
+    while position < size:
+        file.seek(position)
+        found = file.read(_LOOK + len(_MAGIC) - 1).find(_MAGIC)
+        if found >= 0:
+            return position + found
+        position += _LOOK
+    return size
+
+
+class BankFile:
+    """The one file that this driver writes in this attempt, by a thread of its own.
+
+    A disk that is full or fails costs a warning and what was to be written, never the run; the next `compact` tries
+    again.
+    """
+
+    def __init__(self, path: Path, limit: int, shrink: Callable[[Sequence[Entry], int], list[Entry]]) -> None:
+        """
+        Args:
+            limit: bytes the file may have.
+            shrink: which records of a file that would exceed them stay, given the bytes they may have.
+        """
+        self.path = path
+        self._limit = limit
+        self._shrink = shrink
+        self._entries: list[Entry] = []
+        self._size = 0
+        self._failed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bank")
+        self._last: Future[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self._last is None or self._last.done()
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write and fsync these records, behind the caller."""
+        self._submit(self._append, records)
+
+    def compact(
+        self, live: Callable[[Sequence[Entry]], list[Entry]], folded: Sequence[Entry], superseded: Iterable[Path]
+    ) -> None:
+        """Keep of the own records those that `live` returns, add `folded` ones of other files, then delete the
+        `superseded` files, behind the caller."""
+        self._submit(self._compact, live, list(folded), list(superseded))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all that was asked for is done within `timeout_s`."""
+        try:
+            if self._last is not None:
+                self._last.result(timeout_s)
+        except NotYet:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._last = self._thread.submit(self._guarded, work, *arguments)
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.warning(
+                    "%s cannot be written (%s): the run goes on, but what it generates from now on would be generated "
+                    "again after a restart",
+                    self.path,
+                    error,
+                )
+            self._failed = True
+
+    def _append(self, records: Sequence[Record]) -> None:
+        if self._failed:
+            raise OSError("an earlier write failed")
+        frames = [encode(head, body) for head, body in records]
+        needed = sum(map(len, frames))
+        if self._size + needed > self._limit:
+            self._replace(self._shrink(self._entries, max(0, self._limit - needed)))
+        if self._size + needed > self._limit:
+            raise OSError(f"resume.bank_gib is used up: {self._size} of {self._limit} bytes are of finished work")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            # A write that failed may have left the beginning of a record.
+            file.truncate(self._size)
+            for frame in frames:
+                file.write(frame)
+            file.flush()
+            os.fsync(file.fileno())
+        position = self._size
+        for (head, body), frame in zip(records, frames, strict=True):
+            body_start = position + len(frame) - len(body)
+            self._entries.append(Entry(self.path, position, body_start, len(body), zlib.crc32(body), head))
+            position += len(frame)
+        self._size = position
+
+    def _compact(
+        self, live: Callable[[Sequence[Entry]], list[Entry]], folded: list[Entry], superseded: list[Path]
+    ) -> None:
+        kept = live([*folded, *self._entries])
+        if len(kept) < len(self._entries) or folded:
+            self._replace(self._shrink(kept, self._limit))
+        for path in superseded:
+            path.unlink(missing_ok=True)
+
+    def _replace(self, kept: Sequence[Entry]) -> None:
+        """Replace the file by one of these records; one that cannot be read is left out."""
+        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        written: list[Entry] = []
+        position = 0
+        try:
+            with temporary.open("wb") as target:
+                for entry in kept:
+                    frame = _frame(entry)
+                    if frame is None:
+                        continue
+                    target.write(frame)
+                    body_start = position + entry.body_start - entry.start
+                    written.append(Entry(self.path, position, body_start, entry.body_bytes, entry.body_crc, entry.head))
+                    position += len(frame)
+                target.flush()
+                os.fsync(target.fileno())
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._entries, self._size = written, position
+
+
+def _frame(entry: Entry) -> bytes | None:
+    """The whole record as it stands on disk; None where it cannot be read."""
+    with suppress(OSError), entry.path.open("rb") as file:
+        file.seek(entry.start)
+        frame = file.read(entry.end - entry.start)
+        if len(frame) == entry.end - entry.start:
+            return frame
+    return None
