@@ -7,7 +7,7 @@ import time
 
 from launcher.backends.slurm_call import SlurmSilent, call
 from launcher.errors import BadInput
-from launcher.host import policy, slurm
+from launcher.host import causes, slurm
 from launcher.standing import Standing, resolved_values
 from megatron_rl.run_dir import read_json, read_json_lines, write_json
 
@@ -29,19 +29,19 @@ def cancel(standing: Standing, drain: bool) -> str:
     job = standing.job
     if job is None:
         limit = _save_limit_s(standing) if drain else 0.0
-        _ask_to_leave(standing, policy.CANCELLED, limit)
+        _ask_to_leave(standing, causes.CANCELLED, limit)
         return f"saving, then leaving, within {limit:.0f} s" if drain else "killed"
     begun = _has_open_attempt(standing)
     if drain and begun:
-        _ask_to_leave(standing, policy.CANCELLED, None)
+        _ask_to_leave(standing, causes.CANCELLED, None)
         return f"job {job.job_id} was asked to save and to leave; it will not be requeued{_signal(job.job_id)}"
     if not job.batch:
         if not begun:
             raise Failed(f"{standing.name}: job {job.job_id} is an allocation that somebody works in; it stays")
-        _ask_to_leave(standing, policy.CANCELLED, 0.0)
+        _ask_to_leave(standing, causes.CANCELLED, 0.0)
         return f"its ranks are ended; the allocation, job {job.job_id}, stays"
     if begun:  # or a drain that is under way for another cause would bring the job back
-        _ask_to_leave(standing, policy.CANCELLED, None)
+        _ask_to_leave(standing, causes.CANCELLED, None)
     _scancel(job.job_id)
     return f"job {job.job_id} is cancelled" + (", it had nothing to save" if drain else "")
 
@@ -62,7 +62,7 @@ def requeue(standing: Standing, now: bool) -> str:
     if job.kind != "running":
         raise Failed(f"{standing.name}: is {standing.state}; mrl resume {standing.name} submits it again")
     request = read_json(standing.run.attempt(standing.attempt).drain)
-    if request and request["cause"] == policy.CANCELLED and not now:
+    if request and request["cause"] == causes.CANCELLED and not now:
         raise Failed(f"{standing.name}: is being cancelled; mrl resume {standing.name} once it has ended")
     if now or not _has_open_attempt(standing):
         try:
@@ -70,7 +70,7 @@ def requeue(standing: Standing, now: bool) -> str:
         except slurm.SlurmRefused as error:
             raise Failed(f"{standing.name}: {error}") from error
         return f"job {job.job_id} is requeued; it goes on from its newest checkpoint"
-    _ask_to_leave(standing, policy.REQUEUE, None)
+    _ask_to_leave(standing, causes.REQUEUE, None)
     return f"job {job.job_id} was asked to save; then it is requeued{_signal(job.job_id)}"
 
 

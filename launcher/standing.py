@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,10 +11,11 @@ import yaml
 
 from launcher.backends.slurm_reasons import wait_of
 from launcher.backends.slurm_state import JobState, read_recorded
-from launcher.host.ledger import LOST
+from launcher.host.causes import CLOCK
 from launcher.host.lock import owner_of
-from launcher.host.policy import CLOCK, STOPPED
-from launcher.host.verdict import DRAINED
+from launcher.host.policy import BY_US, STARTS_AGAIN, STOPPED, SUCCESSOR
+from launcher.host.verdict import DRAINED, LOST
+from launcher.host.words import in_words
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines
 
 State = Literal[
@@ -90,17 +92,18 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
     if job is None:
         if owner_of(run.lock) is not None:
             return _running(run)
-        return _ended(last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
+        return _ended(run, last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
     if has_left(job, last):
-        return _ended(last, "failed", "")
+        return _ended(run, last, "failed", "")
     if job.kind == "unknown":
         return "unknown", f"Slurm cannot be asked about job {job.job_id}: {job.reason}", ""
     if job.kind == "pending":
         wait = wait_of(job)
-        state: State = "requeued" if job.restarts else "queued"
+        again = last is not None and last["event"] == "end" and last.get("then") == SUCCESSOR
+        state: State = "requeued" if job.restarts or again else "queued"
         if wait.stuck:
             return state, f"it will not start: {wait.what}", ""
-        return state, _sentence(last) if last and last["event"] == "end" else "", wait.what
+        return state, in_words(last, time.time()) if last and last["event"] == "end" else "", wait.what
     if job.kind == "running":
         if job.word == "CONFIGURING":
             return "running", "", "its nodes to boot"
@@ -111,12 +114,12 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
         last = None  # of an earlier job: this one left no record
     if job.word == "CANCELLED" and (last is None or last["event"] == "start"):
         return "cancelled", f"job {job.job_id} was cancelled", ""
-    return _ended(last, "lost" if job.kind == "gone" else "failed", _end_in_words(job))
+    return _ended(run, last, "lost" if job.kind == "gone" else "failed", _end_in_words(job))
 
 
 def has_left(job: JobState, last: dict[str, Any] | None) -> bool:
     """Whether the run has ended within a job that goes on, or may do so for all we know: an allocation that somebody
-    works in, or a job that is about to end. What was drained in a batch job may be about to begin again instead.
+    works in, or a job that is about to end. One whose ledger says that it starts again is about to do that instead.
 
     Args:
         last: the newest line of the run's ledger.
@@ -126,7 +129,7 @@ def has_left(job: JobState, last: dict[str, Any] | None) -> bool:
     if job.kind not in ("running", "unknown"):
         return False
     began_again = job.started_at is not None and last["at"] < job.started_at - CLOCK
-    return not began_again and not (job.batch and last["outcome"] == DRAINED)
+    return not began_again and not (job.batch and last.get("then") in STARTS_AGAIN)
 
 
 def _running(run: RunDir) -> tuple[State, str, str]:
@@ -136,24 +139,18 @@ def _running(run: RunDir) -> tuple[State, str, str]:
     return "saving", str(request["cause"]), "the ranks to save and leave"
 
 
-def _ended(last: dict[str, Any] | None, state: State, reason: str) -> tuple[State, str, str]:
+def _ended(run: RunDir, last: dict[str, Any] | None, state: State, reason: str) -> tuple[State, str, str]:
     """By the ledger's last line; by `state` and `reason` where the end of the attempt is not in it."""
     if last is None or last["event"] == "start":
         return state, reason, ""
+    said = in_words({**last, "not_before": None}, time.time())
+    if last.get("then") in (BY_US, SUCCESSOR):  # and yet the job has ended
+        done = read_json(run.attempt(last["attempt"]).requeued)
+        said += f"; it did not come back: {(done and done['problem']) or 'its script was killed, or its job cancelled'}"
     outcome = last["outcome"]
     if outcome in (STOPPED, DRAINED):
-        return "stopped", _sentence(last), ""
-    return "lost" if outcome == LOST else "failed", _sentence(last), ""
-
-
-def _sentence(last: dict[str, Any]) -> str:
-    """What the end of an attempt was: `saved after step 40 (preempted)`."""
-    cause = f" ({last['cause']})" if last.get("cause") else ""
-    if last["outcome"] in (STOPPED, DRAINED):
-        saved = f"saved after step {last['step']}" if last.get("step") else "left without a new checkpoint"
-        return f"{saved}{cause}"
-    rank = f"rank {last['rank']}: " if last.get("rank") is not None else ""
-    return f"{rank}{last.get('error') or last['outcome']}{cause}"
+        return "stopped", said, ""
+    return "lost" if outcome == LOST else "failed", said, ""
 
 
 def _end_in_words(job: JobState) -> str:

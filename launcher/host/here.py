@@ -17,6 +17,7 @@ class Here:
         self.job_id = environ["SLURM_JOB_ID"]
         self.nodelist = environ.get("SLURM_JOB_NODELIST", "")
         self.given = int(environ.get("MRL_NODES_GIVEN", "0"))  # nodes of the allocation before any died; 0: none has
+        self.succeeds = environ.get("MRL_SUCCEEDS")  # the job that submitted this one in its place
         self.restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
         self._attempt = environ.get("MRL_ATTEMPT")
 
@@ -25,7 +26,13 @@ class Here:
         return self.run.attempt(int(self._attempt or 0))
 
 
-def ask_to_leave(attempt: Attempt, cause: str, by: str, deadline: Optional[float]) -> None:
-    """Write the drain file. The first cause is the cause: what follows, follows from it."""
+def ask_to_leave(attempt: Attempt, cause: str, by: str, deadline: Optional[float], end: Optional[float] = None) -> None:
+    """Write the drain file. The first cause is the cause: what follows, follows from it.
+
+    Args:
+        deadline: unix time by which the ranks must be gone.
+        end: the end of the job that Slurm had on record.
+    """
     if not attempt.drain.exists():
-        write_json(attempt.drain, {"cause": cause, "by": by, "at": time.time(), "deadline": deadline})
+        request = {"cause": cause, "by": by, "at": time.time(), "deadline": deadline, "end": end}
+        write_json(attempt.drain, request)

@@ -3,10 +3,8 @@
 import socket
 from typing import Any, Dict
 
-from launcher.host.verdict import Verdict
+from launcher.host.verdict import LOST, Verdict
 from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, read_json_lines
-
-LOST = "lost"
 
 
 def record(run: RunDir, attempt: int, event: str, at: float, **facts: Any) -> None:
@@ -20,7 +18,7 @@ def end(run: RunDir, attempt: int, at: float, verdict: Verdict, **facts: Any) ->
 
     `checkpoint` is the newest step that had a checkpoint then: whether an attempt got on shows in the lines alone.
     """
-    line = {
+    line: Dict[str, Any] = {
         "outcome": verdict.outcome,
         "step": verdict.step,
         "error": verdict.error,
@@ -29,7 +27,7 @@ def end(run: RunDir, attempt: int, at: float, verdict: Verdict, **facts: Any) ->
         "phase": verdict.phase,
         "hung": verdict.hung,
         "checkpoint": newest_checkpoint(run),
-    }  # type: Dict[str, Any]
+    }
     record(run, attempt, "end", at, **dict(line, **facts))
 
 

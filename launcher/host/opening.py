@@ -6,21 +6,24 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any, Dict
 
-from launcher.host import index, ledger, slurm, snapshot
+from launcher.host import ledger, slurm, snapshot
+from launcher.host.concluding import conclude_lost
 from launcher.host.here import Here, Refused
-from launcher.host.policy import STOPPED
+from launcher.host.policy import HELD, OVER
+from launcher.host.returning import bring_back, is_too_early, write_owner
+from launcher.host.words import in_words
 from megatron_rl.run_dir import (
     EXIT_FINISHED,
     RunDir,
     read_json,
     read_json_lines,
     write_atomic,
-    write_json,
 )
 
 EXIT_NOTHING_TO_DO = 3  # between this and the batch script
@@ -36,28 +39,48 @@ def own(here: Here, options: argparse.Namespace) -> int:
     if run.done.exists():
         print("{}: finished already, nothing to do".format(run.root))
         return EXIT_NOTHING_TO_DO
-    ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
-    if here.restarts and ends and ends[-1].get("job_id") == here.job_id and ends[-1]["outcome"] == STOPPED:
-        print("{}: was stopped on request; mrl resume goes on with it".format(run.root))
-        return EXIT_NOTHING_TO_DO
     _refuse_foreign(run)
     owner = read_json(run.job)
-    if owner is not None and owner["job_id"] == here.job_id:
-        return EXIT_FINISHED
-    if owner is not None and not _has_ended(owner):
-        raise Refused("{}: belongs to job {}, which is not known to have ended".format(run.root, owner["job_id"]))
-    write_json(
-        run.job,
-        {
-            "job_id": here.job_id,
-            "cluster": here.cluster,
-            "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-            "submitted_at": time.time(),
-            "by": os.environ.get("USER", ""),
-        },
-    )
-    index.note(run, here.cluster, here.job_id)  # submitted by plain sbatch: mrl-submit does both itself
+    mine = owner is not None and owner["job_id"] == here.job_id
+    if owner is not None and not mine:
+        if here.succeeds is not None and owner["job_id"] != here.succeeds:
+            print("{}: belongs to job {} by now, nothing to do".format(run.root, owner["job_id"]))
+            return EXIT_NOTHING_TO_DO
+        if not _has_ended(owner):
+            raise Refused("{}: belongs to job {}, which is not known to have ended".format(run.root, owner["job_id"]))
+    if _settle(here):
+        return EXIT_NOTHING_TO_DO
+    if not mine:
+        write_owner(here, here.job_id)  # submitted by plain sbatch: mrl-submit does it itself
     return EXIT_FINISHED
+
+
+def _settle(here: Here) -> bool:
+    """Conclude what an earlier start of the run could not, and do what is left to be done of it; whether this start has
+    nothing to do. Raises Refused where somebody has to look at the run first."""
+    run = here.run
+    conclude_lost(run, time.time(), here.restarts, here.job_id)
+    if run.done.exists():
+        print("{}: had finished, nothing to do".format(run.root))
+        return True
+    lines = read_json_lines(run.attempts_ledger)
+    if not lines or lines[-1]["event"] != "end" or here.job_id != lines[-1].get("job_id"):
+        return False  # a new job is somebody's wish to go on
+    end = lines[-1]
+    began = [line for line in lines if line["event"] == "start" and line["attempt"] == end["attempt"]]
+    if not began or here.restarts <= began[-1].get("restart", 0):
+        return False  # the same allocation once more
+    if end.get("then") == HELD:
+        raise Refused("{}: {}; mrl resume goes on with it".format(run.root, in_words(end, time.time())))
+    if end.get("then") == OVER:
+        print("{}: was stopped on request; mrl resume goes on with it".format(run.root))
+        return True
+    attempt = run.attempt(end["attempt"])
+    if is_too_early(here, attempt, end):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the requeue itself
+        bring_back(here, attempt, end)
+        return True
+    return False
 
 
 def create(here: Here, options: argparse.Namespace) -> int:
@@ -78,7 +101,6 @@ def create(here: Here, options: argparse.Namespace) -> int:
 def open_attempt(here: Here, options: argparse.Namespace) -> int:
     """Begin an attempt and print its number."""
     run, now = here.run, time.time()
-    ledger.close_lost_attempts(run, now, "its batch script was killed: its node died, or it did not leave in time")
     attempt = run.attempt(run.last_attempt() + 1)
     attempt.folder.mkdir(parents=True)
     attempt.logs.mkdir(parents=True, exist_ok=True)
@@ -113,8 +135,9 @@ def pythonpath(here: Here, options: argparse.Namespace) -> int:
 def _lock(here: Here, descriptor: int) -> None:
     """Lock the open file that the batch script holds, so that the lock ends with the script and all it started."""
     owner = (read_json(here.run.job) or {}).get("job_id", "another one")
-    # What this very job left behind when it was requeued may take a moment to go.
-    give_up = time.monotonic() + (LEFTOVERS if owner == here.job_id and here.restarts else 0.0)
+    # What this very job left behind when it was requeued, or the one before it, may take a moment to go.
+    expected = here.succeeds is not None or (owner == here.job_id and here.restarts)
+    give_up = time.monotonic() + (LEFTOVERS if expected else 0.0)
     try:
         while True:
             try:

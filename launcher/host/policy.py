@@ -1,118 +1,160 @@
-"""Pure: why an attempt was asked to leave, and what becomes of the job when it has ended."""
+"""Pure: what becomes of the job when an attempt has ended, by the ledger of the run and what is known of this end.
+
+    finished                         DONE; nothing starts again
+    configuration error              never started again: it would end the same way
+    asked to stop by the user        not started again, whatever else went on; mrl resume goes on
+    preempted, requeue, signal       started again; uses up nothing
+    node failure                     started again, without the dead nodes; uses up nothing
+    time limit, bad nodes            started again, until several in a row have come to nothing: held
+    crash, hang, end without a word  started again after a while, which doubles; held after the same error at the same
+                                     step twice, or three without a new checkpoint
+
+Held: the job ends as failed, and waits for somebody to look and to `mrl resume`.
+"""
 
 import re
-import time
-from typing import Any, Dict, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from launcher.host.verdict import CRASHED, DRAINED, FINISHED, MISCONFIGURED, Verdict
+from launcher.host.causes import BAD_NODES, CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
+from launcher.host.verdict import CRASHED, FINISHED, LOST, MISCONFIGURED, Verdict
 from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
 
-# Causes of a drain
-CANCELLED = "cancelled"
-REQUEUE = "requeue"
-PREEMPTED = "preempted"
-TIME_LIMIT = "time limit"
-SIGNALLED = "signal"  # by somebody, and Slurm's record does not say why
-BAD_NODES = "bad nodes"
+STOPPED = "stopped"  # outcome of a drain that somebody wanted
 
-STOPPED = "stopped"  # outcome of a drain that somebody wanted: never requeued
+# What is done about the job: `then` of an end in the ledger
+BY_US = "requeue"  # scontrol requeue
+BY_SLURM = "slurm"  # it requeues the job by itself, or has
+SUCCESSOR = "successor"  # the job cannot be requeued: another one is submitted
+HELD = "held"  # nobody starts it again before somebody has looked
+OVER = "over"  # nothing, and nothing is amiss with that
+STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR)
 
 # Attempts in a row with nothing to show, after which somebody should look. Preemptions do not count: nobody made a
 # mistake, and they end.
 IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3}
-
-EARLY = 90.0  # seconds: Slurm may send the signal of --signal up to a minute early
-CLOCK = 5.0  # seconds by which times of one record may differ
+CRASHES = 3  # without a new checkpoint
+LONGEST_BACKOFF = 900.0  # seconds
 REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
 
 
-class Cause(NamedTuple):
-    """What Slurm's record says about a signal."""
+class Facts(NamedTuple):
+    """What is known when an attempt has ended, beside its own files."""
 
-    cause: str
-    deadline: Optional[float]  # unix time at which the job will be gone
+    checkpoint: int = 0  # step of the newest, 0: none
+    batch: bool = True  # a batch job, and not an allocation that somebody works in
+    requeueable: bool = True
+    returning: bool = False  # Slurm has it back in its queue already
+    slurm: Sequence[int] = ()  # version; empty: not known
+    preemption_cancels: bool = False
+    bad: Sequence[str] = ()  # nodes that failed the health check
+    dead: Sequence[str] = ()  # nodes that Slurm has lost
+    backoff_s: float = 30.0  # after the first crash
 
 
 class Decision(NamedTuple):
     outcome: str  # for the ledger
-    requeue: bool  # by us, with scontrol
+    cause: Optional[str]
+    then: str
     exit_code: int
-    message: str
-
-
-def cause_of(
-    job: Dict[str, str], now: float, notice: float, restarts: int = 0, deadline: Optional[float] = None
-) -> Cause:
-    """Why Slurm signals a job, as its record has it.
-
-    Args:
-        job: fields of `scontrol show job`.
-        notice: seconds before the time limit at which the job wants to be told (`--signal`).
-        restarts: how often the job had been requeued when this attempt began.
-        deadline: the end that Slurm had set when it was asked before.
-    """
-    start, end, limit = _time(job.get("StartTime")), _time(job.get("EndTime")), _seconds(job.get("TimeLimit"))
-    state = job.get("JobState")
-    if state == "PENDING" or int(job.get("Restarts", "0")) > restarts:
-        return Cause(REQUEUE, end)  # somebody's `scontrol requeue`
-    # scancel moves the end of a job to now, and its state may already say no more than COMPLETING.
-    over = end is not None and end <= now
-    if state == "CANCELLED" or (over and end is not None and deadline is not None and end < deadline - CLOCK):
-        return Cause(CANCELLED, end)
-    if state == "PREEMPTED" or _time(job.get("PreemptTime")) is not None:
-        return Cause(PREEMPTED, end)
-    if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK:
-        return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY else Cause(SIGNALLED, end)
-    return Cause(CANCELLED if over else SIGNALLED, end)
+    message: str  # why it is held, or what somebody can do; empty where there is nothing to add
+    delay_s: float = 0.0
+    exclude: Tuple[str, ...] = ()  # nodes that the job should not get again
+    crashes: int = 0  # how many there were without a new checkpoint, this one included
 
 
 def decide(
-    verdict: Verdict,
-    drain: Optional[Dict[str, Any]],
-    may_requeue: bool,
-    slurm: Sequence[int],
-    in_a_row: int = 0,
+    history: Sequence[Dict[str, Any]], verdict: Verdict, drain: Optional[Dict[str, Any]], facts: Facts
 ) -> Decision:
     """What to do with the job of an attempt that ended.
 
     Args:
+        history: the ledger's lines of earlier attempts, oldest first.
         drain: the attempt's drain file.
-        may_requeue: whether the job can be requeued at all: not inside somebody's own allocation.
-        slurm: version of Slurm as numbers.
-        in_a_row: attempts just before this one that ended for the same cause with nothing new saved.
     """
     cause = drain["cause"] if drain else None
     if verdict.outcome == FINISHED:
-        return Decision(FINISHED, False, EXIT_FINISHED, "finished after step {}".format(verdict.step))
+        return Decision(FINISHED, cause, OVER, EXIT_FINISHED, "")
     if verdict.outcome == MISCONFIGURED:
-        return Decision(MISCONFIGURED, False, EXIT_CONFIG, "wrong configuration: {}".format(verdict.error))
-    if verdict.outcome == CRASHED:
-        return Decision(CRASHED, False, EXIT_CRASHED, "crashed: {}".format(verdict.error))
-    saved = "saved after step {}".format(verdict.step) if verdict.step else "left without a new checkpoint"
+        return Decision(MISCONFIGURED, cause, HELD, EXIT_CONFIG, "the configuration has to be changed")
     if cause == CANCELLED:
-        return Decision(STOPPED, False, EXIT_FINISHED, "stopped on request, {}; mrl resume goes on".format(saved))
-    if verdict.step is None and in_a_row + 1 >= IN_VAIN.get(str(cause), in_a_row + 2):
-        said = "{} attempts in a row ended with nothing new saved ({})".format(in_a_row + 1, cause)
-        return Decision(CRASHED, False, EXIT_CRASHED, said)
-    if not may_requeue:
-        return Decision(DRAINED, False, EXIT_DRAINED, "{} ({}); submit the run again to go on".format(saved, cause))
-    if cause == PREEMPTED and list(slurm) >= REQUEUES_PREEMPTED_ITSELF:
-        return Decision(DRAINED, False, EXIT_DRAINED, "{} ({}); Slurm requeues this job".format(saved, cause))
-    return Decision(DRAINED, True, EXIT_DRAINED, "{} ({}); requeueing".format(saved, cause))
+        if verdict.outcome == CRASHED:
+            return Decision(CRASHED, cause, OVER, EXIT_CRASHED, "it was asked to stop")
+        return Decision(STOPPED, cause, OVER, EXIT_FINISHED, "")
+    if facts.dead and cause in (None, REQUEUE, SIGNALLED) and not verdict.hung:
+        cause = NODE_FAILURE
+    if verdict.outcome == CRASHED and cause != NODE_FAILURE or verdict.outcome == LOST and cause is None:
+        return _after_crash(_since_held(history), verdict, cause, facts)
+    outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
+    exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
+    again = Decision(outcome, cause, _how(cause, facts), EXIT_DRAINED, "", exclude=exclude)
+    if again.then == OVER:
+        return again._replace(message="submit the run again to go on")
+    in_vain = _in_vain(_since_held(history), cause) + 1 if verdict.step is None else 0
+    if in_vain >= IN_VAIN.get(str(cause), in_vain + 1):
+        said = "{} attempts in a row ended with nothing new saved ({})".format(in_vain, cause)
+        return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=said)
+    return again
 
 
-def _seconds(text: Optional[str]) -> Optional[float]:
-    """Seconds of Slurm's `1-02:00:00` or `04:00:00`; None for UNLIMITED."""
-    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", text or "")
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+def _after_crash(history: List[Dict[str, Any]], verdict: Verdict, cause: Optional[str], facts: Facts) -> Decision:
+    before = [end for end in history if is_crash(end)]
+    crashes = 1 + len([end for end in before if end.get("checkpoint", 0) >= facts.checkpoint])
+    last = before[-1] if before else {}
+    again = bool(verdict.node and verdict.node == last.get("node"))
+    suspects = {str(verdict.node)} if again else set()
+    decision = Decision(
+        verdict.outcome,
+        cause,
+        _how(cause, facts),
+        EXIT_CRASHED,
+        "",
+        delay_s=min(facts.backoff_s * 2 ** (crashes - 1), LONGEST_BACKOFF),
+        exclude=tuple(sorted(suspects | set(facts.bad) | set(facts.dead))),
+        crashes=crashes,
+    )
+    if decision.then == OVER:
+        return decision
+    if verdict.step is not None and verdict.step == last.get("step") and _same(verdict.error, last.get("error")):
+        return decision._replace(then=HELD, message="the same error at the same step twice")
+    if crashes >= CRASHES:
+        return decision._replace(then=HELD, message="{} crashes without a new checkpoint".format(crashes))
+    return decision
 
 
-def _time(text: Optional[str]) -> Optional[float]:
-    """Unix time of Slurm's `2026-11-21T07:00:00`; None for None, Unknown and N/A."""
-    try:
-        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
+def is_crash(end: Dict[str, Any]) -> bool:
+    """Whether the end of an attempt, as the ledger has it, is one that the run itself has to answer for."""
+    return end["outcome"] == CRASHED or (end["outcome"] == LOST and end.get("cause") is None)
+
+
+def _how(cause: Optional[str], facts: Facts) -> str:
+    """Who starts the job again."""
+    if not facts.batch:
+        return OVER
+    if facts.returning:
+        return BY_SLURM
+    if not facts.requeueable:
+        return SUCCESSOR
+    by_itself = list(facts.slurm) >= REQUEUES_PREEMPTED_ITSELF and not facts.preemption_cancels
+    return BY_SLURM if cause == PREEMPTED and by_itself else BY_US
+
+
+def _since_held(history: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """The ends since somebody last had a look: whoever resumes a run grants it all its tries again."""
+    ends = [line for line in history if line["event"] == "end"]
+    final = [number for number, end in enumerate(ends) if end.get("then") not in STARTS_AGAIN]
+    return ends[final[-1] + 1 :] if final else ends
+
+
+def _in_vain(ends: Sequence[Dict[str, Any]], cause: Optional[str]) -> int:
+    """Attempts just before this one that ended for the same cause with nothing new saved."""
+    same = [end.get("cause") == cause and end.get("step") is None for end in reversed(ends)]
+    return (same + [False]).index(False)
+
+
+def _same(error: Optional[str], other: Optional[str]) -> bool:
+    """Addresses, ports, ranks and losses in a message differ from one time to the next."""
+    return error is not None and other is not None and _gist(error) == _gist(other)
+
+
+def _gist(error: str) -> str:
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", error)

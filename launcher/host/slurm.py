@@ -6,9 +6,16 @@ import subprocess
 import time
 from typing import Callable, Dict, List, Optional, Sequence, TypeVar
 
+from launcher.host.causes import CLOCK, time_of
+
 TIME_LIMIT = 30.0  # seconds; a busy controller answers late, a dead one never
 PATIENCE = 120.0  # seconds over which a silent controller is asked again where much hangs on its answer
 ASK_AGAIN = 5.0
+KILL_WAIT = 30.0  # seconds: Slurm's default
+
+# Of the environment that a job passes on to one that it submits
+OF_THIS_JOB = ("SLURM_", "SBATCH_", "MRL_ATTEMPT", "MRL_NODES_GIVEN")
+OF_ANY_JOB = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 # Slurm's words for a job that is over. Any other word, a future version's too, means that it may still run.
 ENDED = (
@@ -98,15 +105,102 @@ def kill_steps(job_id: str) -> None:
         _run(["scancel", "--signal=KILL"] + ours)
 
 
+def preemption_cancels(job: Dict[str, str]) -> bool:
+    """Whether a preemption ends this job for good: as the cluster has it, or because the job may not be requeued.
+
+    Args:
+        job: its record.
+    """
+    if time_of(job.get("PreemptTime")) is None:
+        return False  # not being preempted: spare the controller the question
+    if job.get("Requeue") == "0":
+        return True
+    try:
+        config = _config()
+        mode = config.get("PreemptMode", "")
+        if config.get("PreemptType") == "preempt/partition_prio":
+            shown = _run(["scontrol", "show", "partition", "-o", job.get("Partition", "")])
+            mode = parse_fields(shown.strip()).get("PreemptMode", mode)
+        elif config.get("PreemptType") == "preempt/qos":
+            named = "name=" + job.get("QOS", "")
+            told = _run(["sacctmgr", "-n", "-P", "show", "qos", named, "format=PreemptMode"]).strip()
+            mode = mode if told in ("", "cluster") else told
+    except SlurmRefused:
+        return False
+    return "CANCEL" in mode.upper()
+
+
+def kill_wait() -> float:
+    """Seconds between SIGTERM and SIGKILL at the end of a job."""
+    try:
+        found = re.match(r"\d+", _config().get("KillWait", ""))
+    except SlurmRefused:
+        found = None
+    return float(found.group()) if found else KILL_WAIT
+
+
+def ended_as(job_id: str, began: float) -> Optional[str]:
+    """Slurm's word for the end of what ran under this job id at a time, where there is accounting: a job that was
+    requeued has one entry for each of its starts. None where it cannot be told."""
+    try:
+        rows = _run(["sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "State,Start"]).splitlines()
+    except SlurmRefused:
+        return None
+    starts = [(time_of(row.partition("|")[2]), row.split()[0].partition("|")[0]) for row in rows if row.strip()]
+    before = [(start, word) for start, word in starts if start is not None and start <= began + CLOCK]
+    return max(before)[1] if before else None
+
+
 def requeue(job_id: str) -> None:
-    _run(["scontrol", "requeue", job_id])
+    """Back into the queue. Everything of the job is told to end, and killed some seconds later (KillWait)."""
+    try:
+        _run(["scontrol", "requeue", job_id])
+    except SlurmRefused as error:
+        if "pending execution" not in str(error):  # it is there already
+            raise
+
+
+def postpone(job_id: str, start: float) -> None:
+    """Keep a pending job from starting before a unix time."""
+    _run(["scontrol", "update", "JobId=" + job_id, "StartTime=" + _moment(start)])
+
+
+def succeed(job_id: str, script: str, name: str, start: Optional[float], avoid: Sequence[str]) -> str:
+    """Submit a script to start when the job has ended that runs it now; the new job's id.
+
+    Args:
+        name: of the job that runs now: one job of a name at a time (`singleton`), however the first one ends.
+        start: not before this unix time.
+        avoid: nodes that it may not get.
+    """
+    kept = {key: value for key, value in os.environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}
+    options = ["--parsable", "--dependency=singleton", "--job-name=" + name]
+    options += ["--begin=" + _moment(start)] if start else []
+    options += ["--exclude=" + ",".join(avoid)] if avoid else []
+    told = _run(["sbatch"] + options + [script], dict(kept, MRL_SUCCEEDS=job_id, MRL_PREPARED=os.path.dirname(script)))
+    return told.strip().partition(";")[0]
+
+
+def waiting(name: str) -> List[str]:
+    """Ids of one's own jobs of a name that wait in the queue."""
+    mine = ["--user=" + str(os.getuid()), "--states=PENDING"]
+    return _run(["squeue", "--noheader", "--format=%A", "--name=" + name] + mine).split()
 
 
 def exclude(job_id: str, hosts: Sequence[str]) -> None:
     """Keep a pending job away from these nodes as well as from those it already avoids (the set is replaced)."""
-    before = show_job(job_id).get("ExcNodeList", "")
-    avoided = [] if before in ("", "(null)") else hostnames(before)
-    _run(["scontrol", "update", "JobId=" + job_id, "ExcNodeList=" + ",".join(sorted(set(avoided) | set(hosts)))])
+    every = sorted(set(avoided(show_job(job_id))) | set(hosts))
+    _run(["scontrol", "update", "JobId=" + job_id, "ExcNodeList=" + ",".join(every)])
+
+
+def avoided(job: Dict[str, str]) -> List[str]:
+    """Nodes that a job may not get.
+
+    Args:
+        job: its record.
+    """
+    listed = job.get("ExcNodeList", "")
+    return [] if listed in ("", "(null)") else hostnames(listed)
 
 
 def version() -> List[int]:
@@ -124,12 +218,21 @@ def environment() -> Dict[str, str]:
     return dict(kept, SLURM_TIME_FORMAT="standard", LC_ALL="C")
 
 
-def _run(command: List[str]) -> str:
+def _config() -> Dict[str, str]:
+    found = re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", _run(["scontrol", "show", "config"]), re.MULTILINE)
+    return dict(found)
+
+
+def _moment(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))
+
+
+def _run(command: List[str], environ: Optional[Dict[str, str]] = None) -> str:
     asked = " ".join(command)
     try:
         done = subprocess.run(
             command,
-            env=environment(),
+            env=environ or environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -32,6 +32,19 @@ def test_a_job_cancelled_while_it_saves_for_another_reason(login: Login, how: st
     assert_away(run)
 
 
+def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) -> None:
+    """At once: Slurm has not had the time to notice that the grace time is over, nor we that it has begun."""
+    node = "--nodelist=node10"
+    login.profiles["stub"]["sbatch"] = [node]
+    run = login.submit(*STUB, stub={"steps": 10_000, "save": 3})
+    run.wait_for_step(2)
+    urgent = ("--partition=high", node, "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    login.jobs.append(login.lab.run("sbatch", "--parsable", *urgent).strip())
+    wait_until("it was asked to leave", run.dir.attempt(1).drain.exists, SECONDS)
+    login.lab.run("scancel", run.job)
+    assert_away(run)
+
+
 def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
     login.profiles["stub"]["environment"] = {"SLURM_TIME_FORMAT": "relative"}
     run = login.submit(*STUB, stub={"steps": 10_000})

@@ -1,4 +1,4 @@
-"""Why a job is signalled, as Slurm's record tells it, and what becomes of it when its attempt has ended."""
+"""Why a job is signalled, as Slurm's record tells it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from launcher.host.policy import cause_of, decide
+from launcher.host.causes import Cause, cause_of, completed, is_complete
 from launcher.host.slurm import parse_fields
-from launcher.host.verdict import Verdict
 
 NOW = time.mktime(time.strptime("2026-11-21T08:00:00", "%Y-%m-%dT%H:%M:%S"))
 NOTICE = 120.0
@@ -35,8 +34,8 @@ def test_the_cause_is_read_from_slurms_record(cause):
     assert cause_of(record(RECORDS[cause]), NOW, NOTICE).cause == cause
 
 
-def test_the_deadline_is_the_end_that_slurm_has_set():
-    assert cause_of(record(RECORDS["preempted"]), NOW, NOTICE).deadline == NOW + 20
+def test_the_end_is_the_end_that_slurm_has_set():
+    assert cause_of(record(RECORDS["preempted"]), NOW, NOTICE).end == NOW + 20
 
 
 def test_a_cancelled_job_is_recognised_though_it_says_completing_or_has_no_limit():
@@ -46,9 +45,9 @@ def test_a_cancelled_job_is_recognised_though_it_says_completing_or_has_no_limit
 
 def test_a_job_cancelled_while_it_saves_because_of_a_preemption_is_cancelled():
     seen = record(RECORDS["preempted"])
-    assert cause_of(seen, NOW + 5, NOTICE, deadline=NOW + 20).cause == "preempted"
+    assert cause_of(seen, NOW + 5, NOTICE, end_before=NOW + 20).cause == "preempted"
     ended = seen | {"JobState": "COMPLETING", "EndTime": "2026-11-21T08:00:04"}
-    assert cause_of(ended, NOW + 5, NOTICE, deadline=NOW + 20).cause == "cancelled"
+    assert cause_of(ended, NOW + 5, NOTICE, end_before=NOW + 20).cause == "cancelled"
 
 
 def test_a_job_that_somebody_requeued_is_not_cancelled():
@@ -63,40 +62,6 @@ def test_a_record_without_times_says_nothing():
     )
 
 
-SAVED = Verdict("drained", 40, None, None)
-
-# verdict, cause, own job, Slurm -> outcome, requeued by us, exit code
-TABLE = [
-    (Verdict("finished", 300, None, None), None, True, [22, 5], "finished", False, 0),
-    (Verdict("finished", 300, None, None), "preempted", True, [22, 5], "finished", False, 0),
-    (SAVED, "preempted", True, [22, 5, 8], "drained", True, 75),
-    (SAVED, "preempted", True, [24, 5, 0], "drained", False, 75),
-    (SAVED, "time limit", True, [24, 5, 0], "drained", True, 75),
-    (SAVED, "signal", True, [22, 5], "drained", True, 75),
-    (SAVED, "bad nodes", True, [22, 5], "drained", True, 75),
-    (SAVED, "requeue", True, [22, 5], "drained", True, 75),
-    (SAVED, "cancelled", True, [22, 5], "stopped", False, 0),
-    (SAVED, "time limit", False, [22, 5], "drained", False, 75),
-    (Verdict("crashed", 7, "ValueError", 3), None, True, [22, 5], "crashed", False, 1),
-    (Verdict("crashed", 7, "ValueError", 3), "preempted", True, [22, 5], "crashed", False, 1),
-    (Verdict("misconfigured", 0, "no such file", 0), None, True, [22, 5], "misconfigured", False, 78),
-]
-
-
-@pytest.mark.parametrize(("verdict", "cause", "own", "slurm", "outcome", "requeue", "code"), TABLE)
-def test_what_becomes_of_the_job(verdict, cause, own, slurm, outcome, requeue, code):
-    drain = {"cause": cause} if cause else None
-    decision = decide(verdict, drain, own, slurm)
-    assert (decision.outcome, decision.requeue, decision.exit_code) == (outcome, requeue, code)
-
-
-def test_a_drain_without_a_checkpoint_says_so():
-    assert (
-        "without a new checkpoint"
-        in decide(Verdict("drained", None, None, None), {"cause": "preempted"}, True, [22]).message
-    )
-
-
 def test_fields_of_a_job_may_hold_blanks_and_equal_signs():
     line = "JobId=7 JobName=it's a=b name UserId=root(0) StdOut=/tmp/a b/c=d.log Reason=None NodeList=node[01-02]"
     fields = parse_fields(line)
@@ -105,18 +70,40 @@ def test_fields_of_a_job_may_hold_blanks_and_equal_signs():
     assert fields["UserId"] == "root(0)"
 
 
-@pytest.mark.parametrize(("cause", "attempts"), [("bad nodes", 5), ("time limit", 3)])
-def test_attempts_in_vain_come_to_an_end(cause, attempts):
-    nothing = Verdict("drained", None, None, None)
-    assert decide(nothing, {"cause": cause}, True, [22, 5], in_a_row=attempts - 2).requeue
-    last = decide(nothing, {"cause": cause}, True, [22, 5], in_a_row=attempts - 1)
-    assert (last.outcome, last.requeue) == ("crashed", False)
-    assert f"{attempts} attempts in a row" in last.message
+# Slurm 22.05: what a record says once the job is over, or is not over yet, after it was told that it is preempted.
+GRACE = record(RECORDS["preempted"])
+SCANCELLED = GRACE | {"JobState": "COMPLETING", "EndTime": "2026-11-21T08:00:01", "Restarts": "0"}
+GRACE_OVER = GRACE | {"JobState": "COMPLETING", "EndTime": "Unknown", "Restarts": "1"}
 
 
-def test_preemptions_are_never_in_vain():
-    assert decide(Verdict("drained", None, None, None), {"cause": "preempted"}, True, [22, 5], in_a_row=99).requeue
+@pytest.mark.parametrize("end_before", [None, NOW + 1, NOW + 20])
+def test_a_preempted_job_that_does_not_run_and_was_not_requeued_has_been_cancelled(end_before):
+    assert cause_of(GRACE, NOW, NOTICE, end_before=end_before).cause == "preempted"
+    assert cause_of(SCANCELLED, NOW + 1, NOTICE, end_before=end_before).cause == "cancelled"
+    assert cause_of(GRACE_OVER, NOW + 21, NOTICE, end_before=end_before).cause == "preempted"
 
 
-def test_an_attempt_that_saved_is_not_in_vain():
-    assert decide(SAVED, {"cause": "time limit"}, True, [22, 5], in_a_row=99).requeue
+def test_where_preemption_cancels_only_an_early_end_tells_a_scancel_from_it():
+    at_its_end = GRACE | {"JobState": "COMPLETING"}
+    assert cause_of(at_its_end, NOW + 21, NOTICE, end_before=NOW + 20, cancels=True).cause == "preempted"
+    assert cause_of(SCANCELLED, NOW + 2, NOTICE, end_before=NOW + 20, cancels=True).cause == "cancelled"
+
+
+BY_A_RANK = {"cause": "signal", "by": "rank 0", "at": NOW, "deadline": None}
+
+
+def test_what_a_rank_could_not_know_of_a_request_is_added():
+    assert not is_complete(BY_A_RANK)
+    fuller = completed(BY_A_RANK, Cause("preempted", NOW + 20), NOW + 20)
+    assert fuller == BY_A_RANK | {"cause": "preempted", "deadline": NOW + 20, "end": NOW + 20}
+    assert is_complete(fuller)
+
+
+def test_a_cause_that_somebody_named_stays():
+    asked = BY_A_RANK | {"cause": "cancelled", "by": "ada"}
+    assert completed(asked, Cause("time limit", NOW + 90), NOW + 90)["cause"] == "cancelled"
+    assert completed(asked | {"deadline": NOW + 5}, Cause("time limit", NOW + 90), NOW + 90)["deadline"] == NOW + 5
+
+
+def test_a_record_that_knows_no_more_adds_nothing():
+    assert not is_complete(completed(BY_A_RANK, Cause("signal", None), None))

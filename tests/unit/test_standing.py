@@ -60,18 +60,20 @@ def test_a_running_job_runs_and_saves_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "batch", "state"),
+    ("outcome", "then", "batch", "state"),
     [
-        ("crashed", False, "failed"),
-        ("drained", False, "stopped"),
-        ("stopped", True, "stopped"),
-        ("drained", True, "running"),  # the batch job may be on its way back into the queue
+        ("crashed", "over", False, "failed"),
+        ("drained", "over", False, "stopped"),
+        ("stopped", "over", True, "stopped"),
+        ("crashed", "held", True, "failed"),
+        ("drained", "requeue", True, "running"),  # the batch job is on its way back into the queue
+        ("crashed", "requeue", True, "running"),
     ],
 )
-def test_a_run_that_has_left_an_allocation_has_ended(tmp_path, outcome, batch, state):
+def test_a_run_that_has_left_an_allocation_has_ended(tmp_path, outcome, then, batch, state):
     run = slurm_run(tmp_path)
     begin(run, 1, job_id="7")
-    end(run, 1, outcome, job_id="7", at=1000.0, cause=None, error="boom")
+    end(run, 1, outcome, then=then, job_id="7", at=1000.0, cause=None, error="boom")
     assert look(run, job("RUNNING", "running", batch=batch, started_at=900.0)).state == state
     assert look(run, job("RUNNING", "running", batch=batch, started_at=1100.0)).state == "running", "requeued by hand"
     begin(run, 2, job_id="7")
@@ -84,7 +86,7 @@ def test_a_run_that_said_its_end_has_ended_even_where_slurm_cannot_be_asked(tmp_
     end(run, 1, "crashed", job_id="7", at=1.0, error="boom")
     assert look(run, job("", "unknown")).state == "failed"
     begin(run, 2, job_id="7")
-    end(run, 2, "drained", job_id="7", at=2.0)
+    end(run, 2, "drained", then="requeue", job_id="7", at=2.0)
     assert look(run, job("", "unknown")).state == "unknown", "it may have come back"
 
 
@@ -101,7 +103,7 @@ def test_a_slurm_that_is_silent_leaves_the_run_alive(tmp_path):
     [
         ("stopped", {"step": 12, "cause": "cancelled"}, "stopped", "saved after step 12 (cancelled)"),
         ("drained", {"step": None, "cause": "time limit"}, "stopped", "left without a new checkpoint (time limit)"),
-        ("crashed", {"error": "OutOfMemoryError", "rank": 3, "cause": None}, "failed", "rank 3: OutOfMemoryError"),
+        ("crashed", {"error": "OutOfMemoryError", "rank": 3, "cause": None}, "failed", "crashed: rank 3: OutOfMemoryError"),
         ("lost", {"error": "its batch script was killed"}, "lost", "its batch script was killed"),
     ],
 )

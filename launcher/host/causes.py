@@ -1,0 +1,108 @@
+"""Pure: why Slurm signals a job, or how it ended, as Slurm's record has it. Nothing is guessed from the clock."""
+
+import re
+import time
+from typing import Any, Dict, NamedTuple, Optional
+
+CANCELLED = "cancelled"
+REQUEUE = "requeue"
+PREEMPTED = "preempted"
+TIME_LIMIT = "time limit"
+NODE_FAILURE = "node failure"
+BAD_NODES = "bad nodes"
+SIGNALLED = "signal"  # by somebody, and Slurm's record does not say why
+
+OF_ENDED = {
+    "PREEMPTED": PREEMPTED,
+    "TIMEOUT": TIME_LIMIT,
+    "NODE_FAIL": NODE_FAILURE,
+    "BOOT_FAIL": NODE_FAILURE,
+    "CANCELLED": CANCELLED,
+    "REQUEUED": REQUEUE,
+}
+"""Slurm's word for how a job ended -> cause; any other word says nothing of why its script was killed."""
+
+EARLY = 90.0  # seconds: Slurm may send the signal of --signal up to a minute early
+CLOCK = 5.0  # seconds by which times of one record may differ
+
+
+class Cause(NamedTuple):
+    """What Slurm's record says about a signal."""
+
+    cause: str
+    end: Optional[float]  # unix time at which Slurm ends the job, or has
+
+
+def cause_of(
+    job: Dict[str, str],
+    now: float,
+    notice: float,
+    restarts: int = 0,
+    end_before: Optional[float] = None,
+    cancels: bool = False,
+) -> Cause:
+    """Why Slurm signals a job.
+
+    Args:
+        job: fields of `scontrol show job`.
+        notice: seconds before the time limit at which the job wants to be told (`--signal`).
+        restarts: how often the job had been requeued when this attempt began.
+        end_before: the end that Slurm had set when it was asked before.
+        cancels: whether a preemption ends this job for good, instead of requeueing it.
+    """
+    start, end, limit = time_of(job.get("StartTime")), time_of(job.get("EndTime")), seconds_of(job.get("TimeLimit"))
+    state = job.get("JobState", "")
+    preempted = time_of(job.get("PreemptTime")) is not None
+    if state == "PENDING" or is_returning(job, restarts):
+        return Cause(PREEMPTED if preempted else REQUEUE, end)  # or somebody's `scontrol requeue`
+    # scancel moves the end of a job to now, and its state may already say no more than COMPLETING.
+    over = end is not None and end <= now
+    earlier = over and end is not None and end_before is not None and end < end_before - CLOCK
+    if state == "CANCELLED" or earlier:
+        return Cause(CANCELLED, end)
+    if state == "PREEMPTED":
+        return Cause(PREEMPTED, end)
+    if preempted:
+        # The end of the grace time requeues a job, unless preemption cancels: then only the times tell the two apart.
+        return Cause(PREEMPTED if state == "RUNNING" or cancels else CANCELLED, end)
+    if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK:
+        return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY else Cause(SIGNALLED, end)
+    return Cause(CANCELLED if over else SIGNALLED, end)
+
+
+def is_returning(job: Dict[str, str], restarts: int) -> bool:
+    """Whether Slurm has taken the job back into the queue since this attempt of it began."""
+    return int(job.get("Restarts", "0")) > restarts
+
+
+def is_complete(request: Dict[str, Any]) -> bool:
+    """Whether a drain file says all there is to say."""
+    return request["cause"] != SIGNALLED and request["deadline"] is not None
+
+
+def completed(request: Dict[str, Any], cause: Cause, deadline: Optional[float]) -> Dict[str, Any]:
+    """A drain file with what Slurm's record adds to it: the cause where nobody named one, and the end.
+
+    Args:
+        deadline: unix time at which the job will be gone.
+    """
+    named = request["cause"] if request["cause"] != SIGNALLED else cause.cause
+    known = deadline if request["deadline"] is None else request["deadline"]
+    return dict(request, cause=named, deadline=known, end=request.get("end") or cause.end)
+
+
+def seconds_of(text: Optional[str]) -> Optional[float]:
+    """Seconds of Slurm's `1-02:00:00` or `04:00:00`; None for UNLIMITED."""
+    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", text or "")
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def time_of(text: Optional[str]) -> Optional[float]:
+    """Unix time of Slurm's `2026-11-21T07:00:00`; None for None, Unknown and N/A."""
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None

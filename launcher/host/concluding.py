@@ -1,0 +1,138 @@
+"""The end of an attempt: judge what it left, decide what becomes of the job, write both down. Nothing is done yet.
+
+Whoever comes first does it: the batch script that saw the end, or the next start, where the script was killed or could
+not write. Both go by the same files and so conclude the same.
+"""
+
+import sys
+from typing import Any, Dict, List, Optional
+
+from launcher.host import ledger, policy, slurm
+from launcher.host.causes import NODE_FAILURE, OF_ENDED, PREEMPTED, SIGNALLED
+from launcher.host.evidence import Death, verdict_of
+from launcher.host.nodes import is_dead
+from launcher.host.policy import Decision, Facts
+from launcher.host.verdict import DRAINED, FINISHED, LOST, Verdict
+from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
+
+UNSEEN = "its batch script was killed: its node died, or it did not leave in time"
+
+
+def own_words(attempt: Attempt, death: Optional[Death] = None) -> Optional[Verdict]:
+    """The verdict by what the ranks wrote, and by what srun said of the first that ended badly; None without either."""
+    if not (death or attempt.errors() or attempt.outcome.exists() or attempt.hang.exists()):
+        return None
+    verdict = verdict_of(attempt, {death.rank: death.code} if death else {})
+    return verdict._replace(node=death.host) if death and verdict.rank == death.rank else verdict
+
+
+def conclude(
+    run: RunDir,
+    attempt: Attempt,
+    verdict: Verdict,
+    request: Optional[Dict[str, Any]],
+    facts: Facts,
+    now: float,
+    **more: Any,
+) -> Dict[str, Any]:
+    """Decide, and write it down: the ledger's line of this end. A disk that is full keeps nobody from acting on it:
+    the next start comes to the same conclusion.
+
+    Args:
+        more: further facts for the line.
+    """
+    history = [line for line in read_json_lines(run.attempts_ledger) if line["attempt"] != attempt.number]
+    decision = policy.decide(history, verdict, request, facts)
+    line = _line(verdict, decision, facts, now)
+    line.update(more)
+    try:
+        if decision.outcome == FINISHED:
+            write_json(run.done, {"attempt": attempt.number, "step": verdict.step, "at": now})
+        ledger.end(run, attempt.number, now, verdict, **line)
+    except OSError as error:
+        print("the end of attempt {} could not be recorded: {}".format(attempt.number, error), file=sys.stderr)
+    return dict(verdict._asdict(), **line)
+
+
+def _line(verdict: Verdict, decision: Decision, facts: Facts, now: float) -> Dict[str, Any]:
+    error = verdict.error
+    if decision.cause == NODE_FAILURE and decision.outcome == LOST and facts.dead:
+        error = "{} went down".format(", ".join(sorted(facts.dead)))  # what the ranks said of it is a consequence
+    elif decision.outcome == policy.CRASHED and error is None:
+        error = decision.message
+    return {
+        "outcome": decision.outcome,
+        "cause": decision.cause,
+        "error": error,
+        "then": decision.then,
+        "why": decision.message,
+        "crashes": decision.crashes,
+        "excluded": list(decision.exclude),
+        "not_before": now + decision.delay_s if decision.delay_s and decision.then in policy.STARTS_AGAIN else None,
+        "exit_code": decision.exit_code,
+    }
+
+
+def conclude_lost(run: RunDir, now: float, restarts: int, job_id: str) -> None:
+    """End the attempts that started and whose end nobody has recorded. For the owner of the run only.
+
+    Args:
+        restarts: how often the job that runs now has been requeued.
+        job_id: its id.
+    """
+    lines = read_json_lines(run.attempts_ledger)
+    ended = {line["attempt"] for line in lines if line["event"] == "end"}
+    for line in lines:
+        if line["event"] == "start" and line["attempt"] not in ended:
+            came_back = line.get("job_id") == job_id and restarts > line.get("restart", 0)
+            _conclude_unseen(run, line, now, came_back)
+
+
+def _conclude_unseen(run: RunDir, start: Dict[str, Any], now: float, came_back: bool) -> None:
+    attempt = run.attempt(start["attempt"])
+    request, verdict = read_json(attempt.drain), own_words(attempt)
+    dead = dead_nodes(start.get("nodes", []))
+    if verdict is None or verdict.outcome == DRAINED:
+        cause = _cause_of_end(start, request, dead)
+        request = dict(request or {}, cause=cause) if cause else None
+    if verdict is None:
+        verdict = Verdict(LOST, None, UNSEEN, None)
+    facts = Facts(
+        checkpoint=ledger.newest_checkpoint(run),
+        returning=came_back,
+        bad=sorted((read_json(attempt.nodes) or {}).get("bad", {})),
+        dead=dead,
+    )
+    reopened = run.changes.exists() and verdict.outcome == FINISHED and _newer(run.changes, attempt.outcome)
+    if reopened:  # with more steps than it had then
+        ledger.end(run, attempt.number, now, verdict, cause=None, then=policy.OVER, job_id=start.get("job_id"))
+        return
+    conclude(run, attempt, verdict, request, facts, now, host=start["host"], job_id=start.get("job_id"))
+
+
+def _cause_of_end(start: Dict[str, Any], request: Optional[Dict[str, Any]], dead: List[str]) -> Optional[str]:
+    """Why the batch script was killed: who asked it to leave, or what Slurm has on record."""
+    asked = request["cause"] if request else None
+    if asked not in (None, SIGNALLED):
+        return str(asked)
+    word = slurm.ended_as(str(start.get("job_id")), start["at"])
+    return OF_ENDED.get(word or "") or (NODE_FAILURE if dead else asked)
+
+
+def dead_nodes(hosts: List[str]) -> List[str]:
+    """Those of the nodes that Slurm has lost; none where it cannot be asked."""
+    try:
+        states = slurm.node_states(hosts) if hosts else {}
+    except slurm.SlurmRefused as error:
+        print(error, file=sys.stderr)
+        return []
+    return sorted(host for host, state in states.items() if is_dead(state))
+
+
+def preempted_by_cancelling(request: Optional[Dict[str, Any]], job: Dict[str, str]) -> bool:
+    """Whether Slurm will not requeue a job that it preempts."""
+    return bool(request and request["cause"] == PREEMPTED) and slurm.preemption_cancels(job)
+
+
+def _newer(path: Any, than: Any) -> bool:
+    return bool(path.stat().st_mtime_ns > than.stat().st_mtime_ns)

@@ -1,0 +1,54 @@
+"""A request to leave: written by the batch script when it catches a signal, completed from Slurm's record."""
+
+import argparse
+import sys
+import time
+from typing import Dict, Optional
+
+from launcher.host import slurm
+from launcher.host.causes import SIGNALLED, Cause, cause_of, completed, is_complete
+from launcher.host.here import Here, ask_to_leave
+from megatron_rl.run_dir import EXIT_FINISHED, read_json, write_json
+
+
+def drain(here: Here, options: argparse.Namespace) -> int:
+    """The batch script caught a signal: find out why, and ask the attempt to leave."""
+    if not here.attempt.drain.exists():
+        cause = ask_cause(here, options.notice, slurm.TIME_LIMIT)
+        by = "SIG{} to the batch script".format(options.signal)
+        ask_to_leave(here.attempt, cause.cause, by, _deadline(cause), end=cause.end)
+    return EXIT_FINISHED
+
+
+def complete(here: Here, notice: float) -> None:
+    """Add to an incomplete request what Slurm's record knows by now. A rank that a signal reached alone cannot ask, and
+    Slurm may signal a job before it has put the end of its grace time on record."""
+    request = read_json(here.attempt.drain)
+    if request is None or is_complete(request):
+        return
+    cause = ask_cause(here, notice, 0.0)
+    fuller = completed(request, cause, _deadline(cause))
+    if fuller != request and read_json(here.attempt.drain) == request:  # or somebody has named a cause meanwhile
+        write_json(here.attempt.drain, fuller)
+
+
+def ask_cause(here: Here, notice: float, patience: float) -> Cause:
+    """Why Slurm signals this job; that nobody knows, where Slurm cannot be asked."""
+    try:
+        return read_cause(here, slurm.patiently(lambda: slurm.show_job(here.job_id), patience), notice)
+    except slurm.SlurmRefused as error:
+        print(error, file=sys.stderr)
+        return Cause(SIGNALLED, None)
+
+
+def read_cause(here: Here, job: Dict[str, str], notice: float) -> Cause:
+    """The same of a record that is at hand."""
+    end = (read_json(here.attempt.drain) or {}).get("end")
+    return cause_of(job, time.time(), notice, here.restarts, end, slurm.preemption_cancels(job))
+
+
+def _deadline(cause: Cause) -> Optional[float]:
+    """A job that Slurm ends at once still has the seconds until it is killed."""
+    if cause.end is None or cause.end > time.time():
+        return cause.end
+    return cause.end + slurm.kill_wait()

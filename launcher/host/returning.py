@@ -1,0 +1,107 @@
+"""Have a job start again, as the ledger says it should: by requeueing it, or by submitting another one in its place.
+
+The ledger's line of the end is the intention. `Attempt.requeued` confirms it, or holds what went wrong. What is not
+confirmed when the run starts again was cut short, and is done then.
+"""
+
+import os
+import sys
+import time
+from typing import Any, Callable, Dict, List, Optional
+
+from launcher.host import index, slurm
+from launcher.host.here import Here
+from launcher.host.policy import BY_US, SUCCESSOR
+from megatron_rl.run_dir import Attempt, read_json, write_json
+
+LIMIT = 25.0  # seconds: what a script has left after its own requeue is KillWait, 30 by default
+AGAIN = 0.5  # seconds between tries
+SOON = 5.0  # seconds for which nobody is sent back into the queue
+
+
+def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any]) -> None:
+    """Start the job again if the end of its attempt says that this is ours to do. Never raises for Slurm or the disk:
+    the script has to end either way.
+
+    Args:
+        end: the ledger's line.
+    """
+    problems = []  # type: List[str]
+    try:
+        if end["then"] == BY_US:
+            # This sends SIGTERM to everything here, which the script has us ignore: there are some seconds left.
+            slurm.patiently(lambda: slurm.requeue(here.job_id))
+            problems = _adjust(here.job_id, end)
+        elif end["then"] == SUCCESSOR:
+            _submit_successor(here, end)
+        else:
+            return
+    except slurm.SlurmRefused as error:
+        problems = [str(error)]
+    for problem in problems:
+        print("the job could not be sent back as intended: {}".format(problem), file=sys.stderr)
+    try:
+        write_json(attempt.requeued, {"at": time.time(), "problem": "; ".join(problems) or None})
+    except OSError as error:
+        print(error, file=sys.stderr)
+
+
+def _adjust(job_id: str, end: Dict[str, Any]) -> List[str]:
+    """Back-off and exclusion of a job that was just requeued; what of it Slurm refused."""
+    limit = time.monotonic() + LIMIT
+    tries = []  # type: List[Callable[[], None]]
+    if end["not_before"]:
+        tries.append(lambda: slurm.postpone(job_id, end["not_before"]))
+    if end["excluded"]:
+        tries.append(lambda: slurm.exclude(job_id, end["excluded"]))
+    return [problem for problem in (_until(limit, each) for each in tries) if problem]
+
+
+def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
+    """The last refusal, if the time was over before it was accepted: a job on its way back is not pending yet."""
+    while True:
+        try:
+            act()
+            return None
+        except slurm.SlurmRefused as error:
+            if time.monotonic() + AGAIN >= limit:
+                return str(error)
+        time.sleep(AGAIN)
+
+
+def _submit_successor(here: Here, end: Dict[str, Any]) -> None:
+    """Raises SlurmRefused."""
+    run = here.run
+    job = slurm.patiently(lambda: slurm.show_job(here.job_id))
+    name = job.get("JobName") or os.environ.get("SLURM_JOB_NAME", run.root.name)
+    avoid = sorted(set(slurm.avoided(job)) | set(end["excluded"]))
+    before = set(slurm.waiting(name))
+    try:
+        job_id = slurm.succeed(here.job_id, str(run.script), name, end["not_before"], avoid)
+    except slurm.SlurmSilent:
+        fresh = sorted(set(slurm.patiently(lambda: slurm.waiting(name))) - before)
+        if len(fresh) != 1:
+            raise
+        job_id = fresh[0]  # Slurm has taken it, and its answer was lost
+    print("job {} goes on with the run".format(job_id))
+    write_owner(here, job_id, succeeds=here.job_id)
+
+
+def write_owner(here: Here, job_id: str, **more: Any) -> None:
+    """Enter a job as the one that owns the run, and in the user's index."""
+    owner = {
+        "job_id": job_id,
+        "cluster": here.cluster,
+        "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "submitted_at": time.time(),
+        "by": os.environ.get("USER", ""),
+    }
+    write_json(here.run.job, dict(owner, **more))
+    index.note(here.run, here.cluster, job_id)
+
+
+def is_too_early(here: Here, attempt: Attempt, end: Dict[str, Any]) -> bool:
+    """Whether this job started before its back-off was over because the script was killed before it could say so. Not
+    when it did say so, and somebody then wanted it sooner."""
+    waits = end.get("then") == BY_US and end.get("job_id") == here.job_id and end.get("not_before")
+    return bool(waits and end["not_before"] > time.time() + SOON and read_json(attempt.requeued) is None)
