@@ -29,6 +29,7 @@ USEFUL = ("generate", "reward", "log-probs", "train", "refit", "evaluate")
 CATEGORIES = (QUEUE, IMAGE, START_UP, "load") + USEFUL + ("save", WAIT, LOST, DRAIN)
 
 TRAINING = ("log-probs", "train", "refit")  # of a step that is not finished these have to be repeated
+WORK = ("generate", "reward", WAIT) + TRAINING  # for a step; all else comes before it and belongs to the step before
 
 Line = Mapping[str, Any]
 
@@ -174,16 +175,27 @@ def _book_attempt(account: _Account, trace: Trace, kept: int, goes_on: bool) -> 
         account.until(started, START_UP)
     reached = _resumed(trace)
     for line in trace.timeline:
-        # The line in which the step rises ends that step; what comes after it is work for the next one.
-        works_for = line["step"] + 1 if line["step"] == reached else line["step"]
+        account.line(line, ranks, dict.fromkeys(_repeated(line["step"], reached, kept), LOST))
         reached = line["step"]
-        repeated = CATEGORIES if line["step"] > kept else TRAINING if works_for > kept else ()
-        account.line(line, ranks, dict.fromkeys(repeated, LOST))
     if goes_on:
         account.until(account.end, START_UP)
     elif not (trace.left and trace.timeline):
         account.until(account.end if trace.asked is None else trace.asked, LOST)
     account.until(account.end, DRAIN)
+
+
+def _repeated(step: int, before: Optional[int], kept: int) -> Sequence[str]:
+    """What is lost of a line of the timeline.
+
+    Args:
+        step, before: of this line and of the one before it. Where the step rises, the line ends that step; where it
+            does not, the line holds work for the next one.
+    """
+    if before is not None and before > kept:
+        return CATEGORIES
+    if step > kept:
+        return WORK
+    return TRAINING if step == before == kept else ()
 
 
 def _held_from(line: Line, before: Line, stopped: bool, ended: float) -> float:
