@@ -44,7 +44,7 @@ class Watcher:
     def __init__(self, here: Here, options: argparse.Namespace, script: int) -> None:
         self.here, self.options, self.script = here, options, script
         self.vigil = Vigil(here.attempt, float(os.environ.get(SILENCE_VARIABLE, "0")))
-        self.silence = None  # type: Optional[Silence]
+        self.silence: Optional[Silence] = None
         self.stacks_asked = self.ended = False
         self.asked = self.reminded = 0.0
 
