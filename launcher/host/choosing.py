@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from launcher.host import health, policy, slurm
+from launcher.host import causes, health, slurm
 from launcher.host.here import Here, ask_to_leave
 from launcher.host.nodes import NotEnoughNodes, assign, is_dead
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, read_json, write_json
@@ -31,7 +31,7 @@ def choose_nodes(here: Here, options: argparse.Namespace) -> int:
         assignment = assign(read_json(here.run.plan) or {}, hosts, bad, here.given)
     except NotEnoughNodes as error:
         write_json(attempt.nodes, {"steps": {}, "spare": [], "bad": bad})
-        ask_to_leave(attempt, policy.BAD_NODES, "the health check", None)
+        ask_to_leave(attempt, causes.BAD_NODES, "the health check", None)
         print(error, file=sys.stderr)
         return EXIT_DRAINED
     write_json(attempt.nodes, dict(assignment._asdict()))
