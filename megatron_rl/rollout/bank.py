@@ -84,6 +84,7 @@ class Bank:
         )
         self._buffer: list[Record] = [attempt_record(lineage)]
         self._asked: dict[int, _Asked] = {}
+        self._submitted: dict[int, int] = {}
         self._read()
         if self._first:
             for debris in folder.glob(".*.tmp"):
@@ -139,7 +140,8 @@ class Bank:
 
     def version(self, ordinal: int) -> int:
         """The policy version that an ordinal's keys are made of: the one under which it was first submitted."""
-        return self._versions.setdefault(ordinal, self.engine.policy_version)
+        earlier = self._versions.get(ordinal, self.engine.policy_version)
+        return self._submitted.setdefault(ordinal, earlier)
 
     def inference(self, ordinal: int) -> InferenceInterface:
         """The engine for the requests of one ordinal."""
@@ -230,6 +232,7 @@ class Bank:
         """Forget all ordinals below `settled_below`, behind the caller: a published checkpoint holds them."""
         self._settled_below = max(self._settled_below, settled_below)
         below = self._settled_below
+        self._submitted = {ordinal: version for ordinal, version in self._submitted.items() if ordinal >= below}
         self._index([entry for entry in self._entries if entry.head["ordinal"] >= below])
         folded: list[Entry] = []
         superseded: set[Path] = set()
