@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
+
+from launcher.host import goodput
+from megatron_rl.run_dir import read_json
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
@@ -29,6 +34,10 @@ def test_a_preempted_run_goes_on_where_it_was(login: Login) -> None:
     assert run.metrics()[-1]["attempt"] == 2
     assert_no_gap(run)
     assert run.field("Restarts") == "1"
+    first, second = goodput.read(run.dir, time.time(), running=True).rows
+    assert (first.gpus, second.gpus) == (2, 2)
+    assert second.seconds["queue"] > 0 < first.seconds["start-up"]
+    assert first.start < read_json(run.dir.attempt(1).marks)["ready"] < first.end
 
 
 @pytest.mark.slow
