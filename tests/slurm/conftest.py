@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from lab import Cluster, missing
-from login import Login
+from login import Login, Run
+from records import RECIPE, finish, hold
 
 
 def require(accounting: bool = False) -> None:
@@ -54,3 +55,14 @@ def login(lab: Cluster, tmp_path: Path) -> Iterator[Login]:
     yield user
     if user.jobs:
         lab.run("scancel", "--quiet", *user.jobs)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of records.RECIPE that nothing happens to."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    login = Login(lab, root / "home", root / "share")
+    hold(login)  # nowhere
+    run = login.submit(*RECIPE)
+    finish(run)
+    return run

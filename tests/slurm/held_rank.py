@@ -1,0 +1,130 @@
+"""A rank that trains, and stays at a place of the test's choice until it is asked to leave, or killed there.
+
+    python held_rank.py PLACES -m megatron_rl.train_rl --run-dir DIR --attempt N
+
+A profile's `python` that ends in PLACES makes all of this of its ranks. PLACES: a JSON list of objects
+
+    attempt, step   when: the attempt, and the step that is under way (evaluate, save: the step that is done);
+                    by default in each
+    where           start (before Python has imported anything), teach, or a phase of the loop: generate (some tokens of
+                    each answer are there), log-probs, train (in the first micro-batch), save (the files are half
+                    written), evaluate
+    rank            whose; by default all ranks'
+    then            goes on (default), fails (raises), or finds the disk full (save; does not wait to be asked)
+    seconds         how long it stays at most, where nobody asks it to leave
+
+While a rank is held there, attempts/NNN/held.RANK says so. It looks ten times a second for a reason to leave, as a rank
+does that is busy with short pieces of work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import runpy
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.run_dir import RunDir
+
+LIMIT = 300.0
+"""Seconds after which a rank that nobody asks to leave goes on: then the test has failed long since."""
+TOKENS = 2
+"""Engine steps that a held generation or evaluation has behind it."""
+
+Place = dict[str, Any]
+
+
+class Boom(RuntimeError):
+    """What a rank raises that is to fail."""
+
+
+class Held:
+    """The places at which this rank is held."""
+
+    def __init__(self, places: list[Place], run_dir: str, attempt: int) -> None:
+        self.folder = RunDir(run_dir).attempt(attempt)
+        self.rank = int(os.environ["SLURM_PROCID"])
+        self.pulse: Any = None  # megatron_rl.training.pulse.Pulse, once there is one
+        mine = {"attempt": attempt, "rank": self.rank}
+        self._places = [place for place in places if all(place.get(key, mine[key]) == mine[key] for key in mine)]
+        self._passed: Counter[tuple[str, int]] = Counter()
+
+    def arrive(self, where: str, step: int, skip: int = 0) -> None:
+        """Stay, if this is a place to be held at and the rank has been here `skip` times already."""
+        self._passed[where, step] += 1
+        here = [place for place in self._places if place["where"] == where and place.get("step", step) == step]
+        if not here or self._passed[where, step] != skip + 1:
+            return
+        then = here[0].get("then", "goes on")
+        mark = self.folder.folder / f"held.{self.rank}"
+        mark.write_text(f"{where} of step {step}\n")
+        if then != "finds the disk full":
+            until = time.monotonic() + here[0].get("seconds", LIMIT)
+            while not self._asked() and time.monotonic() < until:
+                time.sleep(0.1)
+        mark.unlink()
+        if then == "fails":
+            raise Boom(f"boom in {where}")
+        if then == "finds the disk full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder.folder))
+
+    def _asked(self) -> bool:
+        """As the training itself would know; before there is any, by the file."""
+        return self.pulse.drain.asked if self.pulse is not None else self.folder.drain.exists()
+
+
+def hold(held: Held) -> None:
+    """Put `held` in the way of the training."""
+    from megatron_rl.checkpoint import save
+    from megatron_rl.inference.engine import Engine
+    from megatron_rl.training import supervised, trainer
+    from megatron_rl.training.pulse import IN_WORDS, Pulse
+
+    phases = {words: phase for phase, words in IN_WORDS.items()}
+
+    def before(owner: Any, name: str, arrive: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            arrive(*arguments)
+            return original(*arguments, **named)
+
+        setattr(owner, name, replaced)
+
+    def at_phase(skip: int) -> None:
+        if held.pulse is not None:
+            held.arrive(phases.get(held.pulse.progress.doing, ""), held.pulse.progress.step, skip)
+
+    def half_written(folder: Path, *_: Any) -> None:
+        with contextlib.suppress(OSError):
+            (folder / f"__{held.rank}_0.distcp").write_bytes(b"half of it")
+        held.arrive("save", int(folder.name[len("step-") :].split(".")[0]))
+
+    before(Pulse, "__init__", lambda pulse, *_: setattr(held, "pulse", pulse))
+    before(Engine, "step", lambda _: at_phase(TOKENS))
+    before(trainer, "token_log_probs", lambda *_: at_phase(0))
+    before(supervised, "token_log_probs", lambda *_: held.arrive("teach", 0, skip=3))
+    before(save, "write_part", half_written)
+
+
+def main() -> None:
+    places, dash_m, module, *arguments = sys.argv[1:]
+    assert dash_m == "-m", sys.argv
+    if module == "megatron_rl.train_rl":
+        named = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        held = Held(json.loads(places), named["--run-dir"], int(named["--attempt"]))
+        held.arrive("start", 0)
+        hold(held)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Runs whose ranks really train, and what has to be the same in their records whatever happened to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from lab import HERE, wait_until
+from login import Login, Run
+
+from megatron_rl.run_dir import read_json, read_json_lines
+
+STEPS = 10
+SAVE_EVERY = 4
+RECIPE = (
+    *("demo", "--cluster", "real", "job.nodes=2", "job.gpus_per_node=1"),
+    *("job.collective_timeout_s=120", "job.backoff_s=1", "model.hidden_size=32", "model.ffn_hidden_size=48"),
+    *("model.supervised.steps=60", "model.supervised.batch_size=16", "model.supervised.learning_rate=3e-3"),
+    *("grpo.prompts_per_step=5", "grpo.group_size=4", "grpo.iterations=2", "grpo.kl_beta=0.05"),
+    *(f"training.steps={STEPS}", f"save.every={SAVE_EVERY}", "evaluation.every=4"),
+    "environment.args.evaluation_problems=8",
+)
+"""Two updates a step, a reference model, evaluations and checkpoints after steps 4 and 8: everything that can be
+interrupted, in seconds."""
+VARYING = ("time/", "throughput/", "system/")
+
+WAIT = 300.0
+"""Seconds that one thing may take: ranks import torch, and the machine may be busy with much else."""
+
+
+def hold(login: Login, *places: dict[str, Any]) -> None:
+    """Have the ranks of the runs submitted from here on held at `places` (held_rank.py). Nodes are not checked."""
+    command = [sys.executable, str(HERE / "held_rank.py"), json.dumps(places)]
+    login.profiles["real"] |= {
+        "python": str(login.program("held", f'exec {shlex.join(command)} "$@"')),
+        "health_check": False,
+        "environment": {"MRL_CACHE": str(login.home / "cache")},
+    }
+
+
+def wait_until_held(run: Run, attempt: int = 1, *ranks: int) -> None:
+    """Until these ranks are where `hold` wanted them; by default all of them."""
+    folder = run.dir.attempt(attempt).folder
+
+    def there() -> bool:
+        assert run.state() in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}, run.log()
+        return all((folder / f"held.{rank}").exists() for rank in ranks or range(2))
+
+    wait_until(f"the ranks of {run.dir.root} are held in attempt {attempt}", there, WAIT)
+
+
+def pin(login: Login) -> None:
+    """The runs submitted from here on get these two nodes and no others: a preempted one then waits for them."""
+    login.profiles["real"]["sbatch"] = ["--nodelist=node[09-10]"]
+
+
+def preempt(login: Login, run: Run, *urgency: str) -> str:
+    """Give the run's nodes to a job that is more urgent; its id. urgency: by default a partition of higher priority."""
+    options = (f"--nodelist={run.field('NodeList')}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    urgent = login.lab.run("sbatch", "--parsable", *(urgency or ["--partition=high"]), *options).strip()
+    login.jobs.append(urgent)
+    return urgent
+
+
+def wait_for_ends(run: Run, count: int) -> None:
+    """Until so many attempts are over, as the ledger has it."""
+    wait_until(f"{count} attempts of {run.dir.root} are over", lambda: len(run.ends()) >= count, WAIT)
+
+
+def finish(run: Run) -> None:
+    """Until the run is done."""
+    run.wait("COMPLETED", limit=WAIT)
+    assert run.dir.done.exists(), run.log()
+
+
+def record(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Metrics of all steps and evaluations, without what may differ between runs."""
+    steps, evaluations = (
+        [{key: value for key, value in line.items() if not key.startswith(VARYING)} for line in read_json_lines(file)]
+        for file in (run.dir.metrics, run.dir.evaluations)
+    )
+    return steps, evaluations
+
+
+def ordinals(run: Run) -> list[tuple[int, int, int]]:
+    """Which prompts each step trained on: what stays when the number of ranks changes."""
+    return [(line["step"], line["first_ordinal"], line["next_ordinal"]) for line in run.metrics()]
+
+
+def seconds_to_leave(run: Run, attempt: int = 1) -> float:
+    """From the request to leave to the end of the attempt: by then its step is gone."""
+    asked = read_json(run.dir.attempt(attempt).drain)["at"]
+    (ended,) = [line["at"] for line in run.ledger() if (line["event"], line["attempt"]) == ("end", attempt)]
+    return float(ended) - float(asked)
+
+
+def kill_rank(run: Run, rank: int) -> None:
+    """SIGKILL, from outside and without a word to anybody. Does nothing where there is no such process just now."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # gone meanwhile
+        wanted = {f"SLURM_PROCID={rank}".encode(), b"MRL_STEP=train", f"MRL_RUN_DIR={run.dir.root}".encode()}
+        if b"megatron_rl.train_rl" in command and wanted <= set(environment):
+            os.kill(int(process.name), signal.SIGKILL)

@@ -1,0 +1,54 @@
+"""Real training that its user stops, and goes on with as another job."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from login import Login, Run
+from records import RECIPE, finish, hold, ordinals, record, wait_until_held
+
+COMES_BACK_S = 15.0
+"""Seconds within which a requeued job has started again in the lab."""
+
+
+def stop(login: Login) -> Run:
+    """A run that is cancelled, with a save, during its sixth step."""
+    hold(login, {"attempt": 1, "where": "generate", "step": 6})
+    run = login.submit(*RECIPE)
+    wait_until_held(run)
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    assert run.wait() in {"COMPLETED", "CANCELLED"}
+    assert run.ends() == [("stopped", "cancelled")]
+    assert run.dir.checkpoint_steps()[0] == 5
+    return run
+
+
+def resume(login: Login, run: Run, *overrides: str) -> Run:
+    said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json").stdout)
+    login.jobs.append(said["job_id"])
+    assert said["job_id"] != run.job
+    return login.adopt(run.dir.root, said["job_id"])
+
+
+def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login, undisturbed: Run) -> None:
+    run = stop(login)
+    time.sleep(COMES_BACK_S)
+    assert run.field("Restarts") == "0"
+    assert run.dir.last_attempt() == 1
+    resumed = resume(login, run)
+    finish(resumed)
+    assert resumed.ends() == [("stopped", "cancelled"), ("finished", None)]
+    assert record(resumed) == record(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_nodes(login: Login, undisturbed: Run) -> None:
+    resumed = resume(login, stop(login), "job.nodes=1")
+    finish(resumed)
+    assert len(resumed.ledger()[-2]["nodes"]) == 1
+    assert ordinals(resumed) == ordinals(undisturbed)
+    steps, evaluations = record(resumed)
+    assert steps[:5] == record(undisturbed)[0][:5]
+    assert [line["step"] for line in evaluations] == [line["step"] for line in record(undisturbed)[1]]
