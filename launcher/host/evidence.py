@@ -41,7 +41,13 @@ def verdict_of(attempt: Attempt, exits: Dict[int, int], ended_by_us: Optional[st
     errors = [read_json(path) for path in sorted(attempt.errors(), key=lambda path: path.stat().st_mtime_ns)]
     outcome, hang = read_json(attempt.outcome), read_json(attempt.hang)
     verdict = judge(errors, outcome, exits, ended_by_us, hang, read_heartbeats(attempt))
-    if verdict.outcome != CRASHED or verdict.hung or verdict.rank is None or attempt.error(verdict.rank).exists():
+    if verdict.outcome != CRASHED or verdict.rank is None:
+        return verdict
+    stacks = attempt.stacks(verdict.rank)
+    if verdict.hung and stacks.exists() and stacks.stat().st_size:
+        shown = "{}/{}/{}".format(stacks.parent.parent.name, stacks.parent.name, stacks.name)
+        return verdict._replace(error="{} (stacks: {})".format(verdict.error, shown))
+    if verdict.hung or attempt.error(verdict.rank).exists():
         return verdict
     said = last_line(attempt, verdict.rank)  # it may have died before it could do more: of an import, for example
     return verdict._replace(error="{}; its log ends: {}".format(verdict.error, said)) if said else verdict

@@ -32,7 +32,7 @@ def _what(end: Dict[str, Any]) -> str:
     )
     if outcome == CRASHED and step is not None:
         what += " at step {}".format(step)
-    if end.get("hung") and end.get("phase"):
+    if outcome == CRASHED and end.get("phase"):
         what += " ({})".format(end["phase"])
     who = "rank {}".format(end["rank"]) if end.get("rank") is not None else ""
     if who and end.get("node"):

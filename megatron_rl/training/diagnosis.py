@@ -33,6 +33,8 @@ LINE_LIMIT = 1000
 """Characters of a line of the log or a traceback; an error's message may hold the repr of a whole batch."""
 TRACE_LINES = 200
 MESSAGE_LIMIT = 4000
+STACKS_S = 4.0
+"""Longer than the host side takes to find an error file and to have a signal sent."""
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
@@ -68,7 +70,11 @@ class BlackBox:
         logging.getLogger().removeHandler(self._log)
 
     def report_failure(self, error: BaseException, exit_code: int) -> None:
-        """Write the rank's error file and log it. The message of a bad configuration is all that its reader needs."""
+        """Write the rank's error file and log it. The message of a bad configuration is all that its reader needs.
+
+        Where another rank did not come, this takes STACKS_S longer: the first rank that leaves takes the others along,
+        and until then the host side can ask each where it is.
+        """
         misconfigured = exit_code == EXIT_CONFIG
         progress = self._progress
         fields: dict[str, Any] = {
@@ -90,6 +96,8 @@ class BlackBox:
             logger.error("the error file cannot be written: %s", unwritten)
         where = f"rank {self._rank} failed in step {progress.step} ({progress.doing})"
         logger.error("%s: %s\n%s", where, fields["error"], fields["traceback"])
+        if fields["waited"]:
+            time.sleep(STACKS_S)
 
     def _dump_stacks_on(self, number: signal.Signals) -> None:
         """Of all threads, even while the main one hangs in C: the handler is C as well."""
