@@ -116,7 +116,8 @@ def header(job: Job) -> list[str]:
         "constraint": profile.constraint,
         "reservation": profile.reservation,
         "nodes": _asked_nodes(job),
-        "ntasks-per-node": config.gpus_per_node,
+        # Slurm keeps the number of tasks over a requeue, and with it the number of nodes (seen on 22.05).
+        "ntasks-per-node": None if job.plan.smaller else config.gpus_per_node,
         "gpus-per-node": _gpus(job),
         "time": config.time_limit or profile.time_limit,
         "signal": f"B:USR1@{profile.signal_s}",

@@ -11,6 +11,7 @@ from launcher.host.concluding import conclude, dead_nodes, own_words, preempted_
 from launcher.host.draining import read_cause
 from launcher.host.evidence import first_death
 from launcher.host.here import Here
+from launcher.host.nodes import suffice
 from launcher.host.policy import Facts
 from launcher.host.returning import bring_back
 from launcher.host.verdict import CRASHED, DRAINED, Verdict, in_words
@@ -26,6 +27,8 @@ def close(here: Here, options: argparse.Namespace) -> int:
     job = _record(here)
     request = _request(here, job, options.notice)
     verdict = _verdict(here, request, options)
+    hosts = slurm.hostnames(here.nodelist)
+    bad, dead = (read_json(attempt.nodes) or {}).get("bad", {}), dead_nodes(hosts)
     facts = Facts(
         checkpoint=ledger.newest_checkpoint(run),
         # Where Slurm does not answer, it is not known to be impossible, and trying does no harm.
@@ -34,8 +37,9 @@ def close(here: Here, options: argparse.Namespace) -> int:
         returning=is_returning(job, here.restarts),
         slurm=slurm.version(),
         preemption_cancels=preempted_by_cancelling(request, job),
-        bad=sorted((read_json(attempt.nodes) or {}).get("bad", {})),
-        dead=dead_nodes(slurm.hostnames(here.nodelist)),
+        bad=sorted(bad),
+        dead=dead,
+        suffice=options.here and suffice(read_json(run.plan) or {}, set(hosts) - set(bad) - set(dead)),
         backoff_s=options.backoff,
     )
     seconds = round(now - float(options.began), 3)

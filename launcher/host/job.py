@@ -69,6 +69,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
         one[name].add_argument("--notice", type=float, required=True, help="seconds of --signal")
     one["close"].add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
     one["close"].add_argument("--code", help="what the training step ended with; left out: it never began")
+    one["close"].add_argument("--here", action="store_true", help="another attempt may begin in this allocation")
     one["close"].add_argument("--unready", help="why it never began")
     one["close"].add_argument("--began", required=True, help="when the attempt began, in unix time")
     return parser.parse_args(arguments)

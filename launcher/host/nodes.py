@@ -1,6 +1,6 @@
 """Pure: which plan the nodes of an allocation suffice for, and which host does which step of it."""
 
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, Collection, Dict, List, NamedTuple, Sequence
 
 
 class NotEnoughNodes(Exception):
@@ -19,6 +19,15 @@ def is_dead(state: str) -> bool:
     return state.endswith("*") or state.startswith(("down", "unknown"))
 
 
+def suffice(plan: Dict[str, Any], hosts: Collection[str]) -> bool:
+    """Whether these hosts, all of them fit, are enough for the smallest plan.
+
+    Args:
+        plan: plan.json.
+    """
+    return len(hosts) >= _plans(plan)[-1]["nodes"]
+
+
 def assign(plan: Dict[str, Any], hosts: Sequence[str], bad: Dict[str, str], given: int = 0) -> Assignment:
     """The plan's nodes are the first fit hosts of the allocation, in Slurm's order, which follows the topology.
 
@@ -34,7 +43,7 @@ def assign(plan: Dict[str, Any], hosts: Sequence[str], bad: Dict[str, str], give
     Raises:
         NotEnoughNodes: naming the bad ones.
     """
-    plans = [plan, *plan["alternatives"]]  # the largest first
+    plans = _plans(plan)
     fewest = plans[-1]["nodes"]
     fit = [host for host in hosts if host not in bad]
     if len(fit) < fewest:
@@ -45,3 +54,8 @@ def assign(plan: Dict[str, Any], hosts: Sequence[str], bad: Dict[str, str], give
     working = chosen["nodes"]
     steps = {step["name"]: [fit[node] for node in step["nodes"]] for step in chosen["steps"]}
     return Assignment(working, steps, fit[working:], bad)
+
+
+def _plans(plan: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """All plans of plan.json, the largest first."""
+    return [plan] + plan["alternatives"]

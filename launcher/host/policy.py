@@ -4,7 +4,8 @@
     configuration error              never started again: it would end the same way
     asked to stop by the user        not started again, whatever else went on; mrl resume goes on
     preempted, requeue, signal       started again; uses up nothing
-    node failure                     started again, without the dead nodes; uses up nothing
+    node failure                     started again, without the dead nodes, in the same allocation where the others
+                                     suffice; uses up nothing
     time limit, bad nodes            started again, until several in a row have come to nothing: held
     crash, hang, end without a word  started again after a while, which doubles; held after the same error at the same
                                      step twice, or three without a new checkpoint
@@ -25,15 +26,18 @@ STOPPED = "stopped"  # outcome of a drain that somebody wanted
 BY_US = "requeue"  # scontrol requeue
 BY_SLURM = "slurm"  # it requeues the job by itself, or has
 SUCCESSOR = "successor"  # the job cannot be requeued: another one is submitted
+HERE = "here"  # the batch script goes on with the nodes that are left
 HELD = "held"  # nobody starts it again before somebody has looked
 OVER = "over"  # nothing, and nothing is amiss with that
-STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR)
+STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, HERE)
 
 # Attempts in a row with nothing to show, after which somebody should look. Preemptions do not count: nobody made a
 # mistake, and they end.
 IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3}
 CRASHES = 3  # without a new checkpoint
+LOSSES = 5  # of nodes in a row with which one allocation goes on
 LONGEST_BACKOFF = 900.0  # seconds
+EXIT_AGAIN = 4  # between `close` and the batch script: begin another attempt
 REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
 
 
@@ -48,6 +52,7 @@ class Facts(NamedTuple):
     preemption_cancels: bool = False
     bad: Sequence[str] = ()  # nodes that failed the health check
     dead: Sequence[str] = ()  # nodes that Slurm has lost
+    suffice: bool = False  # the allocation outlives them, and the others are enough
     backoff_s: float = 30.0  # after the first crash
 
 
@@ -86,6 +91,8 @@ def decide(
         return _after_crash(_since_held(history), verdict, cause, facts)
     outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
+    if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
+        return Decision(outcome, cause, HERE, EXIT_AGAIN, "goes on with the nodes that are left", exclude=exclude)
     again = Decision(outcome, cause, _how(cause, facts), EXIT_DRAINED, "", exclude=exclude)
     if again.then == OVER:
         return again._replace(message="submit the run again to go on")
@@ -149,6 +156,12 @@ def _in_vain(ends: Sequence[Dict[str, Any]], cause: Optional[str]) -> int:
     """Attempts just before this one that ended for the same cause with nothing new saved."""
     same = [end.get("cause") == cause and end.get("step") is None for end in reversed(ends)]
     return (same + [False]).index(False)
+
+
+def _losses(history: Sequence[Dict[str, Any]]) -> int:
+    """Attempts just before this one after which the same allocation went on."""
+    here = [end.get("then") == HERE for end in reversed(history) if end["event"] == "end"]
+    return (here + [False]).index(False)
 
 
 def _same(error: Optional[str], other: Optional[str]) -> bool:

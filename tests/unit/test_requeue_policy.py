@@ -119,6 +119,7 @@ def asked(cause: str) -> dict[str, Any] | None:
 
 
 BAD = ended(EMPTY, 40, "bad nodes")
+HERE = ended(LOST, 40, "node failure", then="here")
 
 # fmt: off
 NODES: list[tuple[Verdict, str, list[dict[str, Any]], Facts, str, str | None, str, str]] = [
@@ -132,6 +133,13 @@ NODES: list[tuple[Verdict, str, list[dict[str, Any]], Facts, str, str | None, st
     (SAVED,   "preempted", [],        Facts(40, dead=["n9"], bad=["n2"]), "drained", "preempted", "requeue", "n2,n9"),
     (SAVED,   "cancelled", [],        Facts(40, dead=["n9"]),  "stopped", "cancelled",    "over",    ""),
     (hang(),  "-",         [],        Facts(40, dead=["n9"]),  "crashed", None,           "requeue", "n9"),
+    # Where the other nodes of the allocation suffice, they go on at once; but not for ever, and not against a wish.
+    (crash(), "-",         [],        Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
+    (LOST,    "-",         [HERE] * 4, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
+    (crash(), "-",         [HERE] * 5, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "requeue", "n9"),
+    (crash(), "-",         [],        Facts(40, suffice=True), "crashed", None,           "requeue", ""),
+    (EMPTY,   "requeue",   [],        Facts(40, dead=["n9"], suffice=True), "drained", "node failure", "requeue", "n9"),
+    (LOST,    "-",  [], Facts(40, dead=["n9"], suffice=True, returning=True), "lost", "node failure", "slurm", "n9"),
 ]
 # fmt: on
 

@@ -177,6 +177,12 @@ def test_a_range_of_nodes_is_slurms_to_choose_from():
     assert "--nodes=4" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-4"))
 
 
+def test_a_range_is_not_pinned_to_the_count_of_its_first_start():
+    said = " ".join(header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8")))
+    assert "--ntasks" not in said
+    assert "--gpus-per-node=8" in said
+
+
 def test_the_ranks_of_a_range_are_counted_when_they_start():
     script = render(a_job("qwen2.5-32b-dapo", "job.nodes=4-8"))
     (geometry,) = re.findall(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", script)
