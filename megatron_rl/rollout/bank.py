@@ -4,7 +4,8 @@
     bank.inference(ordinal)     the engine, through which an interrupted answer goes on from the tokens it had
     async with bank.keeping():  what is under way is written every `resume.flush_s`, and when the block is left
     bank.put(group)             scored
-    bank.compact(next_ordinal)  after a checkpoint: what it settles is forgotten
+    bank.saving(step, ordinal)  a checkpoint is begun that settles all below this ordinal ...
+    bank.saved(step)            ... and published: they are forgotten
 
 One file per attempt and driver (bank_file.py); every driver reads those of all, since another number of ranks has
 other shares. Losing any of it costs repeated work, never a wrong record: what is damaged, torn or of a line of
@@ -22,8 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import torch.distributed as dist
+
 from megatron_rl.agent.api import Problem, RolloutGroup
-from megatron_rl.config import Resume
+from megatron_rl.config import Resume, RunConfig
 from megatron_rl.inference.api import (
     Beginning,
     Completion,
@@ -37,6 +40,7 @@ from megatron_rl.rollout.bank_records import (
     Lineage,
     answer_of,
     attempt_record,
+    fingerprint,
     group_record,
     join,
     live,
@@ -47,6 +51,7 @@ from megatron_rl.rollout.bank_records import (
     usable,
     whole_share,
 )
+from megatron_rl.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,7 @@ class Bank:
         self._buffer: list[Record] = [attempt_record(lineage)]
         self._asked: dict[int, _Asked] = {}
         self._submitted: dict[int, int] = {}
+        self._saving: dict[int, int] = {}
         self._read()
         if self._first:
             for debris in folder.glob(".*.tmp"):
@@ -228,9 +234,13 @@ class Bank:
             asked_for.written[sample] = len(beginning.tokens)
         return records
 
-    def compact(self, settled_below: int) -> None:
-        """Forget all ordinals below `settled_below`, behind the caller: a published checkpoint holds them."""
-        self._settled_below = max(self._settled_below, settled_below)
+    def saving(self, step: int, next_ordinal: int) -> None:
+        """A checkpoint of `step` is under way: it settles all ordinals below `next_ordinal`."""
+        self._saving[step] = next_ordinal
+
+    def saved(self, step: int) -> None:
+        """It is published: forget what it settles, behind the caller."""
+        self._settled_below = max(self._settled_below, self._saving.pop(step))
         below = self._settled_below
         self._submitted = {ordinal: version for ordinal, version in self._submitted.items() if ordinal >= below}
         self._index([entry for entry in self._entries if entry.head["ordinal"] >= below])
@@ -251,6 +261,30 @@ class Bank:
         if not written:
             logger.warning("%s was not written within %g s", self._file.path, CLOSE_TIMEOUT_S)
         self._file.close()
+
+
+def open_bank(
+    run_dir: RunDir,
+    attempt: int,
+    config: RunConfig,
+    engine: ResumableInference,
+    group: dist.ProcessGroup,
+    *,
+    step: int,
+    next_ordinal: int,
+) -> Bank:
+    """The bank of a run that goes on after `step`, with the engine at that step's weights, for this rank of the
+    drivers' `group`."""
+    lineage = Lineage(run_dir.root.name, attempt, step, engine.policy_version, fingerprint(config))
+    return Bank(
+        run_dir.bank,
+        engine,
+        config.resume,
+        lineage,
+        next_ordinal=next_ordinal,
+        driver=dist.get_rank(group),
+        drivers=dist.get_world_size(group),
+    )
 
 
 class NoBank:
@@ -275,6 +309,15 @@ class NoBank:
     def put(self, group: RolloutGroup) -> None:
         pass
 
+    def saving(self, step: int, next_ordinal: int) -> None:
+        pass
+
+    def saved(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
 
 class Memory(Protocol):
     """What a driver asks of a bank: see `Bank`."""
@@ -284,6 +327,9 @@ class Memory(Protocol):
     def inference(self, ordinal: int) -> InferenceInterface: ...
     def keeping(self) -> AbstractAsyncContextManager[None]: ...
     def put(self, group: RolloutGroup) -> None: ...
+    def saving(self, step: int, next_ordinal: int) -> None: ...
+    def saved(self, step: int) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
