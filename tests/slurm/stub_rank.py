@@ -5,10 +5,12 @@
 
 Each process writes what it saw to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a JSON object in the job's environment:
     steps, seconds   how many training steps of how many seconds (5 of 0.05)
-    crash_at         step at which rank 1 crashes
+    crash_at         step from which on rank 1 crashes, or steps at each of which it does once
+    checkpoint       steps from one checkpoint, an empty one, to the next; none by default
     save             seconds that the save takes which comes before leaving
     deaf             true: the ranks hear that they should leave, and do not
     killed_at        step at which the kernel kills rank 1
+    hangs_at         step at which rank 1 hangs; the others wait for it
     replica_dies     replica that dies at its first start
 """
 
@@ -21,6 +23,8 @@ import time
 
 from megatron_rl import run_dir as run_dir_module
 from megatron_rl.run_dir import RunDir, append_json_line, read_json, read_json_lines, write_json
+from megatron_rl.training.diagnosis import BlackBox
+from megatron_rl.training.progress import Progress
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-m", dest="module")
@@ -33,6 +37,8 @@ run = RunDir(options.run_dir)
 attempt = run.attempt(options.attempt)
 rank = int(os.environ["SLURM_PROCID"])
 told = []
+progress = Progress(attempt, shared=False)
+box = BlackBox(attempt, rank, int(os.environ["SLURM_NTASKS"]), progress)
 
 
 def train():
@@ -40,6 +46,7 @@ def train():
     to leave tells all; without an answer from each there is no outcome, as after a collective with a dead peer."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: told.append(True))
+    box.start()
     step = len(read_json_lines(run.metrics))
     while step < asked["steps"] and not attempt.outcome.exists():
         if told and not asked.get("deaf"):
@@ -51,9 +58,14 @@ def train():
             write_json(attempt.progress, {"phase": "training", "step": step, "steps": asked["steps"]})
             line = {"step": step, "mean_reward": step / asked["steps"], "attempt": attempt.number}
             append_json_line(run.metrics, line)
+            if step % asked.get("checkpoint", step + 1) == 0:
+                run.checkpoint(step).mkdir(parents=True, exist_ok=True)
         else:
             step = len(read_json_lines(run.metrics))
             fail_as_asked(step)
+        progress.doing, progress.step = "training", step
+        progress.beat()
+        hang_as_asked(step)
         if rank == 0 and len(list(attempt.folder.glob("leave.*"))) == int(os.environ["SLURM_NTASKS"]):
             time.sleep(asked.get("save", 0))
             write_json(attempt.outcome, {"outcome": "drained", "step": step})
@@ -62,16 +74,35 @@ def train():
         write_json(attempt.outcome, {"outcome": "finished", "step": step})
     while not attempt.outcome.exists():
         time.sleep(0.05)
+    box.stop()
     sys.exit(75 if read_json(attempt.outcome)["outcome"] == "drained" else 0)
+
+
+def hang_as_asked(step):
+    if step == asked.get("hangs_at"):
+        progress.doing = "generate" if rank == 1 else "wait"
+        while True:
+            time.sleep(1)
 
 
 def fail_as_asked(step):
     if step == asked.get("killed_at"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if step == asked.get("crash_at"):
-        error = {"rank": rank, "host": os.uname().nodename, "step": step, "phase": "training"}
+    for crash in due_crashes(step):
+        error = {"rank": rank, "host": os.uname().nodename, "step": crash, "phase": "training"}
         write_json(attempt.error(rank), dict(error, error="RuntimeError: boom", traceback="", exit_code=1))
         sys.exit(1)
+
+
+def due_crashes(step):
+    """Those of a list are remembered in the run directory, so that each comes once."""
+    crashes = asked.get("crash_at", [])
+    if isinstance(crashes, int):
+        return [crashes] if step >= crashes else []
+    due = [crash for crash in crashes if step >= crash and not (run.root / f"crashed-{crash}").exists()]
+    for crash in due[:1]:
+        (run.root / f"crashed-{crash}").touch()
+    return due[:1]
 
 
 def reduce():
