@@ -55,7 +55,7 @@ from megatron_rl.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0
 
 
 class Bank:
@@ -201,11 +201,10 @@ class Bank:
         self._asked = {number: asked for number, asked in self._asked.items() if asked.ordinal != ordinal}
 
     def flush(self) -> None:
-        """Write, behind the caller, what is new. While the disk is still busy with the last flush it waits for the
-        next one."""
+        """Write, behind the caller, what is new."""
         if self._asked:
             self._buffer += self._new_stretches()
-        if self._buffer and self._file.idle:
+        if self._buffer:
             self._file.append(self._buffer)
             self._buffer = []
 
@@ -254,11 +253,8 @@ class Bank:
 
     def close(self) -> None:
         """Write what is left. What is not on disk within seconds is generated again."""
-        written = self._file.wait(CLOSE_TIMEOUT_S)
-        if written:
-            self.flush()
-            written = self._file.wait(CLOSE_TIMEOUT_S)
-        if not written:
+        self.flush()
+        if not self._file.wait(CLOSE_TIMEOUT_S):
             logger.warning("%s was not written within %g s", self._file.path, CLOSE_TIMEOUT_S)
         self._file.close()
 

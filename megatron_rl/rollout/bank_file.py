@@ -152,10 +152,6 @@ class BankFile:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bank")
         self._last: Future[None] | None = None
 
-    @property
-    def idle(self) -> bool:
-        return self._last is None or self._last.done()
-
     def append(self, records: Sequence[Record]) -> None:
         """Write and fsync these records, behind the caller."""
         self._submit(self._append, records)

@@ -30,6 +30,7 @@ def loop_recipe(**sections: dict[str, Any]) -> dict[str, Any]:
         "training": {"steps": 24},
         "evaluation": {"every": 8},
         "save": {"every": 4},
+        "resume": {"partial": "regenerate"},
         "logging": {"samples_every": 6, "histograms_every": 6},
     }
     for name, fields in sections.items():
