@@ -78,6 +78,14 @@ def finish(run: Run) -> None:
     assert run.dir.done.exists(), run.log()
 
 
+def resume(login: Login, run: Run, *overrides: str) -> Run:
+    """`mrl resume`: the same run as another job."""
+    said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json").stdout)
+    assert said["job_id"] != run.job
+    login.jobs.append(said["job_id"])
+    return login.adopt(run.dir.root, said["job_id"])
+
+
 def record(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Metrics of all steps and evaluations, without what may differ between runs."""
     steps, evaluations = (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
 from login import Login, Run
-from records import RECIPE, finish, hold, ordinals, record, wait_until_held
+from records import RECIPE, finish, hold, ordinals, record, resume, wait_until_held
 
 COMES_BACK_S = 15.0
 """Seconds within which a requeued job has started again in the lab."""
@@ -23,13 +22,6 @@ def stop(login: Login) -> Run:
     assert run.ends() == [("stopped", "cancelled")]
     assert run.dir.checkpoint_steps()[0] == 5
     return run
-
-
-def resume(login: Login, run: Run, *overrides: str) -> Run:
-    said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json").stdout)
-    login.jobs.append(said["job_id"])
-    assert said["job_id"] != run.job
-    return login.adopt(run.dir.root, said["job_id"])
 
 
 def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login, undisturbed: Run) -> None:

@@ -23,13 +23,14 @@ def test_one_rank_is_killed(login: Login, undisturbed: Run) -> None:
 
 @pytest.mark.slow
 def test_one_rank_fails_while_the_others_leave(login: Login, undisturbed: Run) -> None:
-    hold(login, {**IN_STEP_6, "rank": 1, "then": "fails"}, IN_STEP_6)
+    here = {"attempt": 1, "where": "train", "step": 6}
+    hold(login, {**here, "rank": 0}, {**here, "rank": 1, "then": "fails"})
     run = login.submit(*RECIPE)
     wait_until_held(run)
     preempt(login, run)
     wait_for_ends(run, 1)
     end = run.ledger()[-1]
-    assert (end["outcome"], end["rank"], end["error"]) == ("crashed", 1, "Boom: boom in generate")
+    assert (end["outcome"], end["rank"], end["error"]) == ("crashed", 1, "Boom: boom in train")
     finish(run)
     assert run.ends()[1:] == [("finished", None)]
     assert record(run) == record(undisturbed)

@@ -35,8 +35,8 @@ def configured(lab: Cluster, changes: Mapping[str, str]) -> Iterator[None]:
 class Scene(NamedTuple):
     where: str
     step: int
-    saved: int | None
-    """The step of the checkpoint that the attempt leaves behind, where it makes a new one."""
+    saved: tuple[int | None, ...]
+    """Step of the checkpoint that the attempt leaves behind, if it makes one; several where it is a matter of luck."""
     user_signal: bool = True
     grace: int = 20
 
@@ -45,19 +45,19 @@ class Scene(NamedTuple):
 
 
 SCENES = [
-    Scene("generate", 6, saved=5),
+    Scene("generate", 6, saved=(5,)),
     *(
         pytest.param(scene, marks=pytest.mark.slow)
         for scene in [
-            Scene("start", 0, saved=None),
-            Scene("teach", 0, saved=None),
-            Scene("log-probs", 6, saved=5),
-            Scene("train", 6, saved=5),
-            Scene("save", 4, saved=8),  # the next one waits for it
-            Scene("evaluate", 4, saved=4),
-            Scene("generate", 6, saved=5, user_signal=False),
-            Scene("generate", 6, saved=4, grace=0),
-            Scene("train", 6, saved=4, user_signal=False, grace=0),
+            Scene("start", 0, saved=(None,)),
+            Scene("teach", 0, saved=(None,)),
+            Scene("log-probs", 6, saved=(5,)),
+            Scene("train", 6, saved=(5,)),
+            Scene("save", 4, saved=(8,)),  # the next one waits for it
+            Scene("evaluate", 4, saved=(4,)),
+            Scene("generate", 6, saved=(5,), user_signal=False),
+            Scene("generate", 6, saved=(4, 5), grace=0),
+            Scene("train", 6, saved=(4, 5), user_signal=False, grace=0),
         ]
     ),
 ]
@@ -74,11 +74,15 @@ def test_a_preempted_run_goes_on(login: Login, scene: Scene, undisturbed: Run) -
         wait_until_held(run)
         preempt(login, run)
         wait_for_ends(run, 1)
-    assert run.ends() == [("drained", "preempted")]
-    assert run.ledger()[-1]["step"] == scene.saved
-    assert seconds_to_leave(run) <= scene.grace + KILL_WAIT + SLACK
+    (left,) = run.ends()
+    # All are killed at once where there is no grace, and who should ask Slurm why may be dead before he has.
+    assert left in [("drained", "preempted")] + [("drained", "signal")] * (scene.grace == 0)
+    (end,) = [line for line in run.ledger() if line["event"] == "end"]
+    assert end["step"] in scene.saved
+    if "seconds" in end:  # else the start that follows has written it
+        assert seconds_to_leave(run) <= scene.grace + KILL_WAIT + SLACK
     finish(run)
-    assert run.ends() == [("drained", "preempted"), ("finished", None)]
+    assert run.ends() == [left, ("finished", None)]
     assert run.field("Restarts") == "1"
     assert record(run) == record(undisturbed)
 
