@@ -10,6 +10,7 @@ from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, 
 
 from megatron_rl.run_dir import HEARTBEAT_LEFT, HEARTBEAT_WAIT
 
+START_LIMIT = 600.0  # seconds that a rank has, at least, until its first heartbeat: containers and imports can be slow
 MISSED = 3  # heartbeats that a rank may miss while others go on: a busy file system
 
 
@@ -32,7 +33,8 @@ def judge(heartbeats: Sequence[Dict[str, Any]], began: float, now: float, limit:
         began: when the ranks were started, in unix time like all times here.
         limit: seconds of silence that are held against a rank.
     """
-    present = _present(heartbeats, began)
+    # A rank that may still be on its way counts as one that gets on.
+    present = _present(heartbeats, began if now - began > START_LIMIT else now)
     mute = [beat for beat in present if now - beat["written"] > limit]
     if mute:
         return _silence(min(mute, key=_written), now)

@@ -13,8 +13,12 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from typing import NoReturn
 
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_json
+from megatron_rl.run_dir import RunDir, append_json_line, read_json, read_json_lines, write_json
+from megatron_rl.training.diagnosis import BlackBox
+from megatron_rl.training.progress import Progress
 
 parser = argparse.ArgumentParser()
 parser.add_argument("script")
@@ -68,12 +72,66 @@ def train(steps: int, seconds: float) -> None:
     sys.exit(75 if drained else 0)
 
 
+progress = Progress(attempt, shared=False)
+box = BlackBox(attempt, rank, int(os.environ["WORLD_SIZE"]), progress)
+
+
+def collect() -> None:
+    """Rank 0 waits in a real collective, and rank 1 does not come."""
+    progress.enter("training", 3)
+    import torch
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(attempt.folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=3))
+    if rank == 1:
+        hang("generate")
+    progress.doing = "wait"
+    box.start()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        box.report_failure(error, 1)
+        os._exit(1)
+
+
+def hang(doing: str, *, stopped: bool = False) -> NoReturn:
+    """In step 3; a process that is `stopped` does not even send heartbeats any more."""
+    progress.phase = "training"
+    progress.doing, progress.step = doing, 3
+    box.start()
+    if stopped:
+        wait_for_own_heartbeat()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        if doing == "beats":
+            progress.beat()
+        time.sleep(0.05)
+
+
+def wait_for_own_heartbeat() -> None:
+    while (read_json(attempt.heartbeat(rank)) or {}).get("step") != 3:
+        time.sleep(0.02)
+
+
 if word == "train":
     train(steps=int(json.loads(os.environ.get("FAKE_STEPS", "5"))), seconds=0.02)
 elif word == "long":
     train(steps=10_000, seconds=0.02)
 elif word == "crash":
     fail("RuntimeError: boom", 1)
+elif word == "hangs":
+    hang("generate")
+elif word == "waits":
+    hang("wait")
+elif word == "collects":
+    collect()
+elif word == "beats":
+    hang("beats")
+elif word == "stopped":
+    hang("generate", stopped=True)
+elif word == "unable":  # of something that a rank needs before it can report anything
+    raise ImportError("No module named 'torch'")
 elif word == "misconfigured":
     fail("ConfigurationError: no such tokenizer", 78)
 elif word == "consequence":

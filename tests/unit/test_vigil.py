@@ -66,6 +66,12 @@ def test_ranks_none_of_which_came_hang_once_the_limit_is_over():
     assert judge([], NOW - 1799, NOW, LIMIT) is None
 
 
+def test_a_rank_that_may_still_be_on_its_way_is_waited_for_however_low_the_limit():
+    others = [dict(beat(rank, 200, step=0), written=NOW) for rank in (0, 1, 2)]
+    assert judge(others, NOW - 300, NOW, limit=100) is None
+    assert judge(others, NOW - 601, NOW, limit=100).rank == 3
+
+
 def test_a_rank_that_left_is_not_missed():
     left = beat(2, 5000, phase="left", written=NOW - 5000)
     assert hung(beat(0, 20), beat(1, 20), left, beat(3, 20)) is None
