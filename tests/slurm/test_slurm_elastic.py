@@ -1,0 +1,87 @@
+"""A run of `job.nodes: 2-4` starts again with what there is, and one with a spare node outlives a dead one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from lab import Cluster, wait_until
+from login import SECONDS, Login, Run
+
+from megatron_rl.run_dir import read_json
+
+FOUR_NODES = "--exclude=node[05-10]"
+LONG = {"steps": 400}
+
+
+@contextmanager
+def out_of_service(lab: Cluster, *nodes: str) -> Iterator[None]:
+    names = ",".join(nodes)
+    lab.run("scontrol", "update", f"NodeName={names}", "State=DRAIN", "Reason=test")
+    try:
+        yield
+    finally:
+        lab.run("scontrol", "update", f"NodeName={names}", "State=RESUME")
+
+
+def wait_for_idle_nodes(lab: Cluster) -> None:
+    """Slurm gives a range what is idle, and the jobs of other tests may be on their way out."""
+    asked = ("sinfo", "--noheader", "--Node", "--partition=low", "--nodes=node[01-04]", "--format=%T")
+    wait_until("four nodes are idle", lambda: set(lab.run(*asked).split()) == {"idle"}, SECONDS)
+
+
+def test_a_range_of_nodes_starts_again_with_those_that_are_left(login: Login) -> None:
+    login.profiles["stub"]["sbatch"] = [FOUR_NODES]
+    wait_for_idle_nodes(login.lab)
+    run = login.submit("demo", "--cluster", "stub", "job.nodes=2-4", "job.gpus_per_node=2", stub=LONG)
+    run.wait_for_step(3)
+    assert tasks(run, 1) == {"8"}
+    with out_of_service(login.lab, "node02"):
+        login.call("mrl", "requeue", run.dir.root)
+        wait_until("it starts again", lambda: len(run.seen(2)) == 6, SECONDS)
+        login.call("mrl", "cancel", "--drain", run.dir.root)
+        run.wait("COMPLETED")
+    assert tasks(run, 2) == {"6"}
+    assert hosts(run, 2) == {"node01", "node03", "node04"}
+    assert read_json(run.dir.attempt(2).nodes)["working"] == 3
+    assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+
+
+def test_a_bad_node_only_makes_a_range_smaller(login: Login) -> None:
+    sick = login.program("python", 'case "$(hostname) $*" in node02*host.health*) exit 1 ;; esac\nexec python3 "$@"')
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick), "sbatch": [FOUR_NODES]}
+    wait_for_idle_nodes(login.lab)
+    run = login.submit("demo", "--cluster", "stub", "job.nodes=2-4", "job.gpus_per_node=1")
+    assert run.wait() == "COMPLETED", run.log()
+    assert run.ends() == [("finished", None)]
+    assert hosts(run, 1) == {"node01", "node03", "node04"}
+
+
+@pytest.mark.slow  # Slurm takes its time to find out
+@pytest.mark.parametrize(("sizes", "then"), [(["job.nodes=2", "job.spare_nodes=1"], 2), (["job.nodes=2-3"], 2)])
+def test_what_is_left_of_an_allocation_goes_on_when_a_node_dies(login: Login, sizes: list[str], then: int) -> None:
+    login.profiles["stub"] |= {"sbatch": [FOUR_NODES], "health_check": True}
+    wait_for_idle_nodes(login.lab)
+    run = login.submit("demo", "--cluster", "stub", *sizes, "job.gpus_per_node=1", stub={"steps": 1000, "seconds": 0.1})
+    run.wait_for_step(3)
+    login.lab.kill_node("node02")
+    try:
+        wait_until("it goes on", lambda: len(run.seen(2)) == then, SECONDS)
+        assert run.field("Restarts") == "0"
+        assert hosts(run, 2) == {"node01", "node03"}
+        assert run.ends() == [("lost", "node failure")]
+        login.call("mrl", "cancel", "--drain", run.dir.root)
+        run.wait("COMPLETED")
+    finally:
+        login.lab.restart_node("node02")
+    assert run.ends()[1:] == [("stopped", "cancelled")]
+    assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+
+
+def tasks(run: Run, attempt: int) -> set[str]:
+    return {rank["environment"]["SLURM_NTASKS"] for rank in run.seen(attempt).values()}
+
+
+def hosts(run: Run, attempt: int) -> set[str]:
+    return {rank["host"] for rank in run.seen(attempt).values()}
