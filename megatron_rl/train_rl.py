@@ -31,6 +31,7 @@ from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.platform import select
+from megatron_rl.rollout.bank import open_bank
 from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED, Attempt, RunDir, write_json
 from megatron_rl.supported import check_supported
 from megatron_rl.training.diagnosis import BlackBox
@@ -82,7 +83,7 @@ def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, puls
     run.step, run.next_ordinal = step, batch.next_ordinal
 
     metrics, stretch = report.metrics(batch, updates, run.trainer.policy_version, run.group, run.platform.device)
-    record.step(step, metrics | save_metrics(checkpointer.poll()))
+    record.step(step, metrics | save_metrics(run, checkpointer.poll()))
     record.stretch(stretch)
     record.look(step, batch.groups)
 
@@ -102,17 +103,19 @@ def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pul
     """Start a checkpoint of the current step; it is written behind the following steps."""
     with pulse.phase("save"):
         record.sync()
+        run.driver.bank.saving(run.step, run.next_ordinal)
         checkpointer.save(run.step, run.sharded_state(loading=False), run.progress())
     run.saved = run.step
 
 
-def save_metrics(outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
+def save_metrics(run: Run, outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
     """What became of the checkpoints begun in earlier steps. One that failed is said and counted, no more: the
     one before it is untouched."""
     metrics: dict[str, float] = {}
     for outcome in outcomes:
         if isinstance(outcome, Published):
             logger.info("checkpoint of step %d published, %d bytes", outcome.step, outcome.bytes)
+            run.driver.bank.saved(outcome.step)
             metrics |= {"time/save_blocked_s": outcome.blocked_s, "time/save_s": outcome.total_s}
         else:
             logger.warning("%s", outcome)
@@ -163,6 +166,9 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
             run.restore(run_dir.checkpoint(last_step))
             logger.info("going on after step %d", last_step)
     record = MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoRecord()
+    run.driver.bank = open_bank(
+        run_dir, attempt.number, config, run.engine, group, step=run.step, next_ordinal=run.next_ordinal
+    )
     book(run, record, resumed=run.step)
 
     pulse.timeline.switch("train")
@@ -172,6 +178,8 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
         save(run, checkpointer, record, pulse)
     with pulse.timeline.phase("drain" if outcome == "drained" else "save"):
         checkpointer.wait(final=True)
+    save_metrics(run, checkpointer.poll())
+    run.driver.bank.close()
     book(run, record)
     record.close()
     if world.rank == 0:

@@ -1,0 +1,72 @@
+"""A whole run on two ranks that is asked to leave while it generates: the next attempt, on one rank, goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_helpers import Attempt, loop_recipe, prepare
+
+from megatron_rl.rollout.bank_file import bank_file, bank_files, scan
+from megatron_rl.run_dir import EXIT_DRAINED, RunDir, read_json_lines
+
+RECIPE: dict[str, Any] = {
+    "model": {"init": "from-scratch"},
+    "inference": {"max_batch": 2},
+    "sampling": {"max_new_tokens": 6},
+    "training": {"steps": 4},
+    "save": {"every": 0},
+    "resume": {"partial": "keep", "flush_s": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_dir = prepare(folder / "run", loop_recipe(**RECIPE))
+    attempt = Attempt(run_dir, folder)
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    return run_dir
+
+
+def test_a_run_that_left_while_it_generated_goes_on_in_the_middle_of_answers(
+    undisturbed: RunDir, tmp_path: Path
+) -> None:
+    run_dir = prepare(tmp_path / "run", loop_recipe(**RECIPE))
+    first = Attempt(run_dir, tmp_path, sabotage=_generate_slowly)
+    first.wait_for_step(2)
+    time.sleep(0.5)
+    os.kill(first.processes[0].pid or 0, signal.SIGTERM)
+    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
+    assert bank_files(run_dir.bank) == [bank_file(run_dir.bank, 1, driver) for driver in (0, 1)]
+    second = Attempt(run_dir, tmp_path, ranks=1)
+    assert second.exit_codes() == [0], second.logs()
+    found = re.search(r"bank: (\d+) scored groups and (\d+) answers of earlier attempts", second.logs())
+    assert found, second.logs()
+    assert sum(map(int, found.groups())) > 1
+    record, expected = (read_json_lines(each.metrics) for each in (run_dir, undisturbed))
+    for line, other in zip(record, expected, strict=True):
+        assert (line["step"], line["next_ordinal"]) == (other["step"], other["next_ordinal"])
+        for name in ("mean_reward", "answer_length", "entropy"):
+            assert line[name] == pytest.approx(other[name], rel=1e-3), (line["step"], name)
+    # The last checkpoint has settled everything, and the first driver has cleared away what the first attempt left.
+    kinds = {entry.head["kind"] for path in bank_files(run_dir.bank) for entry in scan(path).entries}
+    assert kinds == {"attempt"}
+    assert bank_files(run_dir.bank) == [bank_file(run_dir.bank, 2, 0)]
+
+
+def _generate_slowly(rank: int) -> None:
+    from megatron_rl.inference.engine import Engine
+
+    step = Engine.step
+
+    def slow(self: Engine) -> None:
+        time.sleep(0.03)
+        step(self)
+
+    Engine.step = slow  # type: ignore[method-assign]
