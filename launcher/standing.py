@@ -107,6 +107,8 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
     if job.kind == "running":
         if job.word == "CONFIGURING":
             return "running", "", "its nodes to boot"
+        if _is_going_back(job, last):
+            return "requeued", in_words(last or {}, time.time()), "its earlier attempt to be cleaned up"
         begun = last is not None and last["event"] == "start" and last.get("job_id") == job.job_id
         # Else the newest attempt is an earlier one's, and so is its request to leave.
         return _running(run) if begun else ("running", "", "its attempt to begin")
@@ -124,12 +126,21 @@ def has_left(job: JobState, last: dict[str, Any] | None) -> bool:
     Args:
         last: the newest line of the run's ledger.
     """
-    if last is None or last["event"] != "end" or last.get("job_id") != job.job_id:
+    if last is None or job.kind not in ("running", "unknown") or not _ended_in(job, last):
         return False
-    if job.kind not in ("running", "unknown"):
+    return not (job.batch and last.get("then") in STARTS_AGAIN)
+
+
+def _is_going_back(job: JobState, last: dict[str, Any] | None) -> bool:
+    """Whether a job that Slurm calls running has ended its attempt, and is about to wait in the queue again."""
+    return last is not None and _ended_in(job, last) and job.batch and last.get("then") in STARTS_AGAIN
+
+
+def _ended_in(job: JobState, last: dict[str, Any]) -> bool:
+    """Whether the ledger's newest line is the end of an attempt of this very start of the job."""
+    if last["event"] != "end" or last.get("job_id") != job.job_id:
         return False
-    began_again = job.started_at is not None and last["at"] < job.started_at - CLOCK
-    return not began_again and not (job.batch and last.get("then") in STARTS_AGAIN)
+    return job.started_at is None or last["at"] >= job.started_at - CLOCK
 
 
 def _running(run: RunDir) -> tuple[State, str, str]:

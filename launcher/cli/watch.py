@@ -53,7 +53,8 @@ def watch(run: RunDir) -> int:
 
 
 def _until_the_end(run: RunDir, job_id: str, view: View, interruptions: Interruptions) -> tuple[Standing, Reader]:
-    asked_at, gone_at, said = float("-inf"), None, ""
+    asked_at, gone_at = float("-inf"), None
+    said: tuple[str, int, str] | None = None
     job = JobState(job_id, "", "pending")
     reader = Reader(run, run.attempt(run.last_attempt()), look(run, job).steps)
     while True:
@@ -63,10 +64,11 @@ def _until_the_end(run: RunDir, job_id: str, view: View, interruptions: Interrup
         standing = look(run, job)
         if standing.attempt and standing.attempt != reader.attempt.number:
             reader = Reader(run, run.attempt(standing.attempt), standing.steps)
+        key = (standing.state, standing.attempt, standing.waits_for)  # a reason may count the seconds
         text = _in_words(standing)
-        if text != said and text:
+        if key != said and text:
             view.say(text)
-        said = text
+        said = key
         status = reader.poll()
         if standing.state in ("queued", "requeued"):
             status.phase = standing.state

@@ -16,7 +16,7 @@ def test_a_crash_after_a_new_checkpoint_comes_back_later_and_the_second_time_els
     wait_until("it is back in the queue", lambda: run.state() == "PENDING", SECONDS)
     said = login.call("mrl", "status", run.dir.root).stdout
     assert "requeued" in said
-    assert "crashed at step 10: rank 1 on node" in said
+    assert "crashed at step 10 (training): rank 1 on node" in said
     assert "1st of at most 3 without a new checkpoint" in said
 
     assert run.wait() == "COMPLETED", run.log()

@@ -66,8 +66,10 @@ def test_ctrl_c_stops_watching_and_leaves_the_job_alone(login: Login) -> None:
 
 
 def test_follow_tells_a_crash_and_where(login: Login) -> None:
-    code, said = end(start(login, *login.command("mrl-submit", *STUB, "--follow"), steps=3000, crash_at=3))
+    words = ("mrl-submit", *STUB, "job.backoff_s=1", "--follow")
+    code, said = end(start(login, *login.command(*words), steps=3000, crash_at=3))
     assert code == 1
+    assert "requeued: crashed at step 3 (training): rank 1 on node" in said, said
     assert "failed: rank 1 in step 3 (training): RuntimeError: boom" in said
     assert "resume:      mrl resume demo-" in said
 

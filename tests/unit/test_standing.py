@@ -66,8 +66,8 @@ def test_a_running_job_runs_and_saves_when_asked(tmp_path):
         ("drained", "over", False, "stopped"),
         ("stopped", "over", True, "stopped"),
         ("crashed", "held", True, "failed"),
-        ("drained", "requeue", True, "running"),  # the batch job is on its way back into the queue
-        ("crashed", "requeue", True, "running"),
+        ("drained", "requeue", True, "requeued"),  # the batch job is on its way back into the queue
+        ("crashed", "requeue", True, "requeued"),
     ],
 )
 def test_a_run_that_has_left_an_allocation_has_ended(tmp_path, outcome, then, batch, state):
@@ -103,7 +103,12 @@ def test_a_slurm_that_is_silent_leaves_the_run_alive(tmp_path):
     [
         ("stopped", {"step": 12, "cause": "cancelled"}, "stopped", "saved after step 12 (cancelled)"),
         ("drained", {"step": None, "cause": "time limit"}, "stopped", "left without a new checkpoint (time limit)"),
-        ("crashed", {"error": "OutOfMemoryError", "rank": 3, "cause": None}, "failed", "crashed: rank 3: OutOfMemoryError"),
+        (
+            "crashed",
+            {"error": "OutOfMemoryError", "rank": 3, "cause": None},
+            "failed",
+            "crashed: rank 3: OutOfMemoryError",
+        ),
         ("lost", {"error": "its batch script was killed"}, "lost", "its batch script was killed"),
     ],
 )
