@@ -1,0 +1,248 @@
+"""Whatever cuts the end of an attempt short, the next start concludes what the end would have: a run neither comes back
+after a stop, nor stays away after a preemption, nor forgets that it had finished."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.host import closing, concluding, goodput, ledger, opening, returning, slurm
+from launcher.host.here import Here, Refused
+from megatron_rl.run_dir import RunDir, read_json, read_json_lines, write_json
+
+NOTHING_TO_DO, GOES_ON = opening.EXIT_NOTHING_TO_DO, 0
+NEVER = -1
+EFFECTS = 4  # more than any end has, so that one case is that of none cut short
+
+
+class Killed(BaseException):
+    """SIGKILL."""
+
+
+class World:
+    """One run of job 7, and a Slurm that remembers what it was told. The effect number `cut` does not happen."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.run = RunDir(root / "run")
+        self.run.root.mkdir()
+        self.run.resolved.write_text("")
+        self.told: list[str] = []
+        self.job = {"BatchFlag": "1", "Requeue": "1", "JobState": "RUNNING"}
+        self.cut = NEVER
+        self.by: BaseException = Killed()
+        write_json(self.run.job, {"job_id": "7"})
+        patch.setenv("XDG_STATE_HOME", str(root / "state"))
+        patch.setattr(slurm, "show_job", lambda job_id: dict(self.job))
+        patch.setattr(slurm, "hostnames", lambda nodelist: ["n1"])
+        patch.setattr(slurm, "node_states", lambda hosts: {})
+        patch.setattr(slurm, "ended_as", lambda job_id, began: None)
+        patch.setattr(slurm, "alive", lambda job_id: False)  # job 7, where job 8 asks
+        patch.setattr(slurm, "version", lambda: [22, 5, 8])
+        patch.setattr(slurm, "requeue", self._effect("requeue"))
+        patch.setattr(slurm, "postpone", self._effect("postpone"))
+        patch.setattr(slurm, "exclude", self._effect("exclude"))
+        patch.setattr(concluding, "write_json", self._effect("DONE", write_json))
+        patch.setattr(ledger, "end", self._effect("ledger", ledger.end))
+        patch.setattr(returning, "write_json", self._effect("confirm", write_json))
+        patch.setattr(goodput, "write", lambda run, now: None)
+
+    def _effect(self, name: str, act: Callable[..., None] | None = None) -> Callable[..., None]:
+        def effect(*given: Any, **named: Any) -> None:
+            cut_now, self.cut = self.cut == 0, self.cut - 1
+            if cut_now and (isinstance(self.by, Killed) or act is not None):  # a full disk does not keep Slurm
+                raise self.by
+            self.told.append(name)
+            if act is not None:
+                act(*given, **named)
+
+        return effect
+
+    def here(self, restarts: int = 0, job_id: str = "7", attempt: int = 1, **more: str) -> Here:
+        named = {"SLURM_RESTART_COUNT": str(restarts), "MRL_ATTEMPT": str(attempt), **more}
+        return Here({"MRL_RUN_DIR": str(self.run.root), "SLURM_JOB_ID": job_id, **named})
+
+    def begin(self) -> None:
+        opening.open_attempt(self.here(), argparse.Namespace())
+
+    def end(self, cut: int, by: BaseException | None = None) -> None:
+        """The batch script closes its attempt, and is killed before the effect number `cut`."""
+        self.cut, self.by = cut, by or Killed()
+        options = {"notice": 60.0, "backoff": 30.0, "began": time.time(), "code": "1", "unready": None, "here": False}
+        with contextlib.suppress(Killed):
+            closing.close(self.here(), argparse.Namespace(**options))
+        self.cut = NEVER
+
+    def start(self, restarts: int = 1, **named: Any) -> int:
+        """The script runs again: its exit code of `own`."""
+        descriptor = os.open(str(self.run.job_lock), os.O_CREAT | os.O_RDWR)
+        try:
+            return opening.own(self.here(restarts, **named), argparse.Namespace(lock=descriptor))
+        finally:
+            os.close(descriptor)
+
+    def asked(self, cause: str) -> None:
+        write_json(self.run.attempt(1).drain, {"cause": cause, "by": "me", "at": 0.0, "deadline": None})
+
+    def left(self, outcome: str, step: int = 40) -> None:
+        write_json(self.run.attempt(1).outcome, {"outcome": outcome, "step": step})
+
+    def failed(self) -> None:
+        error = {"rank": 1, "host": "n1", "step": 47, "phase": "training", "error": "boom", "exit_code": 1}
+        write_json(self.run.attempt(1).error(1), error)
+
+    def ends(self) -> list[tuple[str, str | None, str]]:
+        lines = read_json_lines(self.run.attempts_ledger)
+        return [(line["outcome"], line["cause"], line["then"]) for line in lines if line["event"] == "end"]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(tmp_path, monkeypatch)
+    made.begin()
+    return made
+
+
+CUTS = pytest.mark.parametrize("cut", range(EFFECTS))
+BY = pytest.mark.parametrize("by", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"])
+
+
+@CUTS
+@BY
+def test_a_run_that_was_stopped_stays_away(world, cut, by):
+    world.asked("cancelled")
+    world.left("drained")
+    world.end(cut, by)
+    assert "requeue" not in world.told
+    assert world.start() == NOTHING_TO_DO, "though its job was requeued"
+    assert world.ends() == [("stopped", "cancelled", "over")]
+    assert world.start(restarts=0, job_id="8") == GOES_ON, "somebody has resumed it"
+
+
+@CUTS
+@BY
+def test_a_run_that_was_preempted_comes_back(world, cut, by):
+    world.asked("preempted")
+    world.left("drained")
+    world.end(cut, by)
+    ours = "requeue" in world.told
+    assert ours or (cut <= 1 and isinstance(by, Killed)), "only a script that is dead cannot requeue its job"
+    assert world.start() == GOES_ON  # else Slurm requeued it when the grace time was over, or somebody resumed it
+    assert world.ends() in ([("drained", "preempted", "requeue")], [("drained", "preempted", "slurm")])
+
+
+@CUTS
+@BY
+def test_a_run_that_had_finished_knows_it(world, cut, by):
+    world.left("finished", 300)
+    world.end(cut, by)
+    assert "requeue" not in world.told
+    assert world.start() == NOTHING_TO_DO
+    assert read_json(world.run.done)["step"] == 300
+    assert world.start(restarts=0, job_id="8") == NOTHING_TO_DO
+
+
+def test_a_pause_that_the_script_could_not_ask_for_is_asked_for_at_the_next_start(world):
+    world.failed()
+    world.end(2)
+    assert world.told == ["ledger", "requeue"]
+    assert world.start() == NOTHING_TO_DO, "it is too early, and nodes are not for sleeping in"
+    assert world.told[2:] == ["requeue", "postpone", "confirm"]
+    assert world.start(restarts=2) == GOES_ON, "Slurm was told: who starts it sooner wants it sooner"
+
+
+def test_a_crash_that_is_held_is_not_started_by_a_requeue_of_its_job(world):
+    write_json(world.run.attempt(1).error(0), {"rank": 0, "error": "no such file", "exit_code": 78, "step": 0})
+    world.end(NEVER)
+    with pytest.raises(Refused, match=r"no such file; held: .*; mrl resume goes on with it"):
+        world.start()
+    assert world.start(restarts=0, job_id="8") == GOES_ON
+
+
+def test_what_was_refused_is_on_record(world, monkeypatch):
+    def refuse(job_id: str) -> None:
+        raise slurm.SlurmRefused("scontrol requeue 7: Requested operation is presently disabled")
+
+    monkeypatch.setattr(slurm, "requeue", refuse)
+    world.asked("preempted")
+    world.left("drained")
+    world.end(NEVER)
+    assert world.ends() == [("drained", "preempted", "requeue")]
+    assert "presently disabled" in read_json(world.run.attempt(1).requeued)["problem"]
+
+
+def test_three_scripts_that_were_killed_without_a_word_are_enough(world):
+    for restarts in (1, 2):
+        assert world.start(restarts) == GOES_ON
+        opening.open_attempt(world.here(restarts), argparse.Namespace())
+    with pytest.raises(Refused, match="3 crashes without a new checkpoint"):
+        world.start(3)
+    assert [outcome for outcome, _, _ in world.ends()] == ["lost"] * 3
+
+
+@pytest.mark.parametrize(("word", "cause"), [("PREEMPTED", "preempted"), ("NODE_FAIL", "node failure")])
+def test_a_script_that_was_killed_for_a_reason_that_slurm_knows_uses_up_nothing(world, monkeypatch, word, cause):
+    monkeypatch.setattr(slurm, "ended_as", lambda job_id, began: word)
+    for restarts in range(1, 6):
+        assert world.start(restarts) == GOES_ON
+        opening.open_attempt(world.here(restarts), argparse.Namespace())
+    assert world.ends() == [("lost", cause, "slurm")] * 5
+
+
+def test_a_node_that_is_down_explains_an_end_without_a_word(world, monkeypatch):
+    monkeypatch.setattr(slurm, "node_states", lambda hosts: {"n1": "down*"})
+    assert world.start() == GOES_ON
+    (end,) = [line for line in read_json_lines(world.run.attempts_ledger) if line["event"] == "end"]
+    assert (end["outcome"], end["cause"], end["error"], end["excluded"]) == (
+        "lost",
+        "node failure",
+        "n1 went down",
+        ["n1"],
+    )
+
+
+class TestSuccessor:
+    @pytest.fixture
+    def submitted(self, world, monkeypatch) -> list[tuple[Any, ...]]:
+        world.job["Requeue"] = "0"
+        calls: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(slurm, "waiting", lambda name: ["8"] if calls else [])
+        monkeypatch.setattr(slurm, "succeed", lambda *given: calls.append(given) or "8")
+        return calls
+
+    def test_it_owns_the_run(self, world, submitted):
+        world.asked("time limit")
+        world.left("drained")
+        world.end(NEVER)
+        assert len(submitted) == 1
+        assert read_json(world.run.job)["job_id"] == "8"
+        assert world.start(0, job_id="8", MRL_SUCCEEDS="7") == GOES_ON
+
+    def test_an_answer_that_was_lost_is_found_in_the_queue(self, world, submitted, monkeypatch):
+        def silent(*given: Any) -> str:
+            submitted.append(given)
+            raise slurm.SlurmSilent("sbatch: timed out")
+
+        monkeypatch.setattr(slurm, "succeed", silent)
+        world.asked("time limit")
+        world.left("drained")
+        world.end(NEVER)
+        assert len(submitted) == 1, "a second one would be a second job"
+        assert read_json(world.run.job)["job_id"] == "8"
+
+    @pytest.mark.parametrize("cut", [1, 2])
+    def test_a_script_killed_before_it_could_name_it_is_succeeded_all_the_same(self, world, submitted, cut):
+        world.asked("time limit")
+        world.left("drained")
+        world.end(cut)
+        assert world.start(0, job_id="8", MRL_SUCCEEDS="7") == GOES_ON
+
+    def test_one_that_somebody_else_has_overtaken_has_nothing_to_do(self, world, submitted):
+        write_json(world.run.job, {"job_id": "9"})
+        assert world.start(0, job_id="8", MRL_SUCCEEDS="7") == NOTHING_TO_DO
