@@ -21,9 +21,9 @@ import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.checkpoint.publish import find_latest
 from megatron_rl.checkpoint.save import Checkpointer, Published
 from megatron_rl.checkpoint.save import Outcome as SaveOutcome
+from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.report import StepReport
@@ -36,8 +36,9 @@ from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FI
 from megatron_rl.supported import check_supported
 from megatron_rl.training.diagnosis import BlackBox
 from megatron_rl.training.drain import Drain
+from megatron_rl.training.leaving import leave
 from megatron_rl.training.progress import Progress
-from megatron_rl.training.pulse import Left, Pulse
+from megatron_rl.training.pulse import LOOK_EVERY_S, Left, Pulse
 from megatron_rl.training.setup import Run, set_up
 from megatron_rl.training.world import World, die_with_parent
 
@@ -54,11 +55,12 @@ def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pu
     """The loop: evaluate and save where it is time to, then train a step; to the last one or until asked to leave."""
     config = run.config
     last = config.training.steps
+    schedule = SaveSchedule(checkpointer, run.step, last)
     try:
         while True:
             if run.evaluated < run.step and due(run.step, config.evaluation.every, last):
                 evaluate(run, record, pulse)
-            if run.saved < run.step and due(run.step, config.save.every, last):
+            if run.saved < run.step and schedule.due(run.step):
                 save(run, checkpointer, record, pulse)
             if run.step == last:
                 return "finished"
@@ -100,11 +102,20 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> None:
-    """Start a checkpoint of the current step; it is written behind the following steps."""
+    """Start a checkpoint of the current step; it is written behind the following steps. Where the one before is not
+    done yet, Left may come before."""
     with pulse.phase("save"):
-        record.sync()
-        run.driver.bank.saving(run.step, run.next_ordinal)
-        checkpointer.save(run.step, run.sharded_state(loading=False), run.progress())
+        while checkpointer.under_way is not None and not pulse.beat():
+            checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
+        pulse.agree()
+        begin_save(run, checkpointer, record)
+
+
+def begin_save(run: Run, checkpointer: Checkpointer, record: MetricsWriter) -> None:
+    """Blocks for the copy."""
+    record.sync()
+    run.driver.bank.saving(run.step, run.next_ordinal)
+    checkpointer.save(run.step, run.sharded_state(loading=False), run.progress())
     run.saved = run.step
 
 
@@ -121,18 +132,6 @@ def save_metrics(run: Run, outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
             logger.warning("%s", outcome)
             metrics["system/failed_saves"] = metrics.get("system/failed_saves", 0) + 1
     return metrics
-
-
-def agree_on_checkpoint(run_dir: RunDir, rank: int) -> int | None:
-    """Step of the newest good checkpoint, as rank 0 sees it: caches of a network file system differ. Collective."""
-    found: list[int | None] = [None]
-    if rank == 0:
-        latest = find_latest(run_dir)
-        for line in latest.passed_over:
-            logger.warning(line)
-        found = [latest.step]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
 
 
 def book(run: Run, record: MetricsWriter, **facts: Any) -> None:
@@ -158,13 +157,11 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     try:
         run = set_up(config, platform, group, pulse)
     except Left:
-        return leave_early(attempt, world)
-    last_step = agree_on_checkpoint(run_dir, world.rank)
+        return leave_early(attempt, world, pulse.drain)
+    progress.enter("loading the checkpoint", 0)
     with pulse.timeline.phase("load"):
-        if last_step is not None:
-            progress.enter("loading the checkpoint", last_step)
-            run.restore(run_dir.checkpoint(last_step))
-            logger.info("going on after step %d", last_step)
+        if checkpointer.restore(run.restore) is not None:
+            logger.info("going on after step %d", run.step)
     record = MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoRecord()
     run.driver.bank = open_bank(
         run_dir, attempt.number, config, run.engine, group, step=run.step, next_ordinal=run.next_ordinal
@@ -174,24 +171,28 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     pulse.timeline.switch("train")
     outcome = train(run, checkpointer, record, pulse)
     progress.enter("saving", run.step)
-    if outcome == "drained" and run.step > run.saved and run.trainer.between_steps:
-        save(run, checkpointer, record, pulse)
-    with pulse.timeline.phase("drain" if outcome == "drained" else "save"):
-        checkpointer.wait(final=True)
+    if outcome == "finished":
+        with pulse.phase("save"):
+            checkpointer.wait(final=True)
+    else:
+        with pulse.phase("drain"):
+            leave(run, run_dir, checkpointer, lambda: begin_save(run, checkpointer, record))
     save_metrics(run, checkpointer.poll())
     run.driver.bank.close()
     book(run, record)
     record.close()
     if world.rank == 0:
-        write_json(attempt.outcome, {"outcome": outcome, "step": run.step})
+        step = run.step if outcome == "finished" else checkpointer.published
+        write_json(attempt.outcome, {"outcome": outcome, "step": step})
     dist.barrier(group)  # nobody leaves before the outcome is on disk
     world.disconnect()
     return outcome
 
 
-def leave_early(attempt: Attempt, world: World) -> Outcome:
-    """Leave before there is anything to save. Needs no other rank: each was told, or will find out from the outcome."""
+def leave_early(attempt: Attempt, world: World, drain: Drain) -> Outcome:
+    """Leave before there is anything to save. Needs no other rank: each was told."""
     if world.rank == 0:
+        drain.pass_on(rank=0)
         write_json(attempt.outcome, {"outcome": "drained", "step": None})
     give_up = time.monotonic() + OUTCOME_PATIENCE_S
     while attempt.outcome not in attempt.folder.iterdir() and time.monotonic() < give_up:
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     box = BlackBox(attempt, world.rank, world.size, progress)
     box.start()
     pulse = Pulse(progress, Drain(attempt), Timeline())
-    pulse.drain.listen(early=lambda: os._exit(EXIT_CODES[leave_early(attempt, world)]))
+    pulse.drain.listen(early=lambda: os._exit(EXIT_CODES[leave_early(attempt, world, pulse.drain)]))
     try:
         outcome = run_rank(run_dir, attempt, world, pulse)
     except Exception as error:  # noqa: BLE001 - the one place that turns any failure into an error file

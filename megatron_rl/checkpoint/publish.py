@@ -5,7 +5,7 @@
     checkpoints/step-000040.old/      replaced by a newer save of the same step; deleted once that one is in place
     checkpoints/latest                name of the newest one, for people and scripts; nothing here relies on it
 
-Standard library only: a launcher can ask what a run has saved without importing torch.
+No torch: a launcher can ask what a run has saved without importing it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import Save
 from megatron_rl.run_dir import RunDir, write_atomic, write_json
 
 MANIFEST = "manifest.json"
@@ -27,6 +29,10 @@ MANIFEST = "manifest.json"
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or used; the message says which, why and what to do."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint is not what was written or cannot be read; another one may be good."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,12 @@ class Manifest:
     """Unique per save; tells a save from another of the same step."""
     world_size: int
     """Ranks that wrote it. It loads into any other number."""
+    parent: int | None
+    """Step of the checkpoint before it in its line of training; None: the run had none."""
+    blocked_s: float
+    """How long the save kept the training loop, on rank 0."""
+    total_s: float
+    """From the start of the save to this manifest."""
     meta: dict[str, Any]
     """What the caller of `save` wanted remembered."""
     files: dict[str, FileRecord]
@@ -65,43 +77,71 @@ class Latest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError where `folder` is no published checkpoint or its manifest is not one of ours."""
+    """Raises Damaged where `folder` is no published checkpoint or its manifest is not as we wrote it."""
     path = folder / MANIFEST
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw.pop("sha256") != _digest(raw):
+            raise ValueError("its SHA-256 differs")
         files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
         return Manifest(files=files, **raw)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a checkpoint of mrl: it has no {MANIFEST}") from None
+        raise Damaged(f"{folder} is not a checkpoint of mrl: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise Damaged(_unreadable(path, error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
+        raise Damaged(f"{path} is damaged ({error}); use another checkpoint") from error
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    raw = dataclasses.asdict(manifest)
+    write_json(folder / MANIFEST, {**raw, "sha256": _digest(raw)})
+
+
+def _digest(raw: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def find_defect(folder: Path) -> str | None:
     """Why the checkpoint in `folder` cannot be used, judged by the names and sizes of its files; None if it can."""
     try:
         files = read_manifest(folder).files
-    except CheckpointError as error:
+    except Damaged as error:
         return str(error)
-    for name, record in files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            return f"{folder / name} is missing"
-        if size != record.bytes:
-            return f"{folder / name} has {size} bytes, {record.bytes} were written"
-    return None
+    return _first(_find_wrong_size(folder / name, record) for name, record in files.items())
 
 
 def find_corruption(folder: Path, files: dict[str, FileRecord]) -> str | None:
-    """The first of `files` whose content is not what was written, judged by its SHA-256; None if all are good."""
-    for name, record in files.items():
-        try:
-            if hash_file(folder / name) != record:
-                return f"the content of {folder / name} is not what was written (SHA-256 differs)"
-        except FileNotFoundError:
-            return f"{folder / name} is missing"
-    return None
+    """The first of `files` whose content is not what was written, judged by its SHA-256, or that cannot be read; None
+    if all are good."""
+    sizes = (_find_wrong_size(folder / name, record) for name, record in files.items())
+    return _first(sizes) or _first(_find_wrong_content(folder / name, record) for name, record in files.items())
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next(filter(None, problems), None)
+
+
+def _find_wrong_size(path: Path, record: FileRecord) -> str | None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return _unreadable(path, error)
+    return None if size == record.bytes else f"{path} has {size} bytes, {record.bytes} were written"
+
+
+def _find_wrong_content(path: Path, record: FileRecord) -> str | None:
+    try:
+        same = hash_file(path) == record
+    except OSError as error:
+        return _unreadable(path, error)
+    return None if same else f"the content of {path} is not what was written (SHA-256 differs)"
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be read: {error.strerror or error}"
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -121,7 +161,7 @@ def find_latest(run_dir: RunDir) -> Latest:
     return Latest(None, tuple(passed_over))
 
 
-def publish(run_dir: RunDir, folder: Path, manifest: Manifest, keep: int) -> None:
+def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: Save) -> None:
     """Turn the complete `folder` into the checkpoint of `manifest.step`, move `latest`, drop what is superseded.
 
     Raises OSError with the previous checkpoint and `latest` as they were. The rename is the moment of truth: a
@@ -132,7 +172,7 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, keep: int) -> Non
     # All that needs space on the disk happens before the rename, so that a full one cannot leave a half-moved state:
     # the new `latest` waits inside the folder.
     write_atomic(folder / run_dir.latest_checkpoint.name, target.name + "\n")
-    write_json(folder / MANIFEST, dataclasses.asdict(manifest))
+    write_manifest(folder, manifest)
     _sync_folder(folder)
     if target.exists():
         target.rename(replaced)
@@ -140,7 +180,7 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, keep: int) -> Non
     (target / run_dir.latest_checkpoint.name).replace(run_dir.latest_checkpoint)
     _sync_folder(run_dir.checkpoints)
     shutil.rmtree(replaced, ignore_errors=True)
-    _prune(run_dir, manifest.step, keep)
+    _prune(run_dir, manifest, config)
 
 
 def discard(folder: Path) -> None:
@@ -166,13 +206,16 @@ def clean_up(run_dir: RunDir) -> None:
         shutil.rmtree(debris)
 
 
-def _prune(run_dir: RunDir, step: int, keep: int) -> None:
-    """Keep the newest `keep` good checkpoints up to `step`. Later ones were passed over when the run resumed: they
-    belong to a line of training that this checkpoint has replaced, and must not be found by the next start."""
+def _prune(run_dir: RunDir, newest: Manifest, config: Save) -> None:
+    """Keep the newest `keep` good checkpoints of the line of training that ends with `newest`, and those that stay
+    for good. Others that are newer than its parent were passed over when the run resumed: this one has replaced
+    their line, and they must not be found by the next start."""
+    before = newest.step if newest.parent is None else newest.parent
     kept = 0
-    for candidate in run_dir.checkpoint_steps():
-        folder = run_dir.checkpoint(candidate)
-        if candidate <= step and kept < keep and find_defect(folder) is None:
+    for step in run_dir.checkpoint_steps():
+        folder = run_dir.checkpoint(step)
+        ours = step == newest.step or step <= before
+        if ours and (kept < config.keep or config.stays(step)) and find_defect(folder) is None:
             kept += 1
         else:
             discard(folder)

@@ -37,6 +37,12 @@ from megatron_rl.checkpoint.publish import FileRecord, hash_file
 from megatron_rl.run_dir import write_json
 
 _DCP_METADATA = ".metadata"
+_CHUNK_BYTES = 16 << 20
+"""What is written between two looks whether the save is still wanted."""
+
+
+class Abandoned(Exception):
+    """The save is not to be completed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,10 @@ def _copy_nested(value: Any) -> Any:
 
 
 def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], None]) -> Part:
-    """Write and fsync this rank's file, and rank 0's common ones. `check` runs before each tensor; what it raises
-    ends the write. Raises OSError, as of a full disk."""
+    """Write and fsync this rank's file, and rank 0's common ones.
+
+    `check` runs before each tensor and within large ones; it ends the write by raising Abandoned. Raises OSError, as
+    of a full disk."""
     planner = MCoreSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(dict(snapshot.shards)), is_coordinator=rank == 0)
     plan = planner.finish_plan(planner.create_decentralized_global_plan(planner.create_local_plan()))
@@ -116,7 +124,7 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
     results = []
     if plan.items:
         name = f"__{rank}_0.distcp"
-        with _Recorded(folder / name) as file:
+        with _Recorded(folder / name, check) as file:
             for item in plan.items:
                 check()
                 start = file.position
@@ -129,7 +137,7 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
         files[name] = file.record
     if rank == 0:
-        with _Recorded(folder / COMMON_STATE_FNAME) as file:
+        with _Recorded(folder / COMMON_STATE_FNAME, check) as file:
             file.save(snapshot.common)
         files[COMMON_STATE_FNAME] = file.record
         write_json(folder / CONFIG_FNAME, asdict(CheckpointingConfig("torch_dist")))
@@ -159,10 +167,11 @@ def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
 class _Recorded:
     """A new file that counts and hashes what is written, and is fsynced when closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
         self._path = path
+        self._check = check
         self._hash = hashlib.sha256()
-        self._failure: OSError | None = None
+        self._failure: OSError | Abandoned | None = None
         self.position = 0
 
     def __enter__(self) -> _Recorded:
@@ -180,13 +189,16 @@ class _Recorded:
         return FileRecord(self.position, self._hash.hexdigest())
 
     def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data)
+        view = memoryview(data).cast("B")
         try:
-            self._file.write(view)
-        except OSError as error:
+            for start in range(0, view.nbytes, _CHUNK_BYTES):
+                if start:
+                    self._check()
+                self._file.write(view[start : start + _CHUNK_BYTES])
+                self._hash.update(view[start : start + _CHUNK_BYTES])
+        except (OSError, Abandoned) as error:
             self._failure = error
             raise
-        self._hash.update(view)
         self.position += view.nbytes
         return view.nbytes
 

@@ -12,8 +12,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
-from megatron_rl.checkpoint.load import load
-from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
+from megatron_rl.checkpoint.load import Verified, load, read
+from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
@@ -84,13 +84,13 @@ class Run:
         asked = self.environment.prompt_format
         return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
-    def restore(self, checkpoint: Path) -> None:
+    def restore(self, checkpoint: Verified) -> None:
         """Go on from a checkpoint of this run, written by any number of ranks. Collective."""
         wanted = self.sharded_state(loading=True)
-        if read_manifest(checkpoint).world_size != dist.get_world_size():
+        if checkpoint.manifest.world_size != dist.get_world_size():
             # The states are those of other ranks. Nothing that training draws rests on them: see inference/randomness.
             del wanted["rng"]
-        state, progress = load(checkpoint, wanted)
+        state, progress = read(checkpoint, wanted)
         self.policy.load_state_dict(state["model"])
         self.optimizer.load_state(state["optimizer"])
         if "rng" in state:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from checkpoint_helpers import Ranks, checkpointer, outcome, run_ranks, same, sharded_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_rl.checkpoint import save as save_module
+from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.load import load
 from megatron_rl.checkpoint.publish import CheckpointError, find_corruption, find_latest, read_manifest
 from megatron_rl.checkpoint.save import Published, SaveFailed
@@ -147,7 +147,7 @@ def _one_rank_fails(rank: int, world_size: int, folder: Path) -> Any:
         raise OSError(errno.EIO, "Input/output error", "the disk of rank 1")
 
     if rank == 1:
-        save_module.write_part = broken
+        writer_module.write_part = broken
     saver.save(40, sharded_state(2.0, rank, world_size), {})
     saver.wait()
     return [str(event) if isinstance(event, SaveFailed) else event.step for event in saver.poll()]
@@ -175,7 +175,7 @@ def _one_rank_dies(rank: int, world_size: int, folder: Path) -> Any:
     saver.wait()
     saver.poll()
     if rank == 1:
-        save_module.write_part = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        writer_module.write_part = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     saver.save(40, sharded_state(2.0, rank, world_size), {})
     with pytest.raises(CheckpointError, match="waiting for the shards of rank 1"):
         saver.wait(final=True)
@@ -193,7 +193,7 @@ def test_a_save_beyond_the_time_out_is_a_failure(tmp_path: Path, monkeypatch: py
         time.sleep(1.1)
         return write_part(*args)
 
-    monkeypatch.setattr(save_module, "write_part", slow)
+    monkeypatch.setattr(writer_module, "write_part", slow)
     saver = checkpointer(tmp_path, timeout_s=1)
     saver.save(20, sharded_state(1.0), {})
     failed = outcome(saver)
@@ -213,8 +213,8 @@ def test_a_write_that_hangs_blocks_the_loop_no_longer_than_the_time_out(
         back.wait(20)
         return write_part(*args)
 
-    monkeypatch.setattr(save_module, "write_part", hangs)
-    monkeypatch.setattr(save_module, "GRACE_S", 0.1)
+    monkeypatch.setattr(writer_module, "write_part", hangs)
+    monkeypatch.setattr(writer_module, "GRACE_S", 0.1)
     saver = checkpointer(tmp_path, timeout_s=1)
     saver.save(20, sharded_state(1.0), {})
     started = time.monotonic()
@@ -239,7 +239,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
         go_on.wait(20)
         return write_part(*args)
 
-    monkeypatch.setattr(save_module, "write_part", held)
+    monkeypatch.setattr(writer_module, "write_part", held)
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
     assert saver.poll() == []  # under way, and poll does not wait
@@ -253,7 +253,7 @@ def test_a_fault_of_the_program_is_raised_not_warned_about(tmp_path: Path, monke
     def faulty(*args: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(save_module, "write_part", faulty)
+    monkeypatch.setattr(writer_module, "write_part", faulty)
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
     with pytest.raises(ZeroDivisionError):

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from checkpoint_helpers import Ranks, checkpointer, run_ranks, sharded_state
 
-from megatron_rl.checkpoint import save as save_module
 from megatron_rl.checkpoint import shards
+from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import clean_up, find_corruption, find_latest, read_manifest
 from megatron_rl.run_dir import RunDir
 
@@ -60,7 +60,7 @@ def _two_saves(rank: int, world_size: int, folder: Path, again: int, doomed: int
     saver.save(20, sharded_state(20.0, rank, world_size), {"cursor": 20})
     saver.wait(final=True)
     if fatal:  # the other rank is not to wait long for one that is dead
-        save_module.GRACE_S = 0.5
+        writer_module.GRACE_S = 0.5
         saver = checkpointer(folder, keep=1, timeout_s=1)
     moments = _Moments(folder / "checkpoints", fatal if rank == doomed else 0)
     saver.save(again, sharded_state(40.0, rank, world_size), {"cursor": 40})

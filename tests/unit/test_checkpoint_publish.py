@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.publish import (
     publish,
     read_manifest,
 )
+from megatron_rl.config import Save
 from megatron_rl.run_dir import RunDir
 
 
@@ -28,12 +29,21 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run_dir
 
 
-def make(run_dir: RunDir, step: int, keep: int = 10, content: bytes = b"shard", save_id: str = "a-1") -> Path:
+def make(
+    run_dir: RunDir,
+    step: int,
+    content: bytes = b"shard",
+    save_id: str = "a-1",
+    parent: int | None = None,
+    **config: int,
+) -> Path:
+    """Publishes the checkpoint of `step`, in the same line as the newest there is unless `parent` is given."""
     folder = run_dir.checkpoint_under_way(step, save_id)
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(content)
     files = {"__0_0.distcp": FileRecord(len(content), hashlib.sha256(content).hexdigest())}
-    publish(run_dir, folder, Manifest(step, save_id, 1, {"step": step}, files), keep)
+    before = find_latest(run_dir).step if parent is None else parent
+    publish(run_dir, folder, Manifest(step, save_id, 1, before, 0.5, 2.0, {"step": step}, files), Save(**config))
     return run_dir.checkpoint(step)
 
 
@@ -75,7 +85,7 @@ def test_later_ones_of_a_line_that_was_left_are_dropped(run_dir: RunDir) -> None
     """The run fell back to step 20 and went on: the next start must not find step 40 of the other line."""
     make(run_dir, 20)
     make(run_dir, 40)
-    make(run_dir, 30, keep=2)
+    make(run_dir, 30, parent=20, keep=2)
     assert names(run_dir) == ["latest", "step-000020", "step-000030"]
 
 
@@ -110,7 +120,14 @@ def test_a_torn_one_is_passed_over_and_the_reason_said(run_dir: RunDir, damage, 
 def test_the_manifest_reads_back_as_it_was_written(run_dir: RunDir) -> None:
     folder = make(run_dir, 40)
     assert read_manifest(folder) == Manifest(
-        40, "a-1", 1, {"step": 40}, {"__0_0.distcp": FileRecord(5, hashlib.sha256(b"shard").hexdigest())}
+        40,
+        "a-1",
+        1,
+        None,
+        0.5,
+        2.0,
+        {"step": 40},
+        {"__0_0.distcp": FileRecord(5, hashlib.sha256(b"shard").hexdigest())},
     )
     assert find_defect(folder) is None
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_rl.checkpoint import save as save_module
+from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.load import load
 from megatron_rl.checkpoint.publish import CheckpointError, find_latest, read_manifest
 from megatron_rl.checkpoint.save import Published
@@ -60,7 +60,7 @@ def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: pytes
     """The writer is held until all that was handed to `save` has been overwritten in place."""
     state, meta = sharded_state(7.0), {"cursor": [1]}
     overwritten = Event()
-    monkeypatch.setattr(save_module, "write_part", lambda *args: overwritten.wait(10) and write_part(*args))
+    monkeypatch.setattr(writer_module, "write_part", lambda *args: overwritten.wait(10) and write_part(*args))
     saver = checkpointer(tmp_path)
     saver.save(40, state, meta)
     state["model"]["split"].data.zero_()

@@ -1,0 +1,86 @@
+"""After which steps the run is saved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.interval import best_interval_s, history
+from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.run_dir import read_json_lines
+
+logger = logging.getLogger(__name__)
+
+
+class SaveSchedule:
+    """Every rank makes one, once the run is restored, and asks it after each step.
+
+    With `save.every: auto` rank 0 decides, since ranks measure different times, and the others learn it in a
+    broadcast. That takes place only at steps of its choosing, the first one after the start and then halfway to the
+    next save each time: a few small ones between two saves, and none in most steps.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int,
+        last: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            step: the one the run is at; 0 at the beginning.
+            last: final step of the run.
+        """
+        self._checkpointer = checkpointer
+        self._last = last
+        self._clock = clock
+        self._next_look = step + 1
+        self._looked = step, clock()
+        self._saved_at = clock()
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step`; the same on all ranks. Each asks once a step, and saves where it is due.
+        Collective in some steps where `save.every` is auto."""
+        due = step == self._last or self._checkpointer.config.stays(step) or self._regular(step)
+        if due:
+            self._saved_at = self._clock()
+        return due
+
+    def _regular(self, step: int) -> bool:
+        every = self._checkpointer.config.every
+        if every != "auto":
+            return every > 0 and step % every == 0
+        if step < self._next_look:
+            return False
+        decision = [self._decide(step) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(decision, src=0)
+        assert decision[0] is not None
+        due, self._next_look = decision[0]
+        return due
+
+    def _decide(self, step: int) -> tuple[bool, int]:
+        """Whether to save now, and at which step to look again."""
+        now = self._clock()
+        looked_step, looked_at = self._looked
+        self._looked = step, now
+        pace_s = (now - looked_at) / max(1, step - looked_step)
+        cost = self._checkpointer.cost
+        if cost is None:  # nothing can be said before the first save, and there is nothing yet to go back to
+            return True, step + 1
+        failing = history(read_json_lines(self._checkpointer.run_dir.attempts_ledger), time.time())
+        interval_s = best_interval_s(cost, failing.mean_time_between_failures_s)
+        left_s = interval_s - (now - self._saved_at)
+        due = left_s < pace_s / 2
+        if due:
+            left_s = interval_s
+            logger.info(
+                "save.every auto: the next save in about %.0f s (a save blocks %.3g s, a failure every %.1f h)",
+                interval_s,
+                cost.blocked_s,
+                failing.mean_time_between_failures_s / 3600,
+            )
+        return due, step + max(1, int(left_s / 2 / max(pace_s, 1e-6)))

@@ -1,0 +1,260 @@
+"""Writing one checkpoint, from the host's memory to its published folder: what runs behind the training loop.
+
+No collective runs here, so it cannot get between those of the loop. Each rank writes the shards of its rank into a
+folder `step-N.ID.tmp` and tells rank 0 so by a file in it:
+
+    rank 0                                      rank k
+    writes its shards                           writes its shards
+    waits for part.k of every k                 renames part.k into place (or failed.k)
+    metadata, manifest, rename to step-N        waits until the folder is gone: step-N has its ID = published
+
+A save that fails or is given up, on whichever rank, is withdrawn by rank 0: the folder is renamed away, so that ranks
+still writing notice, and emptied. The checkpoints before it and `latest` are never touched by a save that is not
+complete.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.publish import Damaged, Manifest, discard, publish, read_manifest
+from megatron_rl.checkpoint.shards import Abandoned, Part, Snapshot, write_metadata, write_part
+from megatron_rl.config import Save
+from megatron_rl.run_dir import RunDir
+
+# Rank 0 ends a save at its deadline; the others give its verdict this long to arrive, and the training loop gives
+# its own thread as long again.
+GRACE_S = 10.0
+_SHORTEST_LOOK_S = 0.005
+_LONGEST_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Published:
+    """The figures are rank 0's, on every rank."""
+
+    step: int
+    bytes: int
+    """Of all ranks, manifest aside."""
+    blocked_s: float
+    """How long `save` kept the training loop."""
+    total_s: float
+    """From the call of `save` until all but the manifest was on the disk."""
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    step: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step} was not saved: {self.reason}. The previous one is untouched"
+
+
+Outcome = Published | SaveFailed
+
+
+@dataclass
+class SaveUnderWay:
+    """One save on this rank. The training loop makes it and may give it up; the writer's thread carries it out."""
+
+    step: int
+    id: str
+    folder: Path
+    snapshot: Snapshot
+    meta: dict[str, Any]
+    started: float
+    timeout_s: float
+    blocked_s: float = 0.0
+    hang_noted: bool = False
+    given_up: str | None = None
+    """Why it is no longer wanted."""
+
+    @property
+    def withdrawn(self) -> Path:
+        return self.folder.with_name(f"{self.folder.stem}.withdrawn.tmp")
+
+    @property
+    def hopeless_at(self) -> float:
+        """When (time.monotonic()) the training loop no longer waits for the thread."""
+        return self.started + self.timeout_s + 2 * GRACE_S
+
+    def check(self, waiting_for: str, grace_s: float = 0.0) -> None:
+        """Raises Abandoned where the save was given up, past its deadline, or where the training loop has ended
+        without waiting."""
+        if self.given_up is not None:
+            raise Abandoned(f"given up: {self.given_up}")
+        self.check_time(waiting_for, grace_s)
+
+    def check_time(self, waiting_for: str, grace_s: float = 0.0) -> None:
+        if time.monotonic() > self.started + self.timeout_s + grace_s:
+            raise Abandoned(f"not done within save.timeout_s = {self.timeout_s:g} s: {waiting_for}")
+        if not threading.main_thread().is_alive():
+            raise Abandoned(f"the process ends: {waiting_for}")
+
+
+class Writer:
+    """This rank's part of every save of a run; one at a time."""
+
+    def __init__(self, run_dir: RunDir, config: Save, rank: int, world_size: int) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._withdrawn: list[Path] = []
+        self.parent: int | None = None
+        """Step of the checkpoint that the next one follows in this line of training; used on rank 0."""
+
+    def run(self, save: SaveUnderWay) -> Outcome:
+        try:
+            save.folder.mkdir(parents=True, exist_ok=True)
+            if self._rank == 0:
+                return self._lead(save)
+            return self._follow(save)
+        except (OSError, Abandoned) as error:
+            reason = _reason(error, save.folder)
+            if self._rank == 0:
+                self._withdraw(save)
+            else:
+                self._give_up(save, reason)
+            return SaveFailed(save.step, reason)
+
+    def _lead(self, save: SaveUnderWay) -> Outcome:
+        part = write_part(save.folder, save.snapshot, 0, lambda: save.check("rank 0 is writing"))
+        parts = [part, *self._collect(save)]
+        files = {name: record for part in parts for name, record in part.files.items()}
+        files[".metadata"] = write_metadata(save.folder, parts)
+        for rank in range(1, self._world_size):
+            _part_file(save.folder, rank).unlink()
+        total_s = time.monotonic() - save.started
+        manifest = Manifest(
+            save.step, save.id, self._world_size, self.parent, save.blocked_s, total_s, save.meta, files
+        )
+        save.check("rank 0 is about to publish")
+        publish(self._run_dir, save.folder, manifest, self._config)
+        self.parent = save.step
+        for folder in self._withdrawn:
+            discard(folder)
+        self._withdrawn.clear()
+        return _published(manifest)
+
+    def _collect(self, save: SaveUnderWay) -> list[Part]:
+        """The parts of the other ranks, once all are written."""
+        expected = {_part_file(save.folder, rank).name: rank for rank in range(1, self._world_size)}
+        for _ in _looks():
+            present = _names(save.folder)
+            for rank in range(1, self._world_size):
+                failure = _failure_file(save.folder, rank)
+                if failure.name in present:
+                    raise Abandoned(f"rank {rank}: {failure.read_text(encoding='utf-8')}")
+            missing = sorted(rank for name, rank in expected.items() if name not in present)
+            if not missing:
+                break
+            save.check(f"waiting for the shards of rank {', '.join(map(str, missing))}")
+        # Written by the other ranks of this run: who else can write here can change the checkpoints themselves.
+        return [pickle.loads(_part_file(save.folder, rank).read_bytes()) for rank in range(1, self._world_size)]
+
+    def _withdraw(self, save: SaveUnderWay) -> None:
+        """Give the space back, then tell the other ranks, by a rename that needs none."""
+        if self._world_size == 1:
+            discard(save.folder)
+            return
+        with suppress(OSError):
+            _delete(save.folder.glob("__0_*"))
+            save.folder.rename(save.withdrawn)
+            _delete(save.withdrawn.glob("*"))
+        # The empty folder stays as the sign; it goes with the next publication or start.
+        self._withdrawn += [save.withdrawn, save.folder]
+
+    def _follow(self, save: SaveUnderWay) -> Outcome:
+        part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
+        path = _part_file(save.folder, self._rank)
+        unnamed = path.with_suffix(".tmp")
+        unnamed.write_bytes(pickle.dumps(part))
+        unnamed.rename(path)
+        for _ in _looks():
+            if save.folder.name not in _names(self._run_dir.checkpoints):
+                self._check_withdrawn(save)
+                # A network file system may show the old folder gone before it shows the new one.
+                with suppress(Damaged):
+                    manifest = read_manifest(self._run_dir.checkpoint(save.step))
+                    if manifest.save_id == save.id:
+                        return _published(manifest)
+            # Not whether this rank has given it up: from here on rank 0 decides, and may have published.
+            save.check_time("waiting for rank 0 to publish", GRACE_S)
+        raise AssertionError("the looks never end")
+
+    def _check_wanted(self, save: SaveUnderWay) -> None:
+        save.check(f"rank {self._rank} is writing", GRACE_S)
+        self._check_withdrawn(save)
+
+    def _check_withdrawn(self, save: SaveUnderWay) -> None:
+        if save.withdrawn.exists():
+            raise Abandoned("withdrawn by rank 0, whose log says why")
+
+    def _give_up(self, save: SaveUnderWay, reason: str) -> None:
+        """Give the space back, tell rank 0, and wait until it has withdrawn the save: a rank that went on to the next
+        one could meet a disk still full of this one. The note itself may need space that others have yet to free."""
+        note = _failure_file(save.folder, self._rank)
+        with suppress(OSError, Abandoned):
+            _delete(save.folder.glob(f"__{self._rank}_*"))
+            for _ in _looks():
+                present = _names(self._run_dir.checkpoints)
+                if save.withdrawn.name in present:
+                    # Where the folder is there too, this rank made it again after rank 0 had renamed it away.
+                    shutil.rmtree(save.folder, ignore_errors=True)
+                    return
+                if save.folder.name not in present:
+                    return
+                if not note.exists():
+                    with suppress(OSError):
+                        unnamed = note.with_suffix(".tmp")
+                        unnamed.write_text(reason, encoding="utf-8")
+                        unnamed.rename(note)
+                save.check_time("waiting for rank 0 to withdraw", GRACE_S)
+
+
+def _published(manifest: Manifest) -> Published:
+    return Published(manifest.step, manifest.bytes, manifest.blocked_s, manifest.total_s)
+
+
+def _part_file(folder: Path, rank: int) -> Path:
+    return folder / f"part.{rank:05d}"
+
+
+def _failure_file(folder: Path, rank: int) -> Path:
+    return folder / f"failed.{rank:05d}"
+
+
+def _delete(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _names(folder: Path) -> set[str]:
+    """What a listing shows: unlike a look-up by name, it is not answered from a network file system's memory of
+    names that did not exist."""
+    return {path.name for path in folder.iterdir()}
+
+
+def _reason(error: OSError | Abandoned, folder: Path) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename or folder}"
+    return str(error)
+
+
+def _looks() -> Iterator[None]:
+    """Endless ticks, further and further apart, for looking at a folder that others change."""
+    pause = _SHORTEST_LOOK_S
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_LOOK_S)

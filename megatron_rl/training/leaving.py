@@ -1,0 +1,53 @@
+"""From the agreement to leave to the exit: what is still saved, and how long that may take."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.run_dir import RunDir, read_json
+from megatron_rl.training.drain import MARGIN_S, Drain, fits
+from megatron_rl.training.pulse import LOOK_EVERY_S
+from megatron_rl.training.setup import Run
+
+logger = logging.getLogger(__name__)
+
+
+def leave(run: Run, run_dir: RunDir, checkpointer: Checkpointer, save: Callable[[], None]) -> None:
+    """Save what is new if there is time for it, and see the write that is under way through if there is. Collective.
+
+    A save that the deadline overtakes is given up: the checkpoint before it and the bank are what stays.
+    """
+    first = dist.get_rank() == 0
+    if run.step > run.saved and run.trainer.between_steps:
+        flag = torch.zeros(1, dtype=torch.int32, device=run.platform.device)
+        if first:
+            flag += _time_to_save(run_dir, checkpointer, run.pulse.drain)
+        dist.broadcast(flag, src=0)
+        if flag.item():
+            save()
+    while checkpointer.under_way is not None:
+        deadline = run.pulse.drain.deadline() if first else None  # the host side may still be finding out
+        if deadline is not None and time.time() > deadline - MARGIN_S:
+            checkpointer.abandon("there is no time left")
+        checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
+        run.pulse.beat()
+
+
+def _time_to_save(run_dir: RunDir, checkpointer: Checkpointer, drain: Drain) -> bool:
+    """Whether a save fits before the deadline, by how long the last one took; before the first, by what it should
+    take according to the plan and the cluster profile's fs_bandwidth. Where nobody knows it is tried."""
+    planned = ((read_json(run_dir.plan) or {}).get("checkpoint") or {}).get("seconds")
+    seconds = checkpointer.estimate_s() or planned or 0.0
+    deadline = drain.deadline()
+    can = fits(time.time(), deadline, seconds)
+    if not can and deadline is not None:
+        logger.warning(
+            "no time for a checkpoint: one takes about %.0f s, %.0f s are left", seconds, deadline - time.time()
+        )
+    return can

@@ -1,0 +1,144 @@
+"""What a preemption costs: how soon a request is saved, how much work is repeated, how soon training goes on.
+
+    python tests/benchmarks/preemption.py [--repeats 5] [--folder DIR]
+
+The demo on two ranks, saved every 100 steps as shipped. In turns it is asked to leave (SIGTERM to the ranks, as a
+preemption does) and killed (SIGKILL, what a run without a drain gets), each time some steps after its last checkpoint,
+and started again. All figures are read from the record of the run itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher.recipe import load_recipe
+from megatron_rl.checkpoint.publish import MANIFEST
+from megatron_rl.run_dir import EXIT_DRAINED, Attempt, RunDir, read_json_lines
+
+RANKS = 2
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    saved_s: float | None
+    """From the signal to the published checkpoint; None where there was none."""
+    left_s: float
+    """From the signal until the ranks were gone."""
+    lost_s: float
+    """Seconds of training that the next start repeated."""
+    back_s: float
+    """From the next start of the ranks to the end of the first step that is new."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="preemptions of each kind")
+    parser.add_argument("--folder", type=Path, help="on the file system to be measured; default: a temporary one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = measure(RunDir(Path(folder) / "run"), options.repeats)
+    print(f"{'':8} {'saved':>8} {'left':>8} {'repeated':>10} {'back':>8}   seconds, medians of {options.repeats}")
+    for kind, preemptions in found.items():
+        saved = [each.saved_s for each in preemptions if each.saved_s is not None]
+        columns = [f"{statistics.median(saved):8.2f}" if saved else f"{'-':>8}"]
+        for name, width in (("left_s", 8), ("lost_s", 10), ("back_s", 8)):
+            columns.append(f"{statistics.median(getattr(each, name) for each in preemptions):{width}.2f}")
+        print(f"{kind:8} {' '.join(columns)}")
+
+
+def measure(run: RunDir, repeats: int) -> dict[str, list[Preemption]]:
+    run.root.mkdir(parents=True)
+    config = load_recipe("demo", ["training.steps=1000000"]).config
+    run.resolved.write_text(yaml.safe_dump(config.model_dump()), encoding="utf-8")
+    moments = random.Random(5)
+    found: dict[str, list[Preemption]] = {"drained": [], "killed": []}
+    ranks, number = start(run, 1), 1
+    try:
+        for _ in range(repeats):
+            for kind, number_sent in (("drained", signal.SIGTERM), ("killed", signal.SIGKILL)):
+                checkpoint = next(iter(run.checkpoint_steps()), 0)
+                await_step(run, ranks, (checkpoint // 100 + 1) * 100 + moments.randrange(20, 90))
+                asked = time.time()
+                for rank in ranks:
+                    rank.send_signal(number_sent)
+                codes = [rank.wait(timeout=LIMIT_S) for rank in ranks]
+                gone = time.time()
+                assert codes == [EXIT_DRAINED if kind == "drained" else -signal.SIGKILL] * RANKS, codes
+                newest = run.checkpoint_steps()[0]
+                published = (run.checkpoint(newest) / MANIFEST).stat().st_mtime
+                reached = read_json_lines(run.metrics)[-1]["step"]
+                repeated = [line for line in read_json_lines(run.metrics) if line["step"] > newest]
+                number += 1
+                began = time.time()
+                ranks = start(run, number)
+                await_step(run, ranks, reached + 1)
+                found[kind].append(
+                    Preemption(
+                        saved_s=published - asked if published > asked else None,
+                        left_s=gone - asked,
+                        lost_s=sum(line["time/step_s"] for line in repeated) + under_way(run.attempt(number - 1), asked),
+                        back_s=ended(run.attempt(number), reached + 1) - began,
+                    )
+                )
+                print(kind, json.dumps(found[kind][-1].__dict__ if hasattr(found[kind][-1], "__dict__") else {}))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return found
+
+
+def start(run: RunDir, number: int) -> list[subprocess.Popen[bytes]]:
+    attempt = run.attempt(number)
+    attempt.logs.mkdir(parents=True)
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MRL_PARENT_PID": str(os.getpid())}
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train_rl", "--run-dir", str(run.root)]
+    ranks = []
+    for rank in range(RANKS):
+        who = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        with attempt.log(rank).open("wb") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [*command, "--attempt", str(number)], env=os.environ | threads | who, stdout=log, stderr=log
+                )
+            )
+    return ranks
+
+
+def await_step(run: RunDir, ranks: list[subprocess.Popen[bytes]], step: int) -> None:
+    give_up = time.monotonic() + LIMIT_S
+    while not any(line["step"] >= step for line in read_json_lines(run.metrics)[-1:]):
+        assert all(rank.poll() is None for rank in ranks), f"a rank ended before step {step}: see {run.root}/logs"
+        assert time.monotonic() < give_up, f"no step {step} within {LIMIT_S:.0f} s"
+        time.sleep(0.005)
+
+
+def ended(attempt: Attempt, step: int) -> float:
+    """When a step of this attempt was done."""
+    lines: list[dict[str, Any]] = read_json_lines(attempt.timeline)
+    return float(next(line["at"] for line in lines if line["step"] == step))
+
+
+def under_way(attempt: Attempt, asked: float) -> float:
+    """Seconds of the step that was cut short."""
+    done = [line["at"] for line in read_json_lines(attempt.timeline) if line["at"] <= asked]
+    return asked - max(done)
+
+
+if __name__ == "__main__":
+    main()

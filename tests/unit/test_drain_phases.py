@@ -1,0 +1,225 @@
+"""Whatever a rank is at, it leaves soon after it was asked to, and the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_helpers import Attempt, loop_recipe, prepare, reproducible
+
+from megatron_rl.run_dir import EXIT_DRAINED, RunDir, read_json, read_json_lines, write_json
+
+STEPS = 6
+SLOW_S = 60.0
+"""How long the phase would take that a request has to cut short."""
+SOON_S = 8.0
+"""From the signal to the exit of all ranks, on a machine that may be busy: far less than SLOW_S."""
+
+
+def recipe() -> dict[str, Any]:
+    return loop_recipe(training={"steps": STEPS}, evaluation={"every": 3}, save={"every": 2})
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
+    run_dir = prepare(tmp_path_factory.mktemp("runs") / "undisturbed", recipe())
+    attempt = Attempt(run_dir, cache)
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    return run_dir
+
+
+def slices(folder: Path) -> Iterator[float]:
+    """Short sleeps, long in all; the first tells the test that the phase is on."""
+    for _ in range(int(SLOW_S / 0.05)):
+        (folder / "here").touch()
+        yield 0.05
+
+
+# What makes a phase slow: called in each rank before it begins. `step` is the first step that has it.
+
+
+def slow_teaching(folder: Path, rank: int) -> None:
+    from megatron_rl.training import supervised
+
+    original, pause = supervised.microbatches, slices(folder)
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(next(pause))
+        return original(*args, **options)
+
+    supervised.microbatches = slowly
+
+
+def slow_generation(folder: Path, rank: int) -> None:
+    from megatron_rl.inference.engine import Engine
+
+    original = Engine._decode
+
+    def slowly(engine: Engine) -> None:
+        if engine.policy_version >= 6 and rank == 1:  # step 4: three steps of two passes came before
+            for pause in slices(folder):
+                time.sleep(pause)
+                if (folder / "go on").exists():  # one decoding step is short; there are many
+                    break
+        original(engine)
+
+    Engine._decode = slowly  # type: ignore[assignment,method-assign]
+
+
+def slow_reward(folder: Path, rank: int) -> None:
+    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+
+    original = ArithmeticEnvironment.get_reward
+    calls = 0
+
+    async def slowly(environment: Any, *args: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls > 60 and rank == 0:
+            (folder / "here").touch()
+            await asyncio.sleep(SLOW_S)
+        return original(environment, *args)
+
+    ArithmeticEnvironment.get_reward = slowly  # type: ignore[assignment,method-assign]
+
+
+def slow_forward(method: str, folder: Path, rank: int) -> None:
+    """score: the log-probs before the first update. _update: the micro-batches of the first update."""
+    from megatron_rl.training.trainer import Trainer
+
+    original, forward = getattr(Trainer, method), Trainer._log_probs
+
+    def slowly(trainer: Trainer, *args: Any) -> Any:
+        def pausing(*inputs: Any) -> Any:
+            time.sleep(0.3)
+            return forward(trainer, *inputs)
+
+        if trainer.policy_version == 6:
+            (folder / "here").touch()
+            trainer._log_probs = pausing  # type: ignore[assignment,method-assign]
+        try:
+            return original(trainer, *args)
+        finally:
+            trainer.__dict__.pop("_log_probs", None)
+
+    setattr(Trainer, method, slowly)
+
+
+def slow_evaluation(folder: Path, rank: int) -> None:
+    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+
+    original = ArithmeticEnvironment.evaluate
+
+    async def slowly(environment: Any, request: Any) -> Any:
+        if request.inference.policy_version == 6:
+            (folder / "here").touch()
+            await asyncio.sleep(SLOW_S)
+        return await original(environment, request)
+
+    ArithmeticEnvironment.evaluate = slowly  # type: ignore[assignment,method-assign]
+
+
+def slow_second_rank(folder: Path, rank: int) -> None:
+    """The other waits for it at the rendezvous."""
+    if rank == 1:
+        from megatron_rl import train_rl
+
+        original = train_rl.check_supported
+
+        def slowly(config: Any) -> None:
+            time.sleep(1)  # until the other is there
+            for pause in slices(folder):
+                time.sleep(pause)
+            original(config)
+
+        train_rl.check_supported = slowly
+
+
+PHASES: dict[str, tuple[Callable[..., None], int | None]] = {
+    "starting": (slow_second_rank, None),
+    "teaching the base model": (slow_teaching, None),
+    "generating": (slow_generation, 3),
+    "scoring": (slow_reward, None),
+    "computing log-probs": (partial(slow_forward, "score"), 3),
+    "training": (partial(slow_forward, "_update"), 3),
+    "evaluating": (slow_evaluation, 3),
+}
+"""Phase -> what makes it slow, and the step that is saved on the way out, where it is always the same."""
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_leaves_soon_and_the_record_goes_on(
+    phase: str, undisturbed: RunDir, tmp_path: Path, cache: Path
+) -> None:
+    slow, saved = PHASES[phase]
+    run_dir = prepare(tmp_path / "run", recipe())
+    own_cache = tmp_path / "empty" if phase.startswith("teaching") else cache
+    first = Attempt(run_dir, own_cache, sabotage=partial(slow, tmp_path))
+    wait_for(tmp_path / "here", first)
+    asked = time.monotonic()
+    for process in first.processes:
+        process.terminate()
+    (tmp_path / "go on").touch()
+    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
+    assert time.monotonic() - asked < SOON_S
+    outcome = read_json(first.files.outcome)
+    assert outcome["outcome"] == "drained"
+    if saved is not None:
+        assert outcome["step"] == saved == run_dir.checkpoint_steps()[0]
+    assert read_json(first.files.drain)["cause"] == "signal"
+    second = Attempt(run_dir, cache)
+    assert second.exit_codes() == [0, 0], second.logs()
+    assert reproducible(run_dir) == reproducible(undisturbed)
+
+
+def wait_for(file: Path, attempt: Attempt, limit_s: float = 90.0) -> None:
+    give_up = time.monotonic() + limit_s
+    while not file.exists():
+        assert all(process.is_alive() for process in attempt.processes), attempt.logs()
+        assert time.monotonic() < give_up, attempt.logs()
+        time.sleep(0.01)
+
+
+# What fits before the deadline
+
+
+def test_what_cannot_be_saved_in_time_is_not_begun(tmp_path: Path, cache: Path, undisturbed: RunDir) -> None:
+    run_dir = prepare(tmp_path / "run", recipe())
+    write_json(run_dir.plan, {"checkpoint": {"seconds": 100.0}})
+    first = Attempt(run_dir, cache, sabotage=partial(slow_reward, tmp_path))
+    wait_for(tmp_path / "here", first)
+    before = run_dir.checkpoint_steps()
+    deadline = time.time() + 8
+    write_json(first.files.drain, {"cause": "preempted", "by": "test", "at": time.time(), "deadline": deadline})
+    first.processes[0].terminate()
+    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
+    assert time.time() < deadline
+    if not before:  # else a save of a fraction of a second is known to fit
+        assert run_dir.checkpoint_steps() == []
+        assert read_json(first.files.outcome)["step"] is None
+    second = Attempt(run_dir, cache)
+    assert second.exit_codes() == [0, 0], second.logs()
+    assert reproducible(run_dir) == reproducible(undisturbed)
+
+
+def test_every_second_is_booked(undisturbed: RunDir) -> None:
+    lines = read_json_lines(undisturbed.attempt(1).timeline)
+    before = lines[0]["began"]
+    assert lines[0]["ranks"] == 2
+    assert lines[0]["resumed"] == 0
+    for line in lines:
+        assert sum(line["seconds"].values()) == pytest.approx(2 * (line["at"] - before), abs=1e-4)
+        before = line["at"]
+    assert [line["step"] for line in lines] == [0, *range(1, STEPS + 1), STEPS]
+    booked = set().union(*(line["seconds"] for line in lines))
+    assert {"start-up", "generate", "log-probs", "train", "save", "evaluate", "wait"} <= booked
