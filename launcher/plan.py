@@ -75,7 +75,7 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
     gpu_bytes = int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
-    one = checkpoint_bytes(config, vocab)
+    one, kept = checkpoint_bytes(config, vocab), config.save.most_kept(config.training.steps)
     return {
         "mode": plan.mode,
         "gpus_per_node": plan.gpus_per_node,
@@ -85,9 +85,9 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
         "model": {"parameters": whole_model(config.model, vocab), "vocabulary": vocab, "assumed": rows is None},
         "checkpoint": {
             "bytes": one,
-            "keep": config.save.keep,
-            "bytes_kept": one * config.save.keep,
-            "bytes_while_saving": one * (config.save.keep + 1),
+            "keep": kept,
+            "bytes_kept": one * kept,
+            "bytes_while_saving": one * (kept + 1),
             "seconds": one / (profile.fs_bandwidth * 1e9) if profile and profile.fs_bandwidth else None,
         },
         "ranks": rank_rows(plan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from launcher.backends.slurm_text import time_limit_s
 from launcher.cluster_profile import Profile
@@ -28,7 +29,7 @@ class Ask:
     """Where to change it."""
     image: str | None
     """Container image; None: no containers."""
-    save_every: int | None
+    save_every: int | Literal["auto"] | None
     """Steps between checkpoints, 0: none on the way; None: no recipe was given."""
     save_limit_s: int | None
     """Longest time a save may take; None: no recipe was given."""
@@ -44,6 +45,8 @@ class Ask:
     @property
     def loss(self) -> str:
         """What a stop without a save costs: `up to 20 steps`."""
+        if self.save_every == "auto":
+            return "the steps since the last save"
         return f"up to {count(self.save_every, 'step')}" if self.save_every else "the steps of the attempt"
 
     @property
@@ -86,7 +89,7 @@ def wish(
         save_every=config.save.every,
         save_limit_s=config.save.timeout_s,
         checkpoint_bytes=checkpoint_bytes,
-        kept=config.save.keep + 1,
+        kept=config.save.most_kept(config.training.steps) + 1,
         write_s=checkpoint_bytes / speed if checkpoint_bytes and speed else None,
         write_basis="fs_bandwidth"
         if profile.fs_bandwidth

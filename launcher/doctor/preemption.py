@@ -148,7 +148,9 @@ def _notice(ask: Ask, grace_s: int, kill_s: int, source: str) -> Finding:
         notice = f"no grace ({source} is 0): SIGTERM at once and SIGKILL {span(kill_s)} later (KillWait)"
     if ask.save_every is None:
         return ok("notice", notice)
-    fix = f"ask for a longer GraceTime, or lower save.every ({ask.save_every}) so that less is lost"
+    fix = "ask for a longer GraceTime"
+    if ask.save_every != "auto":
+        fix += f", or lower save.every ({ask.save_every}) so that less is lost"
     if ask.write_s is not None and ask.write_s > total:
         return warning(
             "notice", f"{notice}; a checkpoint takes about {span(ask.write_s)}, so a preemption loses {ask.loss}", fix

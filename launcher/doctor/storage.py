@@ -67,7 +67,7 @@ def _speed(bytes_per_s: float, ask: Ask) -> Finding:
 def _space(disk: Disk, free: int, ask: Ask) -> Iterator[Finding]:
     wanted = (ask.checkpoint_bytes or 0) * ask.kept
     need = f"{ask.who} keeps up to {size(wanted)} ({ask.kept} checkpoints, one of them under way)" if wanted else ""
-    fix = "remove old runs, lower save.keep, or choose another run_root"
+    fix = "remove old runs, keep fewer checkpoints (save.keep, save.keep_every), or choose another run_root"
     if wanted > free:
         yield error("space", f"{size(free)} free, and {need}", fix)
     else:

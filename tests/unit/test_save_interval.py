@@ -1,0 +1,81 @@
+"""How long to wait between two saves: Daly's optimum, from the cost of a save and the failures seen so far."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.checkpoint.interval import Cost, History, best_interval_s, history
+
+DAY = 86400.0
+
+
+def lost_share(interval: float, blocked: float, between: float) -> float:
+    """Share of the time that is lost, exactly, where failures are a Poisson process (Daly 2006, equation 20, with no
+    time to restart): each stretch of `interval` seconds is repeated until it passes without a failure."""
+    useful = interval - blocked
+    return between * math.expm1(interval / between) / useful - 1
+
+
+@pytest.mark.parametrize(("blocked", "between"), [(1.0, DAY), (10.0, 3600.0), (60.0, 4 * 3600.0), (120.0, 1800.0)])
+def test_no_other_interval_loses_noticeably_less(blocked: float, between: float) -> None:
+    best = best_interval_s(Cost(blocked, 0.0), between)
+    least = min(lost_share(best * factor / 100, blocked, between) for factor in range(50, 200))
+    assert lost_share(best, blocked, between) <= least * 1.002
+
+
+def test_where_saving_is_cheap_it_is_youngs_square_root() -> None:
+    assert best_interval_s(Cost(0.5, 0.0), DAY) == pytest.approx(math.sqrt(2 * 0.5 * DAY), rel=1e-3)
+
+
+def test_a_save_that_takes_longer_than_the_time_between_failures_is_made_once_in_that_time() -> None:
+    assert best_interval_s(Cost(300.0, 300.0), 100.0) == 400.0
+
+
+def test_a_save_does_not_begin_before_the_one_before_it_is_written() -> None:
+    assert best_interval_s(Cost(0.01, 900.0), DAY) == 900.0
+
+
+@given(blocked=st.floats(1e-3, 1e4), factor=st.floats(1.0, 100.0), between=st.floats(10.0, 1e7))
+def test_dearer_saves_and_rarer_failures_never_shorten_it(blocked: float, factor: float, between: float) -> None:
+    best = best_interval_s(Cost(blocked, 0.0), between)
+    assert best_interval_s(Cost(blocked, 0.0), between * factor) >= best * (1 - 1e-9)
+    if blocked * factor < between:  # what lies beyond is Daly's other branch, where nothing helps
+        assert best_interval_s(Cost(blocked * factor, 0.0), between) >= best * (1 - 1e-9)
+
+
+def start(attempt: int, at: float) -> dict[str, object]:
+    return {"attempt": attempt, "event": "start", "at": at}
+
+
+def end(attempt: int, at: float, outcome: str) -> dict[str, object]:
+    return {"attempt": attempt, "event": "end", "at": at, "outcome": outcome}
+
+
+def test_before_anything_is_known_one_failure_a_day_is_expected() -> None:
+    assert history([], 0.0).mean_time_between_failures_s == DAY
+
+
+def test_every_end_but_the_finish_is_a_failure_and_only_running_time_counts() -> None:
+    ledger = [
+        start(1, 100.0),
+        end(1, 400.0, "drained"),
+        start(2, 5000.0),  # it waited in the queue before
+        end(2, 5100.0, "crashed"),
+        start(3, 6000.0),
+        end(3, 6050.0, "finished"),
+    ]
+    assert history(ledger, 9999.0) == History(failures=2, running_s=450.0)
+
+
+def test_the_attempt_that_asks_is_running_until_now() -> None:
+    assert history([start(1, 100.0), end(1, 200.0, "lost"), start(2, 300.0)], 350.0) == History(1, 150.0)
+
+
+def test_what_was_seen_outweighs_what_was_expected() -> None:
+    """Thirty failures in thirty hours: the prior day hardly counts."""
+    assert History(30, 30 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.75)
+    assert History(300, 300 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.08)
