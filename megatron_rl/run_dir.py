@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130  # of the command line: Ctrl-C, saved
 
 HEARTBEAT_S = 10.0  # seconds between heartbeats, at most
 HEARTBEAT_LEFT = "left"  # phase of the last heartbeat of a rank that leaves in order
-HEARTBEAT_WAIT = "wait"  # phase of a rank that waits for the others
+HEARTBEAT_WAIT = "waiting for the other ranks"  # phase of a rank that waits for the others
 SILENCE_VARIABLE = "MRL_SILENCE_S"  # environment of the ranks and of what watches them: job.silence_limit_s
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.run_dir import HEARTBEAT_WAIT
 from megatron_rl.training.drain import Drain, fits
 from megatron_rl.training.progress import Progress
 
@@ -24,7 +25,7 @@ IN_WORDS = {
     "refit": "refitting",
     "save": "saving",
     "evaluate": "evaluating",
-    "wait": "waiting for the other ranks",
+    "wait": HEARTBEAT_WAIT,
     "drain": "leaving",
 }
 

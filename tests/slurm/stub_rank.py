@@ -22,7 +22,7 @@ import sys
 import time
 
 from megatron_rl import run_dir as run_dir_module
-from megatron_rl.run_dir import RunDir, append_json_line, read_json, read_json_lines, write_json
+from megatron_rl.run_dir import HEARTBEAT_WAIT, RunDir, append_json_line, read_json, read_json_lines, write_json
 from megatron_rl.training.diagnosis import BlackBox
 from megatron_rl.training.progress import Progress
 
@@ -80,7 +80,7 @@ def train():
 
 def hang_as_asked(step):
     if step == asked.get("hangs_at"):
-        progress.doing = "generate" if rank == 1 else "wait"
+        progress.doing = "generate" if rank == 1 else HEARTBEAT_WAIT
         while True:
             time.sleep(1)
 

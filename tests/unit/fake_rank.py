@@ -16,7 +16,7 @@ import time
 from datetime import timedelta
 from typing import NoReturn
 
-from megatron_rl.run_dir import RunDir, append_json_line, read_json, read_json_lines, write_json
+from megatron_rl.run_dir import HEARTBEAT_WAIT, RunDir, append_json_line, read_json, read_json_lines, write_json
 from megatron_rl.training.diagnosis import BlackBox
 from megatron_rl.training.progress import Progress
 
@@ -86,7 +86,7 @@ def collect() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=3))
     if rank == 1:
         hang("generate")
-    progress.doing = "wait"
+    progress.doing = HEARTBEAT_WAIT
     box.start()
     try:
         dist.all_reduce(torch.ones(1))
@@ -123,7 +123,7 @@ elif word == "crash":
 elif word == "hangs":
     hang("generate")
 elif word == "waits":
-    hang("wait")
+    hang(HEARTBEAT_WAIT)
 elif word == "collects":
     collect()
 elif word == "beats":

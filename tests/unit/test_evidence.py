@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.host.evidence import Death, first_death, last_line, parse_death, verdict_of
-from megatron_rl.run_dir import Attempt, RunDir, write_json
+from megatron_rl.run_dir import HEARTBEAT_WAIT, Attempt, RunDir, write_json
 
 TIMED_OUT = "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to complete"
 
@@ -89,7 +89,7 @@ def test_a_report_needs_no_log(attempt):
 
 def test_a_collective_that_timed_out_is_held_against_the_rank_that_did_not_come(attempt):
     write_error(attempt, 0, TIMED_OUT, waited=True)
-    send_heartbeat(attempt, 0, at=400.0, phase="wait")
+    send_heartbeat(attempt, 0, at=400.0, phase=HEARTBEAT_WAIT)
     send_heartbeat(attempt, 1, at=300.0, phase="generate")
     attempt.stacks(1).write_text("Thread 1\n")
     verdict = verdict_of(attempt, {0: 1})
@@ -108,6 +108,6 @@ def test_it_stays_with_the_rank_that_reported_it_where_nobody_stands_out(attempt
 
 def test_an_error_of_its_own_is_a_ranks_own_fault(attempt):
     write_error(attempt, 0, "ValueError: bad", waited=False)
-    send_heartbeat(attempt, 0, at=400.0, phase="wait")
+    send_heartbeat(attempt, 0, at=400.0, phase=HEARTBEAT_WAIT)
     send_heartbeat(attempt, 1, at=300.0, phase="generate")
     assert verdict_of(attempt, {0: 1}).rank == 0

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host.vigil import Silence, accused, judge
+from megatron_rl.run_dir import HEARTBEAT_WAIT
 
 NOW = 100_000.0
 LIMIT = 1800.0
@@ -39,7 +40,7 @@ def test_the_one_that_is_a_phase_behind_is_named():
 
 
 def test_a_rank_that_says_it_waits_is_not_what_the_others_wait_for():
-    others = [beat(rank, 1900, phase="wait") for rank in (0, 1, 2)]
+    others = [beat(rank, 1900, phase=HEARTBEAT_WAIT) for rank in (0, 1, 2)]
     assert hung(*others, beat(3, 1850, phase="generate")).rank == 3
 
 
@@ -48,7 +49,7 @@ def test_in_the_same_place_the_one_that_stopped_first_is_named():
 
 
 def test_as_long_as_one_gets_on_the_others_may_be_waiting_for_it():
-    assert hung(*(beat(rank, 2000, phase="wait") for rank in (0, 1, 2)), beat(3, 5, phase="generate")) is None
+    assert hung(*(beat(rank, 2000, phase=HEARTBEAT_WAIT) for rank in (0, 1, 2)), beat(3, 5, phase="generate")) is None
     assert hung(*(beat(rank, 2000) for rank in (0, 1, 2)), beat(3, 5)) is None
 
 
@@ -84,7 +85,7 @@ HEARTBEATS = st.lists(
         rank=st.integers(0, 7),
         silent=st.floats(0, 4000),
         step=st.integers(0, 3),
-        phase=st.sampled_from(["train", "wait", "left"]),
+        phase=st.sampled_from(["train", HEARTBEAT_WAIT, "left"]),
         ranks=st.integers(1, 8),
         entered=st.integers(0, 3),
     ),
@@ -113,7 +114,7 @@ def test_the_order_in_which_heartbeats_are_read_does_not_matter(beats, random):
 
 
 def test_of_a_collective_that_timed_out_the_rank_is_accused_that_did_not_come():
-    beats = [*(beat(rank, 600, phase="wait") for rank in (0, 1, 2)), beat(3, 700, phase="generate")]
+    beats = [*(beat(rank, 600, phase=HEARTBEAT_WAIT) for rank in (0, 1, 2)), beat(3, 700, phase="generate")]
     assert accused(beats, {0}) == Silence(3, "node03", "generate", 41, 697.0)
 
 
@@ -123,7 +124,7 @@ def test_a_stopped_process_is_accused_of_it():
 
 
 def test_nobody_is_accused_where_nobody_stands_out():
-    waiting = [beat(rank, 600, phase="wait") for rank in range(4)]
+    waiting = [beat(rank, 600, phase=HEARTBEAT_WAIT) for rank in range(4)]
     assert accused(waiting, {0, 1, 2, 3}) is None
     assert accused([beat(0, 600), *(beat(rank, 590) for rank in (1, 2, 3))], {0}) is None
     assert accused([], {0}) is None

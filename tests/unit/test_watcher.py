@@ -14,7 +14,7 @@ import pytest
 from launcher.host import slurm, watching
 from launcher.host.here import Here
 from launcher.host.watching import Watcher
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.run_dir import HEARTBEAT_WAIT, read_json, write_json
 
 LIMIT = 1800.0
 
@@ -35,7 +35,7 @@ class Watched:
         self.watcher = Watcher(self.here, options, script=os.getpid())
 
     def send_heartbeats(self, silent: float) -> None:
-        for rank, phase in enumerate(["wait", "generate"]):
+        for rank, phase in enumerate([HEARTBEAT_WAIT, "generate"]):
             facts = {"rank": rank, "ranks": 2, "host": "here", "phase": phase, "step": 1, "entered": 1, "every": 10.0}
             write_json(self.attempt.heartbeat(rank), facts | {"at": self.now - silent, "written": self.now})
 
