@@ -18,6 +18,12 @@ def test_more_nodes_than_there_are():
     assert "5 nodes with 8 GPUs each needed, low has 4 such nodes: such a job can never start" in problem.text
 
 
+def test_a_range_needs_its_fewest():
+    assert said(found("22.05-partition", "nodes", recipe("job.nodes=3-8", "job.spare_nodes=1"))) == (
+        "ok: 4 to 9 nodes with 8 GPUs each needed, low has 4 such nodes, 4 in service and 4 idle now"
+    )
+
+
 def test_nodes_that_are_out_of_service_are_waited_for():
     """One of the two nodes with 8 GPUs is drained; the third has 4 and is only asleep."""
     (warned,) = found("23.11", "nodes", recipe("job.nodes=2"))

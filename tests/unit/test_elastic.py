@@ -1,0 +1,61 @@
+"""A run goes on with other numbers of ranks, and no step can tell: the same prompts, the same record."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from loop_helpers import Attempt, loop_recipe, prepare, reproducible
+
+from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, RunDir, read_json
+
+RANKS = (2, 1, 3)
+UNTIL = (3, 6)
+"""Steps at which the number of ranks changes."""
+STEPS = 9
+
+RECIPE = loop_recipe(
+    training={"steps": STEPS},
+    evaluation={"every": 3},
+    save={"every": 3},
+    logging={"samples_every": 1, "samples": 1, "histograms_every": 0},
+)
+
+
+def samples(run: RunDir) -> list[str]:
+    return [run.samples(step).read_text() for step in range(1, STEPS + 1)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
+    run = prepare(tmp_path_factory.mktemp("runs") / "one", RECIPE)
+    attempt = Attempt(run, cache, ranks=1)
+    assert attempt.exit_codes() == [EXIT_FINISHED], attempt.logs()
+    return run
+
+
+def test_two_ranks_then_one_then_three_leave_the_record_of_one(
+    on_one_rank: RunDir, tmp_path: Path, cache: Path
+) -> None:
+    run = prepare(tmp_path / "elastic", RECIPE)
+    for ranks, until in zip(RANKS, UNTIL, strict=False):
+        attempt = Attempt(run, cache, ranks)
+        attempt.wait_for_step(until)
+        os.kill(attempt.processes[-1].pid, signal.SIGUSR1)
+        assert attempt.exit_codes() == [EXIT_DRAINED] * ranks, attempt.logs()
+        assert read_json(attempt.files.outcome)["step"] < STEPS
+    last = Attempt(run, cache, RANKS[-1])
+    assert last.exit_codes() == [EXIT_FINISHED] * RANKS[-1], last.logs()
+
+    assert samples(run) == samples(on_one_rank)
+    for ours, theirs in zip(reproducible(run), reproducible(on_one_rank), strict=True):
+        assert len(ours) == len(theirs)
+        for line, expected in zip(ours, theirs, strict=True):
+            assert line == pytest.approx(expected, rel=1e-4, abs=1e-4)
