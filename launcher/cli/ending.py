@@ -62,7 +62,9 @@ def failure(attempt: Attempt, end: dict[str, Any]) -> list[str]:
     report = read_json(attempt.error(rank))
     log = attempt.log(rank)
     if report is None:
-        return [f"failed: rank {rank}: {end['error']}", *indented(log_tail(log, LOG_LINES)), f"log: {log}"]
+        phase = f" ({end['phase']})" if end.get("phase") else ""
+        place = f" in step {end['step']}{phase}" if end.get("step") is not None else ""
+        return [f"failed: rank {rank}{place}: {end['error']}", *indented(log_tail(log, LOG_LINES)), f"log: {log}"]
     place = f"in step {report['step']} ({report['phase']})"
     trace = str(report.get("traceback", "")).rstrip().splitlines()[-TRACEBACK_LINES:]
     return [f"failed: rank {rank} {place}: {report['error']}", *indented(trace), f"log: {log}"]
