@@ -35,8 +35,8 @@ from megatron_rl.run_dir import RunDir
 
 LIMIT = 300.0
 """Seconds after which a rank that nobody asks to leave goes on: then the test has failed long since."""
-TOKENS = 2
-"""Engine steps that a held generation or evaluation has behind it."""
+TOKENS = 1
+"""Engine steps that a held generation or evaluation has behind it; the shortest answers have two tokens."""
 
 Place = dict[str, Any]
 
@@ -82,7 +82,7 @@ class Held:
 
 def hold(held: Held) -> None:
     """Put `held` in the way of the training."""
-    from megatron_rl.checkpoint import save
+    from megatron_rl.checkpoint import writer
     from megatron_rl.inference.engine import Engine
     from megatron_rl.training import supervised, trainer
     from megatron_rl.training.pulse import IN_WORDS, Pulse
@@ -111,7 +111,7 @@ def hold(held: Held) -> None:
     before(Engine, "step", lambda _: at_phase(TOKENS))
     before(trainer, "token_log_probs", lambda *_: at_phase(0))
     before(supervised, "token_log_probs", lambda *_: held.arrive("teach", 0, skip=3))
-    before(save, "write_part", half_written)
+    before(writer, "write_part", half_written)
 
 
 def main() -> None:
