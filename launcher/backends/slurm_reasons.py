@@ -73,5 +73,7 @@ def wait_of(job: JobState) -> Wait:
 
 def _dependency(text: str) -> str:
     """`afterany:1(unfulfilled),afterany:2(unfulfilled)` -> `job 1 and job 2 to end`."""
+    if text.startswith("singleton"):
+        return "the job before it to end"
     jobs = [part.rpartition(":")[2].partition("(")[0] for part in text.split(",") if part]
     return f"{' and '.join(f'job {job}' for job in jobs)} to end" if jobs else "other jobs to end"

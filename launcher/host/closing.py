@@ -45,7 +45,7 @@ def close(here: Here, options: argparse.Namespace) -> int:
     seconds = round(now - float(options.began), 3)
     end = conclude(run, attempt, verdict, request, facts, now, job_id=here.job_id, seconds=seconds)
     print("attempt {}: {}".format(attempt.number, end_in_words(end, now)))
-    bring_back(here, attempt, end)
+    bring_back(here, attempt, end, facts.returning)
     goodput.write(run, now)
     return int(end["exit_code"])
 

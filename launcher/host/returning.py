@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 from launcher.host import index, slurm
 from launcher.host.here import Here
-from launcher.host.policy import BY_US, SUCCESSOR
+from launcher.host.policy import BY_SLURM, BY_US, SUCCESSOR
 from megatron_rl.run_dir import Attempt, read_json, write_json
 
 LIMIT = 25.0  # seconds: what a script has left after its own requeue is KillWait, 30 by default
@@ -19,18 +19,21 @@ AGAIN = 0.5  # seconds between tries
 SOON = 5.0  # seconds for which nobody is sent back into the queue
 
 
-def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any]) -> None:
+def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any], returning: bool = False) -> None:
     """Start the job again if the end of its attempt says that this is ours to do. Never raises for Slurm or the disk:
     the script has to end either way.
 
     Args:
         end: the ledger's line.
+        returning: Slurm has requeued the job already, which can be kept from nodes then.
     """
     problems = []  # type: List[str]
     try:
         if end["then"] == BY_US:
             # This sends SIGTERM to everything here, which the script has us ignore: there are some seconds left.
             slurm.patiently(lambda: slurm.requeue(here.job_id))
+            problems = _adjust(here.job_id, end)
+        elif end["then"] == BY_SLURM and returning:
             problems = _adjust(here.job_id, end)
         elif end["then"] == SUCCESSOR:
             _submit_successor(here, end)
