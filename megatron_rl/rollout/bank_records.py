@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 
@@ -94,9 +95,13 @@ def group_record(group: RolloutGroup, version: int, newest: int, lineage: Lineag
         ],
         "line": asdict(lineage),
     }
-    parts = [np.array(part, _TOKEN) for part in tokens]
-    parts += [np.array(rollout.log_probs, _LOG_PROB) for rollout in group.rollouts]
-    return head, b"".join([*(part.tobytes() for part in parts), *texts])
+    log_probs = [rollout.log_probs for rollout in group.rollouts]
+    return head, b"".join([_packed(tokens, _TOKEN), _packed(log_probs, _LOG_PROB), *texts])
+
+
+def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
+    """Of short answers there are many: one array for all."""
+    return np.array(list(chain.from_iterable(lists)), kind).tobytes()
 
 
 def read_group(head: Head, body: bytes, problem: Problem) -> RolloutGroup:
