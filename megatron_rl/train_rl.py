@@ -64,7 +64,6 @@ def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pu
                 save(run, checkpointer, record, pulse)
             if run.step == last:
                 return "finished"
-            pulse.agree()
             train_step(run, checkpointer, record, pulse)
     except Left:
         return "drained"

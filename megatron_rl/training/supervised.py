@@ -87,9 +87,7 @@ def as_rollout(prompt: str, answer: str, tokenizer: Tokenizer) -> Rollout:
     )
 
 
-def _train(
-    policy: Policy, examples: Sequence[Rollout], config: Supervised, platform: Platform, pulse: Pulse
-) -> None:
+def _train(policy: Policy, examples: Sequence[Rollout], config: Supervised, platform: Platform, pulse: Pulse) -> None:
     adam = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     targets = torch.tensor([token for example in examples for token in example.tokens], device=platform.device)
     generator = torch.Generator().manual_seed(config.seed)

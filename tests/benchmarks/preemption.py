@@ -91,7 +91,8 @@ def measure(run: RunDir, repeats: int) -> dict[str, list[Preemption]]:
                     Preemption(
                         saved_s=published - asked if published > asked else None,
                         left_s=gone - asked,
-                        lost_s=sum(line["time/step_s"] for line in repeated) + under_way(run.attempt(number - 1), asked),
+                        lost_s=sum(line["time/step_s"] for line in repeated)
+                        + under_way(run.attempt(number - 1), asked),
                         back_s=ended(run.attempt(number), reached + 1) - began,
                     )
                 )

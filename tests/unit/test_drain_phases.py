@@ -93,8 +93,8 @@ def slow_reward(folder: Path, rank: int) -> None:
     ArithmeticEnvironment.get_reward = slowly  # type: ignore[assignment,method-assign]
 
 
-def slow_forward(method: str, folder: Path, rank: int) -> None:
-    """score: the log-probs before the first update. _update: the micro-batches of the first update."""
+def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> None:
+    """score: the log-probs before the first update. _update: the micro-batches of an update."""
     from megatron_rl.training.trainer import Trainer
 
     original, forward = getattr(Trainer, method), Trainer._log_probs
@@ -104,7 +104,7 @@ def slow_forward(method: str, folder: Path, rank: int) -> None:
             time.sleep(0.3)
             return forward(trainer, *inputs)
 
-        if trainer.policy_version == 6:
+        if trainer.policy_version == policy_version:
             (folder / "here").touch()
             trainer._log_probs = pausing  # type: ignore[assignment,method-assign]
         try:
@@ -150,8 +150,8 @@ PHASES: dict[str, tuple[Callable[..., None], int | None]] = {
     "teaching the base model": (slow_teaching, None),
     "generating": (slow_generation, 3),
     "scoring": (slow_reward, None),
-    "computing log-probs": (partial(slow_forward, "score"), 3),
-    "training": (partial(slow_forward, "_update"), 3),
+    "computing log-probs": (partial(slow_forward, "score", 6), 3),
+    "training": (partial(slow_forward, "_update", 6), 3),
     "evaluating": (slow_evaluation, 3),
 }
 """Phase -> what makes it slow, and the step that is saved on the way out, where it is always the same."""
@@ -207,6 +207,26 @@ def test_what_cannot_be_saved_in_time_is_not_begun(tmp_path: Path, cache: Path, 
     if not before:  # else a save of a fraction of a second is known to fit
         assert run_dir.checkpoint_steps() == []
         assert read_json(first.files.outcome)["step"] is None
+    second = Attempt(run_dir, cache)
+    assert second.exit_codes() == [0, 0], second.logs()
+    assert reproducible(run_dir) == reproducible(undisturbed)
+
+
+@pytest.mark.parametrize(("left_s", "saved"), [(None, 4), (6.1, 2)], ids=["with time", "without time"])
+def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_time(
+    left_s: float | None, saved: int, tmp_path: Path, cache: Path, undisturbed: RunDir
+) -> None:
+    """Between the two updates of step 4 there is nothing that could be saved."""
+    run_dir = prepare(tmp_path / "run", recipe())
+    first = Attempt(run_dir, cache, sabotage=partial(slow_forward, "_update", 7, tmp_path))
+    wait_for(tmp_path / "here", first)
+    now = time.time()
+    deadline = None if left_s is None else now + left_s
+    write_json(first.files.drain, {"cause": "preempted", "by": "test", "at": now, "deadline": deadline})
+    for process in first.processes:
+        process.terminate()
+    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
+    assert read_json(first.files.outcome) == {"outcome": "drained", "step": saved}
     second = Attempt(run_dir, cache)
     assert second.exit_codes() == [0, 0], second.logs()
     assert reproducible(run_dir) == reproducible(undisturbed)
