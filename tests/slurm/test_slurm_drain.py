@@ -62,7 +62,8 @@ def test_a_run_whose_node_dies_goes_on_elsewhere(login: Login) -> None:
     finally:
         login.lab.restart_node(victim)
     assert run.ends()[0] == ("lost", "node failure")
-    assert victim in run.avoided()
+    end = next(line for line in run.ledger() if line["event"] == "end")
+    assert end["excluded"] == [victim], end
     assert victim not in {rank["host"] for rank in run.seen(2).values()}
     assert_no_gap(run)
 
