@@ -18,6 +18,7 @@ import torch.distributed as dist
 from checkpoint_helpers import Ranks, checkpointer, outcome, run_ranks, same, sharded_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from megatron_rl.checkpoint import shards
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.load import load
 from megatron_rl.checkpoint.publish import CheckpointError, find_corruption, find_latest, read_manifest
@@ -258,3 +259,99 @@ def test_a_fault_of_the_program_is_raised_not_warned_about(tmp_path: Path, monke
     saver.save(20, sharded_state(1.0), {})
     with pytest.raises(ZeroDivisionError):
         saver.wait()
+
+
+# Leaving in time
+
+
+def test_a_wait_ends_when_its_time_is_up_and_the_save_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = Event()
+    monkeypatch.setattr(writer_module, "write_part", lambda *args: go_on.wait(20) and write_part(*args))
+    saver = checkpointer(tmp_path)
+    assert saver.under_way is None
+    saver.save(20, sharded_state(1.0), {})
+    started = time.monotonic()
+    assert not saver.wait(until=started + 0.2)
+    assert 0.2 <= time.monotonic() - started < 5
+    assert saver.under_way == 20
+    go_on.set()
+    assert saver.wait(until=time.monotonic() + 20)
+    assert saver.under_way is None
+    assert isinstance(outcome(saver), Published)
+
+
+def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
+    """In the middle of a large tensor, whose write in slow chunks would take minutes."""
+    saver = checkpointer(folder)
+    saver.save(20, sharded_state(1.0, rank, world_size), {})
+    saver.wait(final=True)
+    shards._CHUNK_BYTES = 4096
+    write = shards._Recorded.write
+
+    class Slow:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, data: Any) -> int:
+            time.sleep(0.05)
+            return int(self.file.write(data))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    def slowly(recorded: Any, data: Any) -> int:
+        if len(memoryview(data)) <= 4096:
+            return write(recorded, data)
+        file, recorded._file = recorded._file, Slow(recorded._file)
+        try:
+            return write(recorded, data)
+        finally:
+            recorded._file = file
+
+    shards._Recorded.write = slowly  # type: ignore[method-assign]
+    saver.save(40, big_state(2.0, 64, rank, world_size), {})
+    time.sleep(0.5)
+    assert saver.under_way == 40
+    if rank == 0 or all_ranks:
+        saver.abandon("no time left")
+    in_time = saver.wait(until=time.monotonic() + 20)
+    shards._Recorded.write = write  # type: ignore[method-assign]
+    dist.barrier()
+    kinds = [(type(event).__name__, event.step) for event in saver.poll()]
+    saver.save(60, sharded_state(3.0, rank, world_size), {})
+    saver.wait(final=True)
+    return in_time, kinds
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_a_save_can_be_given_up_within_seconds_and_the_one_before_it_stays(tmp_path: Path, all_ranks: bool) -> None:
+    told = [(True, [("Published", 20), ("SaveFailed", 40)])] * 2
+    assert run_ranks(tmp_path, 2, _abandon, tmp_path, all_ranks) == told
+    assert names(tmp_path) == ["latest", "step-000020", "step-000060"]
+    assert intact(RunDir(tmp_path).checkpoint(20))
+
+
+# No file of a checkpoint may be one whose failure was not thought of
+
+
+def test_a_disk_that_runs_out_of_files_is_no_different_whichever_is_the_last(small_disk: Path) -> None:
+    """One more file each time, so that each of a checkpoint is once the first that cannot be made."""
+    saver = checkpointer(small_disk, keep=1)
+    saver.save(20, sharded_state(1.0), {})
+    assert isinstance(outcome(saver), Published)
+    disk = os.statvfs(small_disk)
+    failed = set()
+    for more in range(1, 20):
+        limit = f"remount,nr_inodes={disk.f_files - disk.f_ffree + more}"
+        subprocess.run(["mount", "-o", limit, str(small_disk)], check=True)
+        saver.save(40, sharded_state(2.0), {})
+        event = outcome(saver)
+        if isinstance(event, Published):
+            break
+        assert "No space left on device" in event.reason
+        failed.add(Path(event.reason).name)
+        assert names(small_disk) == ["latest", "step-000020"]
+        assert intact(RunDir(small_disk).checkpoint(20))
+    assert names(small_disk) == ["latest", "step-000040"]
+    for name in ("__0_0.distcp", "common.pt", "metadata.json", ".metadata", "latest", "manifest.json"):
+        assert any(name in seen for seen in failed), name

@@ -74,6 +74,19 @@ def test_the_newest_n_are_kept(run_dir: RunDir) -> None:
     assert names(run_dir) == ["latest", "step-000060", "step-000080"]
 
 
+def test_those_of_every_mth_step_stay_for_good(run_dir: RunDir) -> None:
+    for step in range(10, 101, 10):
+        make(run_dir, step, keep=2, keep_every=40)
+    assert run_dir.checkpoint_steps() == [100, 90, 80, 40]
+
+
+def test_one_that_would_stay_for_good_goes_with_its_line(run_dir: RunDir) -> None:
+    for step in (20, 40, 60):
+        make(run_dir, step, keep_every=20)
+    make(run_dir, 50, parent=20, keep=2, keep_every=20)
+    assert run_dir.checkpoint_steps() == [50, 20]
+
+
 def test_a_damaged_one_does_not_count_among_those_kept(run_dir: RunDir) -> None:
     make(run_dir, 20)
     (make(run_dir, 40) / "__0_0.distcp").unlink()
@@ -153,3 +166,12 @@ def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(run_dir:
     clean_up(run_dir)
     assert find_latest(run_dir).step == 40
     assert names(run_dir) == ["latest", "step-000040"]
+
+
+def test_a_manifest_that_was_changed_is_refused(run_dir: RunDir) -> None:
+    path = make(run_dir, 40) / "manifest.json"
+    text = path.read_text()
+    assert text.count(": 40") == 2
+    path.write_text(text.replace(": 40", ": 41"))
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        read_manifest(path.parent)

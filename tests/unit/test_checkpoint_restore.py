@@ -1,0 +1,163 @@
+"""Which checkpoint a start goes on from when the newest is damaged, and what becomes of the ones passed over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from megatron_rl.checkpoint import load as load_module
+from megatron_rl.checkpoint.load import Verified, read
+from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
+from megatron_rl.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Of a run with checkpoints of steps 20, 40 and 60, each holding its step."""
+    saver = checkpointer(tmp_path, keep=3)
+    for step in (20, 40, 60):
+        saver.save(step, sharded_state(float(step)), {"cursor": step})
+        saver.wait(final=True)
+    return RunDir(tmp_path)
+
+
+class Model:
+    """What a run restores into."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.state: Any = None
+        self.meta: dict[str, Any] = {}
+        self.asked: list[int] = []
+
+    def restore(self, checkpoint: Verified) -> None:
+        self.asked.append(checkpoint.manifest.step)
+        self.state, self.meta = read(checkpoint, sharded_state(0.0, self.rank, self.world_size))
+
+    def holds(self, step: int) -> bool:
+        expected = data_of(sharded_state(float(step), self.rank, self.world_size))
+        return same(self.state, expected) and self.meta == {"cursor": step}
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "in the way").touch()
+
+
+def test_a_run_without_checkpoints_begins_at_the_beginning(tmp_path: Path) -> None:
+    assert checkpointer(tmp_path).restore(Model().restore) is None
+
+
+def test_the_newest_good_one_is_restored(run_dir: RunDir) -> None:
+    model = Model()
+    assert checkpointer(run_dir.root).restore(model.restore) == 60
+    assert model.holds(60)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [flip_a_bit, cut, Path.unlink, make_unreadable])
+def test_any_damage_to_any_file_is_passed_over_before_anything_is_loaded(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture, name: str, damage: Any
+) -> None:
+    damage(run_dir.checkpoint(60) / name)
+    model = Model()
+    with caplog.at_level(logging.WARNING):
+        assert checkpointer(run_dir.root).restore(model.restore) == 40
+    assert model.holds(40)
+    assert model.asked == [40]
+    (said,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert said.startswith("checkpoint of step 60 passed over: ")
+    assert name in said
+
+
+def test_none_good_is_an_error_that_names_each_never_a_new_beginning(run_dir: RunDir) -> None:
+    flip_a_bit(run_dir.checkpoint(20) / "__0_0.distcp")
+    cut(run_dir.checkpoint(40) / "common.pt")
+    (run_dir.checkpoint(60) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError) as refused:
+        checkpointer(run_dir.root).restore(Model().restore)
+    for reason in ("step 20: the content of", "step 40: ", "step 60: ", "does not begin again by itself"):
+        assert reason in str(refused.value)
+
+
+def test_one_that_does_not_fit_the_model_is_no_reason_to_fall_back(run_dir: RunDir) -> None:
+    def restore(checkpoint: Verified) -> None:
+        read(checkpoint, {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))})
+
+    with pytest.raises(CheckpointError, match="step-000060 does not fit this model"):
+        checkpointer(run_dir.root).restore(restore)
+
+
+def test_one_passed_over_stays_until_a_new_one_replaces_its_line(run_dir: RunDir) -> None:
+    """Its sizes are right, so nothing but the line of training tells that it is not wanted."""
+    flip_a_bit(run_dir.checkpoint(40) / "__0_0.distcp")
+    flip_a_bit(run_dir.checkpoint(60) / "__0_0.distcp")
+    saver = checkpointer(run_dir.root, keep=2)
+    assert saver.restore(Model().restore) == 20
+    assert run_dir.checkpoint_steps() == [60, 40, 20]
+    saver.save(50, sharded_state(50.0), {"cursor": 50})
+    saver.wait(final=True)
+    assert run_dir.checkpoint_steps() == [50, 20]
+    assert read_manifest(run_dir.checkpoint(50)).parent == 20
+    model = Model()
+    assert checkpointer(run_dir.root).restore(model.restore) == 50
+    assert model.holds(50)
+
+
+def test_what_a_save_takes_is_known_from_the_checkpoint(run_dir: RunDir) -> None:
+    saver = checkpointer(run_dir.root)
+    assert saver.estimate_s() is None
+    saver.restore(Model().restore)
+    assert saver.estimate_s() == read_manifest(run_dir.checkpoint(60)).total_s > 0
+    assert saver.cost is not None
+    assert 0 < saver.cost.blocked_s < saver.cost.total_s
+
+
+def _damaged_for_one_rank(rank: int, world_size: int, folder: Path) -> tuple[int | None, bool]:
+    """The newest one reads well on one node and not on the other, whichever of the two it is."""
+    saver = checkpointer(folder, keep=3)
+    for step in (20, 40):
+        saver.save(step, sharded_state(float(step), rank, world_size), {"cursor": step})
+        saver.wait(final=True)
+    dist.barrier()
+    look = load_module.find_corruption
+
+    def bad_node(checkpoint: Path, files: Any) -> str | None:
+        return "its node reads badly" if rank == 1 and checkpoint.name == "step-000040" else look(checkpoint, files)
+
+    load_module.find_corruption = bad_node
+    model = Model(rank, world_size)
+    return saver.restore(model.restore), model.holds(20)
+
+
+def test_damage_that_one_rank_sees_moves_all(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, 2, _damaged_for_one_rank, tmp_path) == [(20, True)] * 2
