@@ -161,6 +161,8 @@ def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
     writer = FileSystemWriter(folder, sync_files=True)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, [part.results for part in parts])
+    with (folder / _DCP_METADATA).open("rb") as file:
+        os.fsync(file.fileno())  # torch's own comes before the last bytes have left its buffer (2.13)
     return hash_file(folder / _DCP_METADATA)
 
 
