@@ -1,0 +1,386 @@
+"""A run that costs milliseconds: the real loop, record, prompts and checkpoints of train_rl, around a policy that is
+one number. What it learns depends on every prompt, on their order and on all that a checkpoint has to bring back,
+and it remembers what it was trained on.
+
+Everything happens in one thread, in an order that only the arguments decide: what the code does behind the loop is
+done so many looks at the drain flag later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+import yaml
+from core_helpers import rollout, tiny_run
+from disk_helpers import Death, Disk, Killed, State, restore
+from loop_helpers import reproducible
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from megatron_rl import train_rl
+from megatron_rl.agent.api import (
+    EvaluationAgent,
+    EvaluationRequest,
+    EvaluationResponse,
+    GroupedRolloutGenerator,
+    GroupRolloutRequest,
+    Problem,
+    RolloutGroup,
+)
+from megatron_rl.checkpoint import save as save_module
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
+from megatron_rl.metrics import sinks
+from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.rollout import bank_file
+from megatron_rl.rollout.pipeline import RolloutBatch, RolloutDriver
+from megatron_rl.rollout.settled import settled
+from megatron_rl.rollout.stream import stable_key
+from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.training import pulse as pulse_module
+from megatron_rl.training.drain import Drain
+from megatron_rl.training.optimizer import Update
+from megatron_rl.training.progress import Progress
+from megatron_rl.training.pulse import Pulse
+from megatron_rl.training.setup import Run
+
+STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
+EXECUTORS = (save_module, bank_file)
+"""Modules whose work behind the loop is put in order here."""
+
+Ending = Literal["finished", "drained", "killed"]
+
+
+def recipe(*, dynamic: bool) -> RunConfig:
+    """Answers that were interrupted are generated again or, with dynamic sampling, kept: token by token, since the
+    interval between two writes of the bank is the shortest possible."""
+    return tiny_run(
+        grpo={"prompts_per_step": PROMPTS, "group_size": 3, "dynamic_sampling": {"enabled": dynamic, "max_rounds": 3}},
+        training={"steps": STEPS},
+        save={"every": 2, "keep": 1},
+        evaluation={"every": 3},
+        resume={"partial": "keep", "flush_s": 1e-9} if dynamic else {"partial": "regenerate"},
+        logging={"histograms_every": 0},
+    )
+
+
+class Simulation:
+    """One run directory, and attempts on it."""
+
+    def __init__(self, root: Path, config: RunConfig, platform: Any, group: Any, left: State | None = None) -> None:
+        """left: what is there already."""
+        root.mkdir(parents=True)
+        self.run_dir = RunDir(root)
+        if left is None:
+            self.run_dir.resolved.write_text(yaml.safe_dump(config.model_dump(exclude_defaults=True)), encoding="utf-8")
+        else:
+            restore(root, left)
+        self.platform = platform
+        self.group = group
+        self.disk: Disk
+        """Of the newest attempt."""
+        self.looks = 0
+        """At the drain flag, in that attempt."""
+        self.policy: _Policy
+        """Of that attempt."""
+
+    def attempt(
+        self,
+        death: Death | None = None,
+        *,
+        ask_at: int | None = None,
+        deadline: float | None = None,
+        behind: int = 0,
+        watch: bool = False,
+    ) -> Ending:
+        """
+        Args:
+            ask_at: at which look at the drain flag, counted from 1, the run is asked to leave.
+            deadline: of that request.
+            behind: looks that pass before what the loop need not wait for is done.
+            watch: see Disk.
+        """
+        attempt = self.run_dir.attempt(self.run_dir.last_attempt() + 1)
+        attempt.folder.mkdir(parents=True)
+        pulse = _Pulse(Progress(attempt, shared=True), Drain(attempt), Timeline())
+
+        def look(number: int) -> None:
+            self.looks = number
+            later.tick()
+            if number == ask_at:
+                if deadline is not None:
+                    request = {"cause": "preempted", "by": "Slurm", "at": 0.0, "deadline": deadline}
+                    write_json(attempt.drain, request)
+                pulse.drain.asked = True
+
+        later = _Later(behind)
+        pulse.on_look = look
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_rl, "select", lambda job, local_rank: self.platform)
+            patch.setattr(train_rl, "set_up", self._set_up)
+            patch.setattr(sinks, "SummaryWriter", _Silence)
+            patch.setattr(save_module.futures, "wait", later.wait)
+            patch.setattr(pulse_module, "LOOK_EVERY_S", 0.0)
+            for module in EXECUTORS:
+                patch.setattr(module, "ThreadPoolExecutor", later.executor)
+            self.disk = Disk(self.run_dir.root, patch, death, watch=watch)
+            world: Any = _World(self.group)
+            try:
+                ending: Ending = train_rl.run_rank(self.run_dir, attempt, world, pulse)
+            except Killed:
+                ending = "killed"
+        if ending == "killed":
+            assert self.disk.state() == self.disk.left  # else something changes files unseen
+        return ending
+
+    def record(self) -> Record:
+        """Of a run that has finished."""
+        steps, evaluations = reproducible(self.run_dir)
+        return Record(settled(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
+
+    def _set_up(self, config: RunConfig, platform: Any, group: Any, pulse: Pulse) -> Run:
+        torch.manual_seed(config.training.seed)
+        policy: Any = _Policy()
+        self.policy = policy
+        engine: Any = _Engine(policy)
+        agent: Any = _Agent()
+        driver = RolloutDriver(agent, engine, config, group, platform.device, pulse)
+        optimizer: Any = _Optimizer()
+        trainer: Any = _Trainer(policy, optimizer, pulse)
+        return Run(config, platform, group, agent, policy, optimizer, engine, driver, trainer, pulse)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What has to be the same, whatever befell the run."""
+
+    settled: dict[int, int | str]
+    trained_on: dict[int, int]
+    """Step of each ordinal, as the final weights remember it."""
+    weight: list[int]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+
+class _Pulse(Pulse):
+    looks = 0
+    on_look: Any
+
+    def beat(self) -> bool:
+        self.looks += 1
+        self.on_look(self.looks)
+        return super().beat()
+
+
+class _Later:
+    """Stands in for the threads of executors: their work is done in order, by the one thread there is, some looks after
+    it was asked for or as soon as somebody waits for it."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self._work: list[tuple[int, _Promise, Callable[[], Any]]] = []
+        self._now = 0
+
+    def executor(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(submit=self._submit, shutdown=lambda **_: None)
+
+    def tick(self) -> None:
+        self._now += 1
+        while self._work and self._work[0][0] <= self._now:
+            self._do_first()
+
+    def wait(self, promises: Sequence[_Promise], timeout: float | None = None) -> Any:
+        for promise in promises:
+            promise.result()
+        return SimpleNamespace(done=set(promises), not_done=set())
+
+    def fulfil(self, promise: _Promise) -> None:
+        while not promise.done():
+            self._do_first()
+
+    def _submit(self, work: Callable[..., Any], *args: Any) -> _Promise:
+        promise = _Promise(self)
+        self._work.append((self._now + self._looks, promise, lambda: work(*args)))
+        if not self._looks:
+            self._do_first()
+        return promise
+
+    def _do_first(self) -> None:
+        _, promise, work = self._work.pop(0)
+        promise.set_result(work())
+
+
+class _Promise(Future[Any]):
+    def __init__(self, later: _Later) -> None:
+        super().__init__()
+        self._later = later
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._later.fulfil(self)
+        return super().result(timeout)
+
+
+class _World:
+    rank = 0
+
+    def __init__(self, group: Any) -> None:
+        self.connect = lambda job, backend, address: group
+        self.disconnect = lambda: None
+        self.local_rank = 0
+
+
+class _Silence:
+    """Whatever is asked of it is done in silence."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+class _Policy:
+    """weight: [1] int64. memory: [steps, prompts] int64, the ordinals of each step; -1 where none was trained."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(1, dtype=torch.int64)
+        self.memory = torch.full((STEPS, PROMPTS), -1)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {name: ShardedTensor.from_rank_offsets(name, getattr(self, name)) for name in ("weight", "memory")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, tensor in state.items():
+            getattr(self, name).copy_(tensor)
+
+    def trained_on(self) -> dict[int, int]:
+        return {
+            ordinal: step for step, row in enumerate(self.memory.tolist(), start=1) for ordinal in row if ordinal >= 0
+        }
+
+
+class _Optimizer:
+    """Its state is `updates`, which goes into every update."""
+
+    def __init__(self) -> None:
+        self.updates = torch.zeros(1, dtype=torch.int64)
+
+    def sharded_state(self, model: Any, *, loading: bool) -> dict[str, Any]:
+        return {"updates": ShardedTensor.from_rank_offsets("optimizer.updates", self.updates)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.updates.copy_(state["updates"])
+
+
+class _Engine:
+    """See ResumableInference. Token t is a hash of weights, key, sample and t."""
+
+    policy_version = 0
+    busy_s = 0.0
+
+    def __init__(self, policy: _Policy) -> None:
+        self.policy = policy
+        self._under_way: dict[int, tuple[GenerationRequest, list[list[int]]]] = {}
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        answers = [list(request.known[i].tokens) if i in request.known else [] for i in range(request.num_samples)]
+        self._under_way[id(request)] = request, answers
+        weight = int(self.policy.weight)
+        while any(len(answer) < ANSWER_TOKENS for answer in answers):
+            await asyncio.sleep(0)
+            for sample, answer in enumerate(answers):
+                if len(answer) < ANSWER_TOKENS:
+                    answer.append(stable_key("token", weight, request.key, sample, len(answer)) % 1000)
+        del self._under_way[id(request)]
+        return [Completion(tokens, [-1.0] * len(tokens), "length", self.policy_version) for tokens in answers]
+
+    def under_way(self) -> list[UnderWay]:
+        return [
+            UnderWay(request, sample, Beginning(list(tokens), [-1.0] * len(tokens), self.policy_version))
+            for request, answers in self._under_way.values()
+            for sample, tokens in enumerate(answers)
+            if tokens
+        ]
+
+
+class _Agent(GroupedRolloutGenerator, EvaluationAgent):
+    """Every second group or so has no signal."""
+
+    def training_problems(self) -> Sequence[Problem]:
+        return [Problem(str(number), {}) for number in range(7)]
+
+    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+        asked = GenerationRequest([1], request.group_size, request.sampling, request.key)
+        dull = stable_key("dull", request.ordinal) % 2
+        rollouts = []
+        for number, answer in enumerate(await request.inference.generate(asked)):
+            reward = 0.0 if dull else float((sum(answer.tokens) + number) % 2)
+            rollouts.append(rollout([1], answer.tokens, reward, policy_version=answer.policy_version))
+        return RolloutGroup(request.ordinal, request.problem, rollouts, {})
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return {"held_out": [Problem(str(number), {}) for number in range(8)]}
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        weight = request.inference.policy.weight.item()  # type: ignore[attr-defined]
+        return EvaluationResponse(
+            [
+                [rollout([1], [2], float(stable_key("evaluation", weight, int(problem.prompt)) % 2))]
+                for problem in request.problems
+            ]
+        )
+
+
+class _Trainer:
+    """Two updates a step, between which nothing can be saved; see Trainer."""
+
+    def __init__(self, policy: _Policy, optimizer: _Optimizer, pulse: Pulse) -> None:
+        self.policy, self.optimizer, self.pulse = policy, optimizer, pulse
+        self.policy_version = 0
+        self.nonfinite_in_a_row = 0
+        self.between_steps = True
+
+    def train(self, batch: RolloutBatch, step: int, tally: Tally) -> list[Update]:
+        answers = [answer for group in batch.groups for answer in group.rollouts]
+        learned = [
+            stable_key("learn", group.ordinal, *(int(a.reward) for a in group.rollouts)) for group in batch.groups
+        ]
+        updates: list[Update] = []
+        for index in range(UPDATES):
+            with self.pulse.phase("train"):
+                self.pulse.agree(1.0 if updates else None)
+                self.optimizer.updates += 1
+                drawn = torch.randint(1 << 20, (1,)).item()
+                text = [step, index, *learned, drawn, int(self.optimizer.updates), int(self.policy.weight)]
+                self.policy.weight.fill_(stable_key("update", *text) >> 2)
+                self.policy_version += 1
+                rate = 1.0 / int(self.optimizer.updates)
+                updates.append(Update(grad_norm=drawn / (1 << 20), learning_rate=rate, applied=True))
+            self.between_steps = len(updates) == UPDATES
+        self.policy.memory[step - 1] = torch.tensor([group.ordinal for group in batch.groups])
+        for name, value in {
+            "answers": len(answers),
+            "reward": sum(answer.reward for answer in answers),
+            "reward_squared": sum(answer.reward**2 for answer in answers),
+            "signal": sum(len({a.reward for a in group.rollouts}) > 1 for group in batch.groups),
+            "groups": len(batch.groups),
+            "answer_tokens": sum(len(answer.tokens) for answer in answers),
+            "prompt_tokens": len(answers),
+            "packed_tokens": len(answers),
+            "truncated": 0,
+            "failed": 0,
+            "staleness": sum(self.policy_version - UPDATES - answer.policy_version for answer in answers),
+            "loss": self.policy.weight.item() / (1 << 62),
+            "sum/tokens": 0,
+        }.items():
+            tally.add(name, value)
+        tally.maximum("answer_length_max", ANSWER_TOKENS)
+        tally.minimum("answer_length_min", ANSWER_TOKENS)
+        tally.maximum("staleness_max", 0)
+        return updates

@@ -1,0 +1,175 @@
+"""Every prompt ends exactly once, trained or dropped, and the record is that of an undisturbed run: whenever the
+process or its machine dies, however often, and whenever it is asked to leave.
+
+The runs are those of simulated_run.py: the real loop, record and checkpoints around a policy that is one number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_helpers import Death, State
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_run import PROMPTS, STEPS, Record, Simulation, recipe
+
+from megatron_rl.rollout.settled import NotSettledOnce, settled
+from megatron_rl.run_dir import RunDir
+
+MakeRun = Callable[..., Simulation]
+DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["all prompts", "dynamic sampling"])
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory: pytest.TempPathFactory, platform: Any, group: Any) -> MakeRun:
+    numbers = itertools.count()
+    folder = tmp_path_factory.mktemp("runs")
+
+    def make(dynamic: bool, left: State | None = None) -> Simulation:
+        return Simulation(folder / str(next(numbers)), recipe(dynamic=dynamic), platform, group, left)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_run: MakeRun) -> dict[bool, Record]:
+    """Records by whether sampling is dynamic."""
+    runs = {dynamic: make_run(dynamic) for dynamic in (False, True)}
+    assert [run.attempt() for run in runs.values()] == ["finished"] * 2
+    return {dynamic: run.record() for dynamic, run in runs.items()}
+
+
+def check_finished(run: Simulation, expected: Record) -> None:
+    """Goes on where the run is until it ends."""
+    assert run.attempt() == "finished"
+    assert run.record() == expected
+    assert {path.suffix for path in run.run_dir.checkpoints.iterdir()} == {""}  # no debris
+
+
+def distinct(deaths: list[State]) -> list[State]:
+    """Those that differ in what the next attempt may read: neither files of the attempt itself nor, of what is not
+    published under its name, more than that it is there."""
+    different: dict[Any, State] = {}
+    for state in deaths:
+        visible = {name: b"" if ".tmp" in name else content for name, content in state.items()}
+        readable = tuple((name, content) for name, content in visible.items() if not name.startswith("attempts/"))
+        different.setdefault(readable, state)
+    return list(different.values())
+
+
+# What is to come out
+
+
+@DYNAMIC
+def test_an_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Record], dynamic: bool) -> None:
+    record = undisturbed[dynamic]
+    assert list(record.settled) == list(range(len(record.settled)))
+    assert {o: fate for o, fate in record.settled.items() if isinstance(fate, int)} == record.trained_on
+    assert len(record.trained_on) == STEPS * PROMPTS
+    reasons = {fate for fate in record.settled.values() if isinstance(fate, str)}
+    assert reasons == ({"no signal"} if dynamic else set())
+    assert [line["step"] for line in record.evaluations] == [0, 3, STEPS]
+    assert len({line["loss"] for line in record.steps}) == STEPS  # each step can be told from all others
+
+
+# Deaths
+
+
+@DYNAMIC
+def test_a_run_that_dies_at_any_moment_ends_as_if_it_had_not(
+    make_run: MakeRun, undisturbed: dict[bool, Record], dynamic: bool
+) -> None:
+    """Before every change of a file, in the middle of every write, with and without what is not on the disk yet."""
+    whole = make_run(dynamic)
+    assert whole.attempt(watch=True) == "finished"
+    assert len(whole.disk.deaths) > 200
+    for state in distinct(whole.disk.deaths):
+        check_finished(make_run(dynamic, state), undisturbed[dynamic])
+
+
+def test_so_does_a_restart_that_dies_at_any_moment(make_run: MakeRun, undisturbed: dict[bool, Record]) -> None:
+    """Of a run that was in step 4 with the checkpoint of step 2 half written behind it: there is a record to cut back,
+    debris to clear away, and a bank."""
+
+    def half_way(state: State) -> bool:
+        return len((state.get("metrics.jsonl") or b"").splitlines()) == 3 and any(".tmp/" in name for name in state)
+
+    whole = make_run(dynamic=True)
+    assert whole.attempt(behind=20, watch=True) == "finished"
+    start = make_run(dynamic=True, left=next(state for state in whole.disk.deaths if half_way(state)))
+    assert start.attempt(ask_at=1, watch=True) == "drained"
+    assert len(start.disk.deaths) > 20
+    for state in distinct(start.disk.deaths):
+        check_finished(make_run(dynamic=True, left=state), undisturbed[True])
+
+
+DEATHS = st.builds(Death, at=st.integers(1, 220), torn=st.sampled_from([0.0, 0.3, 1.0]), power=st.booleans())
+
+
+@settings(deadline=None, max_examples=20)
+@given(deaths=st.lists(st.tuples(DEATHS, st.integers(0, 40)), min_size=2, max_size=5), dynamic=st.booleans())
+def test_a_run_may_die_again_and_again(
+    make_run: MakeRun, undisturbed: dict[bool, Record], deaths: list[tuple[Death, int]], dynamic: bool
+) -> None:
+    """Here what is written behind the loop is so many looks at the drain flag late."""
+    run = make_run(dynamic)
+    for death, behind in deaths:
+        if run.attempt(death, behind=behind) == "finished":
+            break
+    check_finished(run, undisturbed[dynamic])
+
+
+# Being asked to leave
+
+
+@pytest.mark.parametrize("deadline", [None, 0.0], ids=["with time to save", "without"])
+def test_a_run_may_be_asked_to_leave_whenever_it_looks(
+    make_run: MakeRun, undisturbed: dict[bool, Record], deadline: float | None
+) -> None:
+    whole = make_run(dynamic=True)
+    assert whole.attempt() == "finished"
+    for look in range(1, whole.looks + 1):
+        run = make_run(dynamic=True)
+        if run.attempt(ask_at=look, deadline=deadline, behind=look % 5) == "drained":
+            check_finished(run, undisturbed[True])
+        else:  # too late
+            assert run.record() == undisturbed[True]
+
+
+# The reader of the record
+
+
+def lines(*fields: tuple[int, int, int, dict[str, str]]) -> str:
+    names = ("step", "first_ordinal", "next_ordinal", "dropped_ordinals")
+    return "".join(json.dumps(dict(zip(names, values, strict=True))) + "\n" for values in fields)
+
+
+def test_settled_says_which_step_trained_on_a_prompt_or_why_none_did(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert settled(run_dir) == {}
+    run_dir.metrics.write_text(lines((1, 0, 2, {}), (2, 2, 5, {"3": "no signal"})) + '{"step": 3, "first_ord')
+    assert settled(run_dir) == {0: 1, 1: 1, 2: 2, 3: "no signal", 4: 2}
+
+
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [
+        ((2, 3, 5, {}), "step 2 settles the prompts from 3 up to 5, the one before ended at 2"),
+        ((2, 1, 3, {}), "step 2 settles the prompts from 1"),
+        ((3, 2, 4, {}), "step 3 where step 2 belongs"),
+        ((1, 0, 2, {}), "step 1 where step 2 belongs"),
+        ((2, 2, 4, {"1": "no signal"}), r"step 2 drops \[1\]"),
+    ],
+    ids=["lost", "twice", "a step is missing", "a step is there twice", "dropped by another step"],
+)
+def test_settled_refuses_a_record_in_which_a_prompt_is_not_settled_once(
+    tmp_path: Path, second: tuple[int, int, int, dict[str, str]], complaint: str
+) -> None:
+    RunDir(tmp_path).metrics.write_text(lines((1, 0, 2, {}), second))
+    with pytest.raises(NotSettledOnce, match=complaint):
+        settled(RunDir(tmp_path))
