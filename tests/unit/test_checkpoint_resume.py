@@ -100,6 +100,49 @@ def test_the_comparison_sees_an_optimizer_that_was_not_loaded(tmp_path: Path) ->
     assert run_ranks(tmp_path, 1, _resumed, tmp_path, True, "fp32", False) != undisturbed
 
 
+def _whole(training: Training) -> list[torch.Tensor]:
+    """Weights and, gathered from all ranks, Adam's fp32 weights and both moments, without padding. On rank 0 all of
+    it, on others the weights."""
+    tensors = [weight.detach().clone() for weight in training.policy.parameters()]
+    for part in training.optimizer.megatron.chained_optimizers:
+        for buffer in (part.get_parameter_state_dp_zero() or {}).values():
+            if isinstance(buffer, dict):
+                for state in buffer.values():
+                    tensors += [state[name].clone() for name in ("param", "exp_avg", "exp_avg_sq")]
+    assert training.rank > 0 or len(tensors) > len(list(training.policy.parameters()))
+    return tensors
+
+
+def _save_whole(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
+    training = Training(rank, world_size, True, "bf16")
+    for number in range(SAVED):
+        training.update(number)
+    saver = checkpointer(folder)
+    saver.save(SAVED, training.state(loading=False), {})
+    saver.wait(final=True)
+    return _whole(training)
+
+
+def _load_whole(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
+    training = Training(rank, world_size, True, "bf16")
+    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state(loading=True))
+    training.policy.load_state_dict(state["model"])
+    training.optimizer.load_state(state["optimizer"])
+    return _whole(training)
+
+
+@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+def test_weights_and_adams_state_are_the_same_bits_on_another_number_of_ranks(
+    tmp_path: Path, save_ranks: int, load_ranks: int
+) -> None:
+    saved = run_ranks(tmp_path, save_ranks, _save_whole, tmp_path)[0]
+    for rank, loaded in enumerate(run_ranks(tmp_path, load_ranks, _load_whole, tmp_path)):
+        assert len(loaded) == len(saved) or rank > 0
+        assert all(one.abs().sum() > 0 for one in saved)
+        for one, other in zip(saved, loaded, strict=rank == 0):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 2), (2, 1)])
 def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
     """The loss is the same for all ranks, and halving and adding halves is exact: so the bits are the same too."""
