@@ -68,6 +68,8 @@ class ResumableInference(InferenceInterface, Protocol):
 
     policy_version: int
     """Number of optimizer steps behind its weights."""
+    busy_s: float
+    """Seconds spent computing so far: they grow as long as it gets on."""
 
     def under_way(self) -> list[UnderWay]:
         """All samples of unanswered requests that have tokens, the finished among them included."""

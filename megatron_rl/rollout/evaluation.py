@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
 from megatron_rl.config import Sampling
-from megatron_rl.inference.api import InferenceInterface
+from megatron_rl.inference.api import ResumableInference
 from megatron_rl.rollout.stream import shares
 from megatron_rl.training.pulse import Pulse
 
 
 def evaluate(
     agent: EvaluationAgent,
-    inference: InferenceInterface,
+    inference: ResumableInference,
     sampling: Sampling,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -35,7 +35,7 @@ def evaluate(
     for index, problems in enumerate(sets.values()):
         share = shares(0, len(problems), dist.get_world_size(group))[dist.get_rank(group)]
         request = EvaluationRequest([problems[i] for i in share], greedy, 1, 0, inference)
-        response = asyncio.run(pulse.attend(agent.evaluate(request)))
+        response = asyncio.run(pulse.attend(agent.evaluate(request), sign_of_life=lambda: inference.busy_s))
         if response is not None:
             right[index] = sum(reward == 1.0 for reward in response.rewards)
         pulse.agree()

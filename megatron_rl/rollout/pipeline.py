@@ -54,6 +54,7 @@ class RolloutDriver:
         self.group = group
         self.device = device
         self.pulse = pulse
+        self._answered = 0  # groups so far
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """The batch of one step. Collective.
@@ -96,7 +97,8 @@ class RolloutDriver:
         with self.pulse.phase("generate"):
             known = self.bank.groups(ordinals, self.stream.problem)
             began, busy_s = time.perf_counter(), self.engine.busy_s
-            answered = asyncio.run(self.pulse.attend(self._answers([o for o in ordinals if o not in known])))
+            work = self._answers([ordinal for ordinal in ordinals if ordinal not in known])
+            answered = asyncio.run(self.pulse.attend(work, lambda: (self.engine.busy_s, self._answered)))
             idle_s = time.perf_counter() - began - (self.engine.busy_s - busy_s)
         self.pulse.timeline.move("generate", "reward", idle_s)
         return [] if answered is None else sorted([*known.values(), *answered], key=lambda group: group.ordinal)
@@ -107,6 +109,7 @@ class RolloutDriver:
 
     async def _answer(self, ordinal: int) -> RolloutGroup:
         group = await self.agent.group_rollout(self._request(ordinal))
+        self._answered += 1
         self.bank.put(group)
         return group
 

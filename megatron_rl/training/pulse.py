@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -94,14 +94,22 @@ class Pulse:
         if leave:
             raise Left
 
-    async def attend(self, work: Awaitable[Result]) -> Result | None:
-        """The result of `work`; None where it was given up because this rank was asked to leave."""
+    async def attend(self, work: Awaitable[Result], sign_of_life: Callable[[], object]) -> Result | None:
+        """The result of `work`; None where it was given up because this rank was asked to leave.
+
+        Args:
+            sign_of_life: something that changes when `work` gets on: merely waiting for it is none.
+        """
         task = asyncio.ensure_future(work)
+        seen = None
         while not task.done():
-            if self.beat():
+            if self.drain.asked:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
                 return None
             await asyncio.wait([task], timeout=LOOK_EVERY_S)
+            if (sign := sign_of_life()) != seen:
+                seen = sign
+                self.progress.beat()
         return task.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,9 @@ class Scripted(EvaluationAgent):
 
 
 def score(agent: Scripted, group: Any, limit: int | None = None) -> dict[str, float]:
-    return evaluate(agent, None, Sampling(max_new_tokens=7), group, torch.device("cpu"), quiet_pulse(), limit)  # type: ignore[arg-type]
+    return evaluate(
+        agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), group, torch.device("cpu"), quiet_pulse(), limit
+    )
 
 
 def test_only_a_reward_of_one_is_right(group: Any) -> None:
