@@ -9,6 +9,7 @@ done so many looks at the drain flag later.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ from megatron_rl.training.pulse import Pulse
 from megatron_rl.training.setup import Run
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
+STEP_S = 1000.0
+"""What the rest of a step is said to take; a save takes next to nothing."""
 EXECUTORS = (save_module, bank_file)
 """Modules whose work behind the loop is put in order here."""
 
@@ -97,14 +100,14 @@ class Simulation:
         death: Death | None = None,
         *,
         ask_at: int | None = None,
-        deadline: float | None = None,
+        left_s: float | None = None,
         behind: int = 0,
         watch: bool = False,
     ) -> Ending:
         """
         Args:
             ask_at: at which look at the drain flag, counted from 1, the run is asked to leave.
-            deadline: of that request.
+            left_s: seconds until the deadline of that request; None where nobody knows one.
             behind: looks that pass before what the loop need not wait for is done.
             watch: see Disk.
         """
@@ -116,8 +119,8 @@ class Simulation:
             self.looks = number
             later.tick()
             if number == ask_at:
-                if deadline is not None:
-                    request = {"cause": "preempted", "by": "Slurm", "at": 0.0, "deadline": deadline}
+                if left_s is not None:
+                    request = {"cause": "preempted", "by": "Slurm", "at": 0.0, "deadline": time.time() + left_s}
                     write_json(attempt.drain, request)
                 pulse.drain.asked = True
 
@@ -354,7 +357,7 @@ class _Trainer:
         updates: list[Update] = []
         for index in range(UPDATES):
             with self.pulse.phase("train"):
-                self.pulse.agree(1.0 if updates else None)
+                self.pulse.agree(STEP_S if updates else None)
                 self.optimizer.updates += 1
                 drawn = torch.randint(1 << 20, (1,)).item()
                 text = [step, index, *learned, drawn, int(self.optimizer.updates), int(self.policy.weight)]

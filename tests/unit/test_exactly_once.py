@@ -127,15 +127,17 @@ def test_a_run_may_die_again_and_again(
 # Being asked to leave
 
 
-@pytest.mark.parametrize("deadline", [None, 0.0], ids=["with time to save", "without"])
+@pytest.mark.parametrize(
+    "left_s", [None, 100.0, 0.0], ids=["time to finish the step", "time to save, not to finish the step", "no time"]
+)
 def test_a_run_may_be_asked_to_leave_whenever_it_looks(
-    make_run: MakeRun, undisturbed: dict[bool, Record], deadline: float | None
+    make_run: MakeRun, undisturbed: dict[bool, Record], left_s: float | None
 ) -> None:
     whole = make_run(dynamic=True)
     assert whole.attempt() == "finished"
     for look in range(1, whole.looks + 1):
         run = make_run(dynamic=True)
-        if run.attempt(ask_at=look, deadline=deadline, behind=look % 5) == "drained":
+        if run.attempt(ask_at=look, left_s=left_s, behind=look % 5) == "drained":
             check_finished(run, undisturbed[True])
         else:  # too late
             assert run.record() == undisturbed[True]
