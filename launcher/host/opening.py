@@ -136,7 +136,8 @@ def _lock(here: Here, descriptor: int) -> None:
     """Lock the open file that the batch script holds, so that the lock ends with the script and all it started."""
     owner = (read_json(here.run.job) or {}).get("job_id", "another one")
     # What this very job left behind when it was requeued, or the one before it, may take a moment to go.
-    expected = here.succeeds is not None or (owner == here.job_id and here.restarts)
+    last = (read_json_lines(here.run.attempts_ledger) or [{}])[-1].get("job_id", here.job_id)
+    expected = here.succeeds is not None or (owner == here.job_id and (here.restarts or last != owner))
     give_up = time.monotonic() + (LEFTOVERS if expected else 0.0)
     try:
         while True:
