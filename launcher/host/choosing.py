@@ -2,11 +2,12 @@
 
 import argparse
 import sys
+from typing import Dict, List
 
 from launcher.host import causes, health, slurm
 from launcher.host.here import Here, ask_to_leave
 from launcher.host.nodes import NotEnoughNodes, assign, is_dead
-from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, read_json, write_json
+from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, read_json, read_json_lines, write_json
 
 
 def choose_nodes(here: Here, options: argparse.Namespace) -> int:
@@ -23,6 +24,7 @@ def choose_nodes(here: Here, options: argparse.Namespace) -> int:
     reports = health.read_reports(attempt)
     silent = options.checked and not reports.nodes  # then it is the check that failed, and not all nodes at once
     bad = health.judge(reports, hosts) if options.checked and not silent else {}
+    bad.update(_should_be_avoided(here, hosts))
     for host, why in sorted(bad.items()):
         print("node {} is not used: {}".format(host, why))
     try:
@@ -36,6 +38,19 @@ def choose_nodes(here: Here, options: argparse.Namespace) -> int:
         return EXIT_DRAINED
     write_json(attempt.nodes, dict(assignment._asdict()))
     return EXIT_FINISHED
+
+
+def _should_be_avoided(here: Here, hosts: List[str]) -> Dict[str, str]:
+    """Nodes that this job got again although its last attempt wanted to be rid of them: its script was killed before
+    it could tell Slurm."""
+    ends = [line for line in read_json_lines(here.run.attempts_ledger) if line["event"] == "end"]
+    if not ends or ends[-1].get("job_id") != here.job_id:
+        return {}
+    told = read_json(here.run.attempt(ends[-1]["attempt"]).requeued)
+    if told is not None and told["problem"] is None:
+        return {}
+    why = "attempt {} failed there".format(ends[-1]["attempt"])
+    return {host: why for host in ends[-1].get("excluded", []) if host in hosts}
 
 
 def left(here: Here, options: argparse.Namespace) -> int:

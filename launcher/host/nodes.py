@@ -58,4 +58,4 @@ def assign(plan: Dict[str, Any], hosts: Sequence[str], bad: Dict[str, str], give
 
 def _plans(plan: Dict[str, Any]) -> List[Dict[str, Any]]:
     """All plans of plan.json, the largest first."""
-    return [plan] + plan["alternatives"]
+    return [plan] + plan.get("alternatives", [])

@@ -14,12 +14,13 @@ from typing import Any, Dict
 
 from launcher.host import ledger, slurm, snapshot
 from launcher.host.concluding import conclude_lost
-from launcher.host.here import Here, Refused
-from launcher.host.policy import HELD, OVER
+from launcher.host.here import Here, Refused, ask_to_leave
+from launcher.host.policy import HELD, HERE, OVER
 from launcher.host.returning import bring_back, is_too_early, write_owner
 from launcher.host.words import in_words
 from megatron_rl.run_dir import (
     EXIT_FINISHED,
+    Attempt,
     RunDir,
     read_json,
     read_json_lines,
@@ -118,8 +119,17 @@ def open_attempt(here: Here, options: argparse.Namespace) -> int:
         "held_since": max(submitted_at, float(os.environ.get("SLURM_JOB_START_TIME", now))),
     }
     ledger.record(run, attempt.number, "start", now, **facts)
+    _take_over_request(run, attempt)
     print(attempt.number)
     return EXIT_FINISHED
+
+
+def _take_over_request(run: RunDir, attempt: Attempt) -> None:
+    """Somebody who asked the attempt before to leave, after its end, meant this one: it begins in the same job."""
+    end = (read_json_lines(run.attempts_ledger)[-2:] or [{}])[0]
+    request = read_json(run.attempt(attempt.number - 1).drain)
+    if request is not None and end.get("event") == "end" and end.get("then") == HERE and request["at"] > end["at"]:
+        ask_to_leave(attempt, request["cause"], request["by"], None)
 
 
 def pythonpath(here: Here, options: argparse.Namespace) -> int:

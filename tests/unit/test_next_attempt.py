@@ -1,0 +1,77 @@
+"""What an attempt takes over from the one before it in the same job."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.host import choosing, opening, slurm
+from launcher.host.here import Here
+from launcher.host.policy import BY_US, HERE
+from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, RunDir, append_json_line, read_json, write_json
+
+PLAN = {"nodes": 2, "gpus_per_node": 1, "steps": [{"name": "train", "nodes": [0, 1]}]}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Job 7 on three nodes; attempt 1 is about to end."""
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    run = RunDir(tmp_path)
+    run.attempt(1).folder.mkdir(parents=True)
+    append_json_line(run.attempts_ledger, {"event": "start", "attempt": 1, "at": 10.0, "job_id": "7"})
+    write_json(run.plan, PLAN)
+    return Here({"MRL_RUN_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2,n3"})
+
+
+def end(here: Here, then: str, **more: Any) -> None:
+    line = {"event": "end", "attempt": 1, "at": 20.0, "job_id": "7", "then": then, "excluded": [], **more}
+    append_json_line(here.run.attempts_ledger, line)
+
+
+def begin(here: Here) -> Here:
+    assert opening.open_attempt(here, argparse.Namespace()) == EXIT_FINISHED
+    here._attempt = "2"
+    return here
+
+
+@pytest.mark.parametrize(
+    ("asked_at", "then", "leaves"), [(21.0, HERE, True), (19.0, HERE, False), (21.0, BY_US, False)]
+)
+def test_a_request_between_two_attempts_of_an_allocation_is_for_the_second(
+    here: Here, asked_at: float, then: str, leaves: bool
+) -> None:
+    end(here, then)
+    write_json(here.run.attempt(1).drain, {"cause": "cancelled", "by": "you", "at": asked_at, "deadline": None})
+    request = read_json(begin(here).attempt.drain)
+    assert (request is not None) is leaves
+    assert request is None or (request["cause"], request["by"]) == ("cancelled", "you")
+
+
+def choose(here: Here) -> Any:
+    code = choosing.choose_nodes(here, argparse.Namespace(step=None, checked=False))
+    return code, read_json(here.attempt.nodes)
+
+
+def test_a_node_that_slurm_was_not_told_to_avoid_is_not_used(here: Here) -> None:
+    end(here, BY_US, excluded=["n1", "n9"])
+    code, nodes = choose(begin(here))
+    assert code == EXIT_FINISHED
+    assert nodes["steps"] == {"train": ["n2", "n3"]}
+    assert nodes["bad"] == {"n1": "attempt 1 failed there"}
+
+
+def test_too_many_of_them_send_the_job_back(here: Here) -> None:
+    end(here, BY_US, excluded=["n1", "n2"])
+    assert choose(begin(here))[0] == EXIT_DRAINED
+
+
+@pytest.mark.parametrize("by", ["an exclusion that Slurm took", "another job"])
+def test_a_node_is_not_held_against_a_job_for_ever(here: Here, by: str) -> None:
+    end(here, BY_US, excluded=["n1"], job_id="6" if by == "another job" else "7")
+    if by != "another job":  # it is given the node by somebody who changed the job since
+        write_json(here.run.attempt(1).requeued, {"at": 21.0, "problem": None})
+    assert choose(begin(here))[1]["bad"] == {}
