@@ -9,6 +9,7 @@ files are named in run_dir.py: 0 finished, 75 saved and left on request, 78 bad 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -226,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # A normal exit would wait for collectives that the other ranks will never join.
         os._exit(code)
     box.stop()
+    gc.freeze()  # the interpreter would look for garbage in all that torch has made, for seconds, before it ends
     sys.exit(EXIT_CODES[outcome])
 
 
