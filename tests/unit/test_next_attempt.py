@@ -13,7 +13,7 @@ from launcher.host.here import Here
 from launcher.host.policy import BY_US, HERE
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, RunDir, append_json_line, read_json, write_json
 
-PLAN = {"nodes": 2, "gpus_per_node": 1, "steps": [{"name": "train", "nodes": [0, 1]}]}
+PLAN = {"nodes": 2, "gpus_per_node": 1, "spare_nodes": 1, "steps": [{"name": "train", "nodes": [0, 1]}]}
 
 
 @pytest.fixture
