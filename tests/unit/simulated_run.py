@@ -113,7 +113,8 @@ class Simulation:
         """
         attempt = self.run_dir.attempt(self.run_dir.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
-        pulse = _Pulse(Progress(attempt, shared=True), Drain(attempt), Timeline())
+        drain: Any = _Drain(attempt)
+        pulse = Pulse(Progress(attempt, shared=True), drain, Timeline())
 
         def look(number: int) -> None:
             self.looks = number
@@ -122,10 +123,10 @@ class Simulation:
                 if left_s is not None:
                     request = {"cause": "preempted", "by": "Slurm", "at": 0.0, "deadline": time.time() + left_s}
                     write_json(attempt.drain, request)
-                pulse.drain.asked = True
+                drain.asked = True
 
         later = _Later(behind)
-        pulse.on_look = look
+        drain.on_look = look
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_rl, "select", lambda job, local_rank: self.platform)
             patch.setattr(train_rl, "set_up", self._set_up)
@@ -173,14 +174,22 @@ class Record:
     evaluations: list[dict[str, Any]]
 
 
-class _Pulse(Pulse):
-    looks = 0
-    on_look: Any
+class _Drain(Drain):
+    """Counts the looks at its flag."""
 
-    def beat(self) -> bool:
+    looks = 0
+    on_look: Callable[[int], None]
+    _asked = False
+
+    @property
+    def asked(self) -> bool:
         self.looks += 1
         self.on_look(self.looks)
-        return super().beat()
+        return self._asked
+
+    @asked.setter
+    def asked(self, asked: bool) -> None:
+        self._asked = asked
 
 
 class _Later:

@@ -99,9 +99,13 @@ def test_so_does_a_restart_that_dies_at_any_moment(make_run: MakeRun, undisturbe
     def half_way(state: State) -> bool:
         return len((state.get("metrics.jsonl") or b"").splitlines()) == 3 and any(".tmp/" in name for name in state)
 
-    whole = make_run(dynamic=True)
-    assert whole.attempt(behind=20, watch=True) == "finished"
-    start = make_run(dynamic=True, left=next(state for state in whole.disk.deaths if half_way(state)))
+    def deaths(behind: int) -> list[State]:
+        whole = make_run(dynamic=True)
+        assert whole.attempt(behind=behind, watch=True) == "finished"
+        return whole.disk.deaths
+
+    left = next(state for behind in range(5, 60, 5) for state in deaths(behind) if half_way(state))
+    start = make_run(dynamic=True, left=left)
     assert start.attempt(ask_at=1, watch=True) == "drained"
     assert len(start.disk.deaths) > 20
     for state in distinct(start.disk.deaths):
