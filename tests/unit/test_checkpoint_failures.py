@@ -312,6 +312,7 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
     saver.save(40, big_state(2.0, 64, rank, world_size), {})
     time.sleep(0.5)
     assert saver.under_way == 40
+    dist.barrier()
     if rank == 0 or all_ranks:
         saver.abandon("no time left")
     in_time = saver.wait(until=time.monotonic() + 20)
