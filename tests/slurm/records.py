@@ -107,8 +107,8 @@ def seconds_to_leave(run: Run, attempt: int = 1) -> float:
     return float(ended) - float(asked)
 
 
-def kill_rank(run: Run, rank: int) -> None:
-    """SIGKILL, from outside and without a word to anybody. Does nothing where there is no such process just now."""
+def kill_rank(run: Run, rank: int) -> bool:
+    """SIGKILL, from outside and without a word to anybody; whether there was such a process just now."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
@@ -118,3 +118,5 @@ def kill_rank(run: Run, rank: int) -> None:
         wanted = {f"SLURM_PROCID={rank}".encode(), b"MRL_STEP=train", f"MRL_RUN_DIR={run.dir.root}".encode()}
         if b"megatron_rl.train_rl" in command and wanted <= set(environment):
             os.kill(int(process.name), signal.SIGKILL)
+            return True
+    return False

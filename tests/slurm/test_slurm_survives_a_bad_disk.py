@@ -19,7 +19,7 @@ def test_the_disk_is_full_during_a_save(login: Login, undisturbed: Run) -> None:
     run = login.submit(*RECIPE)
     wait_until_held(run)
     assert run.dir.checkpoint_steps() == [4]
-    kill_rank(run, 0)
+    assert kill_rank(run, 0)
     wait_for_ends(run, 1)
     assert "the checkpoint of step 8 was not saved: rank 1: No space left on device" in run.log()
     finish(run)

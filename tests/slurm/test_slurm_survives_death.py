@@ -14,7 +14,7 @@ def test_one_rank_is_killed(login: Login, undisturbed: Run) -> None:
     hold(login, IN_STEP_6)
     run = login.submit(*RECIPE)
     wait_until_held(run)
-    kill_rank(run, 1)
+    assert kill_rank(run, 1)
     finish(run)
     assert run.ends() == [("crashed", None), ("finished", None)]
     assert run.field("Restarts") == "1"
