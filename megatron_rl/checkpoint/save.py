@@ -100,9 +100,9 @@ class Checkpointer:
 
     @property
     def under_way(self) -> int | None:
-        """Step that is being written; None where nothing is."""
+        """Step that is being written; None where nothing is, or where it hangs and `wait` has said so."""
         self._finish_what_is_done()
-        return self._under_way[0].step if self._under_way else None
+        return self._under_way[0].step if self._under_way and not self._under_way[0].hang_noted else None
 
     @property
     def cost(self) -> Cost | None:

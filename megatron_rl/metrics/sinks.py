@@ -1,12 +1,19 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and one log line a step. Written by rank 0 alone."""
+"""Where metrics go: metrics.jsonl, TensorBoard and one log line a step. Written by rank 0 alone.
+
+On a full disk the record waits for room: a save that fills it gives the space back when it fails. What is only looked
+at (TensorBoard, samples, the booking of time) is left out with a warning.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,8 @@ from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lin
 logger = logging.getLogger(__name__)
 
 TENSORBOARD_FLUSH_S = 10
+DISK_PATIENCE_S = 30.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class MetricsWriter:
@@ -35,6 +44,7 @@ class MetricsWriter:
         self.run_dir = run_dir
         self.timeline = attempt.timeline
         self.config = config
+        self._left_out: set[str] = set()
         cut_back(run_dir.metrics, last_step + 1)
         cut_back(run_dir.evaluations, evaluated + 1)
         self._tensorboard = SummaryWriter(
@@ -43,7 +53,7 @@ class MetricsWriter:
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         line = _finite(metrics)
-        append_json_line(self.run_dir.metrics, {"step": step, **line})
+        append_patiently(self.run_dir.metrics, {"step": step, **line})
         self._scalars(step, line)
         logger.info(
             "step %d  reward %.3f  loss %.4f  grad norm %s  %.0f tokens/s",
@@ -56,10 +66,11 @@ class MetricsWriter:
 
     def stretch(self, line: Mapping[str, Any]) -> None:
         """What passed since the last one; see Attempt.timeline."""
-        append_json_line(self.timeline, line)
+        with self._optional("the booking of time"):
+            append_json_line(self.timeline, line)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        append_json_line(self.run_dir.evaluations, {"step": step, **_finite(metrics)})
+        append_patiently(self.run_dir.evaluations, {"step": step, **_finite(metrics)})
         self._scalars(step, metrics)
         for name, value in metrics.items():
             logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
@@ -78,27 +89,41 @@ class MetricsWriter:
             "histograms/group_means": [sum(group) / len(group) for group in rewards],
             "histograms/answer_lengths": [len(rollout.tokens) for group in groups for rollout in group.rollouts],
         }
-        for name, numbers in values.items():
-            if numbers:
-                self._tensorboard.add_histogram(name, torch.tensor(numbers, dtype=torch.float64), step)
+        with self._optional("TensorBoard"):
+            for name, numbers in values.items():
+                if numbers:
+                    self._tensorboard.add_histogram(name, torch.tensor(numbers, dtype=torch.float64), step)
 
     def _samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         path = self.run_dir.samples(step)
-        path.parent.mkdir(parents=True, exist_ok=True)
         shown = [group for group in groups if group.rollouts][: self.config.samples]
-        write_atomic(path, "".join(_as_text(group) for group in shown))
+        with self._optional("a sample of the rollouts"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, "".join(_as_text(group) for group in shown))
 
     def sync(self) -> None:
         """Bring the record to the disk: a checkpoint must never be newer than it. TensorBoard's events wait in a
         queue until then, and a killed run would lose those of steps it never repeats."""
-        self._tensorboard.flush()
+        with self._optional("TensorBoard"):
+            self._tensorboard.flush()
         for path in (self.run_dir.metrics, self.run_dir.evaluations):
             if path.exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
     def close(self) -> None:
-        self._tensorboard.close()
+        with self._optional("TensorBoard"):
+            self._tensorboard.close()
+
+    @contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        """What cannot be written here is said once, and no reason to end a run."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._left_out:
+                logger.warning("%s is left out: %s", what, error)
+            self._left_out.add(what)
 
     def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One event for all: SummaryWriter.add_scalar makes one each, which costs the step milliseconds."""
@@ -107,7 +132,21 @@ class MetricsWriter:
             for name, value in metrics.items()
             if isinstance(value, int | float)
         ]
-        self._tensorboard._get_file_writer().add_summary(Summary(value=values), step)
+        with self._optional("TensorBoard"):
+            self._tensorboard._get_file_writer().add_summary(Summary(value=values), step)
+
+
+def append_patiently(path: Path, value: Mapping[str, Any]) -> None:
+    """Append a JSON line. Raises OSError where the disk stays full for DISK_PATIENCE_S."""
+    give_up = time.monotonic() + DISK_PATIENCE_S
+    while True:
+        try:
+            return append_json_line(path, value)
+        except OSError as error:
+            if error.errno not in FULL or time.monotonic() >= give_up:
+                raise
+            logger.warning("%s waits for room: %s", path, error)
+        time.sleep(1)
 
 
 def cut_back(path: Path, next_step: int) -> None:

@@ -39,18 +39,6 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def big_state(value: float, mib: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     mine = torch.full((mib * MIB // 4 // world_size,), value)
     return {"weight": ShardedTensor.from_rank_offsets("weight", mine, (0, rank, world_size))}
@@ -222,6 +210,7 @@ def test_a_write_that_hangs_blocks_the_loop_no_longer_than_the_time_out(
     saver.save(40, sharded_state(2.0), {})
     assert time.monotonic() - started < 3
     assert [(event.step, "hang" in event.reason) for event in saver.poll()] == [(20, True), (40, True)]
+    assert saver.under_way is None  # nobody waits for it any more
     back.set()
     limit = time.monotonic() + 10
     while not saver.wait() and time.monotonic() < limit:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,34 @@ def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
     assert row == {"step": 3, "eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"}
     accumulator = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload()
     assert accumulator.Tags()["scalars"] == ["eval/aime/greedy_accuracy"]
+
+
+# A full disk
+
+
+def test_the_record_waits_for_room_and_what_is_only_looked_at_is_left_out(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that fills the disk gives the space back a moment later."""
+    record = writer(small_disk)
+    record.step(1, line())
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    threading.Timer(1.5, ballast.unlink).start()
+    record.look(2, [RolloutGroup(7, Problem("2+3=", {}), [rollout([1], [2])], {})])
+    record.stretch({"at": 1.0, "step": 2, "seconds": {}})
+    record.step(2, line(mean_reward=0.75, reward_std="x" * 5000))
+    record.sync()
+    record.close()
+    assert [each["step"] for each in read_json_lines(RunDir(small_disk).metrics)] == [1, 2]
+    assert "waits for room" in caplog.text
+    assert "a sample of the rollouts is left out" in caplog.text
+
+
+def test_a_record_that_cannot_be_written_for_another_reason_ends_the_run(tmp_path: Path) -> None:
+    record = writer(tmp_path)
+    RunDir(tmp_path).metrics.mkdir()
+    with pytest.raises(IsADirectoryError):
+        record.step(1, line())
