@@ -7,6 +7,7 @@ job this is. What goes wrong is one line on stderr and exit code 2.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from launcher.host.closing import close
 from launcher.host.draining import drain
 from launcher.host.here import Here, Refused
 from launcher.host.opening import create, open_attempt, own, pythonpath
+from launcher.host.saying import Saying
 from launcher.host.watching import watch
 from megatron_rl.run_dir import EXIT_FINISHED, EXIT_USAGE
 
@@ -45,11 +47,12 @@ COMMANDS = {
 
 def main(arguments: Optional[List[str]] = None) -> int:
     options = _parse(arguments)
-    try:
-        return COMMANDS[options.command](Here(dict(os.environ)), options)
-    except (Refused, snapshot.SnapshotError, slurm.SlurmRefused, OSError) as error:
-        print("error: {}".format(error), file=sys.stderr)
-        return EXIT_USAGE
+    with contextlib.redirect_stdout(Saying(sys.stdout)), contextlib.redirect_stderr(Saying(sys.stderr)):
+        try:
+            return COMMANDS[options.command](Here(dict(os.environ)), options)
+        except (Refused, snapshot.SnapshotError, slurm.SlurmRefused, OSError) as error:
+            print("error: {}".format(error), file=sys.stderr)
+            return EXIT_USAGE
 
 
 def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:

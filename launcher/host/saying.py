@@ -1,0 +1,28 @@
+"""Output that may come to nothing: the batch log lies on the disk of the run, which may be full."""
+
+import io
+from typing import TextIO
+
+
+class Saying(io.TextIOBase):
+    """Text for a stream, as long as that takes it. What is said is told beside what is done, and never keeps it from
+    being done."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError:
+            pass
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            pass
