@@ -29,8 +29,8 @@ def watch(here: Here, options: argparse.Namespace) -> int:
         time.sleep(TICK)
         try:
             watcher.look(time.time())
-        except slurm.SlurmRefused as error:
-            print("could not reach the steps, trying again: {}".format(error), file=sys.stderr)
+        except (slurm.SlurmRefused, OSError) as error:  # a full disk, too, is no reason to watch no more
+            print("the watch over the steps tries again: {}".format(error), file=sys.stderr)
     return EXIT_FINISHED
 
 
@@ -49,7 +49,7 @@ class Watcher:
         self.asked = self.reminded = 0.0
 
     def look(self, now: float) -> None:
-        """Raises SlurmRefused: this look came to nothing."""
+        """Raises SlurmRefused or OSError: this look came to nothing."""
         if not self.ended:
             self._look_for_hang(now)
         request = read_json(self.here.attempt.drain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import time
@@ -88,6 +89,36 @@ def test_a_slurm_that_did_not_hear_is_told_again(watched, asked, monkeypatch):
             watched.watcher.look(watched.now + 10)
     watched.watcher.look(watched.now + 11)
     assert asked == ["QUIT", "KILL"]
+
+
+def test_a_full_disk_keeps_no_hang_from_being_ended(watched, asked, monkeypatch):
+    write_json(watched.attempt.nodes, {"steps": {}})
+
+    def full(attempt: object, silence: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(watching, "record_hang", full)
+    watched.watcher.look(watched.now)
+    with pytest.raises(OSError, match="No space left"):
+        watched.watcher.look(watched.now + 10)
+    watched.watcher.look(watched.now + 11)
+    assert asked == ["QUIT", "KILL"]
+
+
+@pytest.mark.parametrize("problem", [slurm.SlurmSilent("no answer"), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_look_that_comes_to_nothing_is_not_the_last_one(watched, asked, monkeypatch, problem):
+    looks: list[float] = []
+
+    def look(watcher: Watcher, now: float) -> None:
+        looks.append(now)
+        raise problem
+
+    script = iter([1, 1, 1, 1, 2])
+    monkeypatch.setattr(os, "getppid", lambda: next(script))
+    monkeypatch.setattr(watching, "TICK", 0.0)
+    monkeypatch.setattr(Watcher, "look", look)
+    assert watching.watch(watched.here, argparse.Namespace(interrupt=signal.SIGUSR2, notice=60.0)) == 0
+    assert len(looks) == 3
 
 
 def test_when_a_collective_timed_out_all_show_where_they_are_once(watched, asked):
