@@ -55,8 +55,9 @@ def _should_be_avoided(here: Here, hosts: List[str]) -> Dict[str, str]:
 
 def left(here: Here, options: argparse.Namespace) -> int:
     """Print how many nodes are left of the allocation, and their names."""
-    still = slurm.hostnames(slurm.show_job(here.job_id)["NodeList"])  # --no-kill takes out those that Slurm gave up
-    states = slurm.node_states(still)
+    job = slurm.patiently(lambda: slurm.show_job(here.job_id))
+    still = slurm.hostnames(job["NodeList"])  # --no-kill takes out those that Slurm gave up
+    states = slurm.patiently(lambda: slurm.node_states(still))
     hosts = [host for host in slurm.hostnames(here.nodelist) if not is_dead(states.get(host, "unknown"))]
     print(len(hosts), ",".join(hosts))
     return EXIT_FINISHED

@@ -14,6 +14,7 @@ from launcher.host.here import Here
 from launcher.host.policy import BY_SLURM, BY_US, SUCCESSOR
 from megatron_rl.run_dir import Attempt, read_json, write_json
 
+OUTAGE = 1800.0  # seconds: a controller that starts again or is updated; meanwhile nobody else gets the nodes either
 LIMIT = 25.0  # seconds: what a script has left after its own requeue is KillWait, 30 by default
 AGAIN = 0.5  # seconds between tries
 SOON = 5.0  # seconds for which nobody is sent back into the queue
@@ -31,7 +32,7 @@ def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any], returning: boo
     try:
         if end["then"] == BY_US:
             # This sends SIGTERM to everything here, which the script has us ignore: there are some seconds left.
-            slurm.patiently(lambda: slurm.requeue(here.job_id))
+            slurm.patiently(lambda: slurm.requeue(here.job_id), OUTAGE)
             problems = _adjust(here.job_id, end)
         elif end["then"] == BY_SLURM and returning:
             problems = _adjust(here.job_id, end)
@@ -39,7 +40,7 @@ def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any], returning: boo
             _submit_successor(here, end)
         else:
             return
-    except slurm.SlurmRefused as error:
+    except (slurm.SlurmRefused, OSError) as error:
         problems = [str(error)]
     for problem in problems:
         print("the job could not be sent back as intended: {}".format(problem), file=sys.stderr)
@@ -75,7 +76,7 @@ def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
 def _submit_successor(here: Here, end: Dict[str, Any]) -> None:
     """Raises SlurmRefused."""
     run = here.run
-    job = slurm.patiently(lambda: slurm.show_job(here.job_id))
+    job = slurm.patiently(lambda: slurm.show_job(here.job_id), OUTAGE)
     name = job.get("JobName") or os.environ.get("SLURM_JOB_NAME", run.root.name)
     avoid = sorted(set(slurm.avoided(job)) | set(end["excluded"]))
     before = set(slurm.waiting(name))

@@ -213,7 +213,7 @@ def version() -> List[int]:
 
 def environment() -> Dict[str, str]:
     """Ours without what a user sets to shape the output of Slurm's commands."""
-    shaping = ("SQUEUE_", "SACCT_", "SCONTROL_", "SCANCEL_")
+    shaping = ("SQUEUE_", "SACCT_", "SCONTROL_", "SCANCEL_", "SINFO_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(shaping)}
     return dict(kept, SLURM_TIME_FORMAT="standard", LC_ALL="C")
 

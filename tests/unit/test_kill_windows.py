@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,25 @@ def test_what_was_refused_is_on_record(world, monkeypatch):
     world.end(NEVER)
     assert world.ends() == [("drained", "preempted", "requeue")]
     assert "presently disabled" in read_json(world.run.attempt(1).requeued)["problem"]
+
+
+def test_a_controller_that_is_away_for_a_quarter_of_an_hour_is_waited_for(world, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None))
+    requeue = slurm.requeue
+
+    def away(job_id: str) -> None:
+        clock[0] += 100.0
+        if clock[0] <= 900.0:
+            raise slurm.SlurmSilent("scontrol requeue 7: Unable to contact slurm controller")
+        requeue(job_id)
+
+    monkeypatch.setattr(slurm, "requeue", away)
+    world.asked("preempted")
+    world.left("drained")
+    world.end(NEVER)
+    assert "requeue" in world.told
+    assert read_json(world.run.attempt(1).requeued)["problem"] is None
 
 
 def test_three_scripts_that_were_killed_without_a_word_are_enough(world):
