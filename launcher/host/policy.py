@@ -85,7 +85,8 @@ def decide(
         if verdict.outcome == CRASHED:
             return Decision(CRASHED, cause, OVER, EXIT_CRASHED, "it was asked to stop")
         return Decision(STOPPED, cause, OVER, EXIT_FINISHED, "")
-    if facts.dead and cause in (None, REQUEUE, SIGNALLED) and not verdict.hung:
+    hung_elsewhere = verdict.hung and verdict.node not in facts.dead
+    if facts.dead and cause in (None, REQUEUE, SIGNALLED) and not hung_elsewhere:
         cause = NODE_FAILURE
     if verdict.outcome == CRASHED and cause != NODE_FAILURE or verdict.outcome == LOST and cause is None:
         return _after_crash(_since_held(history), verdict, cause, facts)
@@ -96,7 +97,8 @@ def decide(
     again = Decision(outcome, cause, _how(cause, facts), EXIT_DRAINED, "", exclude=exclude)
     if again.then == OVER:
         return again._replace(message="submit the run again to go on")
-    in_vain = _in_vain(_since_held(history), cause) + 1 if verdict.step is None else 0
+    this = {"cause": cause, "step": verdict.step, "checkpoint": facts.checkpoint}
+    in_vain = _in_vain([*_since_held(history), this])
     if in_vain >= IN_VAIN.get(str(cause), in_vain + 1):
         said = "{} attempts in a row ended with nothing new saved ({})".format(in_vain, cause)
         return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=said)
@@ -152,10 +154,17 @@ def _since_held(history: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
     return ends[final[-1] + 1 :] if final else ends
 
 
-def _in_vain(ends: Sequence[Dict[str, Any]], cause: Optional[str]) -> int:
-    """Attempts just before this one that ended for the same cause with nothing new saved."""
-    same = [end.get("cause") == cause and end.get("step") is None for end in reversed(ends)]
-    return (same + [False]).index(False)
+def _in_vain(ends: List[Dict[str, Any]]) -> int:
+    """Attempts at the end of these that ended for the same cause with nothing new saved. Ranks that did not leave in
+    time name no step, though they may have saved before."""
+    cause = ends[-1]["cause"]
+    checkpoints = [end.get("checkpoint", 0) for end in ends]
+    older = [checkpoints[0]] + checkpoints  # what was there before the first is not known
+    vain = [
+        end.get("cause") == cause and end.get("step") is None and newest <= before
+        for end, newest, before in zip(ends, checkpoints, older)
+    ]
+    return (vain[::-1] + [False]).index(False)
 
 
 def _losses(history: Sequence[Dict[str, Any]]) -> int:

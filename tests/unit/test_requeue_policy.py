@@ -42,6 +42,7 @@ OTHER = crash(44, "ValueError: another one", "n7")
 PREEMPTED = ended(SAVED, cause="preempted")
 EMPTY_OUT = ended(EMPTY, cause="preempted")
 TOO_SHORT = ended(EMPTY, cause="time limit")
+TOO_LATE = [ended(EMPTY, checkpoint, cause="time limit") for checkpoint in (20, 40)]  # saved, and then did not leave
 ANOTHER = ended(OTHER)
 THE_SAME = ended(crash())
 MISNAMED = ended(crash(error="Other"))
@@ -70,6 +71,8 @@ TABLE: list[tuple[Verdict, str, list[dict[str, Any]], int, str, str, float, str,
     (SAVED,          "time limit",   [TOO_SHORT] * 99,                 40, "drained",       "requeue",   0, "",   75),
     (EMPTY,          "time limit",   [TOO_SHORT],                      40, "drained",       "requeue",   0, "",   75),
     (EMPTY,          "time limit",   [TOO_SHORT] * 2,                  40, "crashed",       "held",      0, "",    1),
+    (EMPTY,          "time limit",   [TOO_SHORT] * 2,                  60, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "time limit",   TOO_LATE,                         40, "drained",       "requeue",   0, "",   75),
     # A crash: again after a while, and elsewhere once a node is suspect.
     (crash(),        "-",            [],                                0, "crashed",       "requeue",  30, "",    1),
     (crash(),        "-",            [ANOTHER],                        46, "crashed",       "requeue",  30, "",    1),
@@ -133,6 +136,7 @@ NODES: list[tuple[Verdict, str, list[dict[str, Any]], Facts, str, str | None, st
     (SAVED,   "preempted", [],        Facts(40, dead=["n9"], bad=["n2"]), "drained", "preempted", "requeue", "n2,n9"),
     (SAVED,   "cancelled", [],        Facts(40, dead=["n9"]),  "stopped", "cancelled",    "over",    ""),
     (hang(),  "-",         [],        Facts(40, dead=["n9"]),  "crashed", None,           "requeue", "n9"),
+    (hang(48, "n9"), "-",  [],        Facts(40, dead=["n9"]),  "lost",    "node failure", "requeue", "n9"),
     # Where the other nodes of the allocation suffice, they go on at once; but not for ever, and not against a wish.
     (crash(), "-",         [],        Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
     (LOST,    "-",         [HERE] * 4, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
