@@ -56,6 +56,9 @@ class Checkpointer:
         self._total_s: float | None = None
         self.published: int | None = None
         """Step of the newest checkpoint that this start of the ranks has published."""
+        self.newest = 0
+        """Step of the newest one in this line of training, also if it is the one restored from; 0: none. Ranks may
+        learn it at different times."""
 
     def restore(self, restore: Callable[[Verified], None]) -> int | None:
         """Go on from the newest good checkpoint: see `restore_newest`. Collective, before the first `save`.
@@ -66,7 +69,7 @@ class Checkpointer:
         if checkpoint is None:
             return None
         manifest = checkpoint.manifest
-        self._writer.parent = manifest.step
+        self._writer.parent = self.newest = manifest.step
         self._blocked_s, self._total_s = manifest.blocked_s, manifest.total_s
         return manifest.step
 
@@ -157,5 +160,5 @@ class Checkpointer:
         self._last = outcome
         if isinstance(outcome, Published):
             self._total_s = outcome.total_s
-            self.published = outcome.step
+            self.published = self.newest = outcome.step
         self._unread.append(outcome)

@@ -12,31 +12,38 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.run_dir import RunDir, read_json
 from megatron_rl.training.drain import MARGIN_S, Drain, fits
-from megatron_rl.training.pulse import LOOK_EVERY_S
+from megatron_rl.training.pulse import LOOK_EVERY_S, Pulse
 from megatron_rl.training.setup import Run
 
 logger = logging.getLogger(__name__)
 
 
 def leave(run: Run, run_dir: RunDir, checkpointer: Checkpointer, save: Callable[[], None]) -> None:
-    """Save what is new if there is time for it, and see the write that is under way through if there is. Collective.
+    """See the write that is under way through, and save what is newer than it, each if there is time. Collective.
 
-    A save that the deadline overtakes is given up: the checkpoint before it and the bank are what stays.
+    A save that the deadline overtakes is given up: the checkpoint before it and the bank are what stays. One that
+    failed is tried once more: there may be room for it by now.
     """
+    _see_through(run.pulse, checkpointer)
+    flag = torch.zeros(1, dtype=torch.int32, device=run.platform.device)
+    # Rank 0 decides: the others may not know yet what became of a save.
+    if dist.get_rank() == 0 and run.step > checkpointer.newest and run.trainer.between_steps:
+        flag += _time_to_save(run_dir, checkpointer, run.pulse.drain)
+    dist.broadcast(flag, src=0)
+    if flag.item():
+        save()
+        _see_through(run.pulse, checkpointer)
+
+
+def _see_through(pulse: Pulse, checkpointer: Checkpointer) -> None:
+    """Until nothing is being written, or the deadline is there."""
     first = dist.get_rank() == 0
-    if run.step > run.saved and run.trainer.between_steps:
-        flag = torch.zeros(1, dtype=torch.int32, device=run.platform.device)
-        if first:
-            flag += _time_to_save(run_dir, checkpointer, run.pulse.drain)
-        dist.broadcast(flag, src=0)
-        if flag.item():
-            save()
     while checkpointer.under_way is not None:
-        deadline = run.pulse.drain.deadline() if first else None  # the host side may still be finding out
+        deadline = pulse.drain.deadline() if first else None  # the host side may still be finding out
         if deadline is not None and time.time() > deadline - MARGIN_S:
             checkpointer.abandon("there is no time left")
         checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
-        run.pulse.beat()
+        pulse.beat()
 
 
 def _time_to_save(run_dir: RunDir, checkpointer: Checkpointer, drain: Drain) -> bool:

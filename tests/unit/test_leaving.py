@@ -1,0 +1,93 @@
+"""What a rank that was asked to leave still saves, and for how long it tries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_helpers import checkpointer, sharded_state
+
+from megatron_rl.checkpoint import writer as writer_module
+from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
+from megatron_rl.checkpoint.shards import write_part
+from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.training.drain import MARGIN_S, Drain
+from megatron_rl.training.leaving import leave
+from megatron_rl.training.progress import Progress
+from megatron_rl.training.pulse import Pulse
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
+class Leaving:
+    """A run that has done `step` and is asked to leave `left_s` before it will be gone."""
+
+    def __init__(self, folder: Path, saver: Checkpointer, step: int, left_s: float | None = None) -> None:
+        self.saver, self.run_dir = saver, RunDir(folder)
+        attempt = self.run_dir.attempt(1)
+        attempt.folder.mkdir(parents=True)
+        deadline = None if left_s is None else time.time() + left_s
+        write_json(attempt.drain, {"cause": "preempted", "by": "test", "at": time.time(), "deadline": deadline})
+        pulse = Pulse(Progress(attempt, shared=False), Drain(attempt), Timeline())
+        platform = SimpleNamespace(device=torch.device("cpu"))
+        trainer = SimpleNamespace(between_steps=True)
+        self.run: Any = SimpleNamespace(step=step, trainer=trainer, pulse=pulse, platform=platform)
+
+    def go(self) -> list[tuple[str, int]]:
+        """What became of the saves."""
+        leave(self.run, self.run_dir, self.saver, lambda: self.saver.save(self.run.step, sharded_state(1.0), {}))
+        return [(type(outcome).__name__, outcome.step) for outcome in self.saver.poll()]
+
+
+def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    assert Leaving(tmp_path, saver, 20).go() == [("Published", 20)]
+
+
+def test_what_could_not_be_saved_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a full disk: the room may be there by now, and all since the checkpoint before would be lost."""
+
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    saver = checkpointer(tmp_path)
+    monkeypatch.setattr(writer_module, "write_part", full)
+    saver.save(20, sharded_state(1.0), {})
+    saver.wait()
+    assert isinstance(saver.poll()[0], SaveFailed)
+    monkeypatch.setattr(writer_module, "write_part", write_part)
+    assert Leaving(tmp_path, saver, 20).go() == [("Published", 20)]
+
+
+def test_a_write_under_way_that_does_not_end_in_time_is_given_up_and_nothing_else_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = Event()
+
+    def slowly(folder: Path, snapshot: Any, rank: int, check: Any) -> Any:
+        while not never.wait(0.02):
+            check()
+
+    monkeypatch.setattr(writer_module, "write_part", slowly)
+    saver = checkpointer(tmp_path, timeout_s=15)
+    saver.save(20, sharded_state(1.0), {})
+    began = time.monotonic()
+    assert Leaving(tmp_path, saver, 21, left_s=MARGIN_S + 0.5).go() == [("SaveFailed", 20)]
+    assert 0.4 < time.monotonic() - began < 5
