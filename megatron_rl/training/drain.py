@@ -17,8 +17,6 @@ MARGIN_S = 6.0
 """Before the deadline: the host side ends what is still there LAST_MOMENT (5 s) before it."""
 FIT = 1.5
 """A save fits where this many times the last one does."""
-DEADLINE_PATIENCE_S = 3.0
-"""How long the host side may take to learn from Slurm when the job will be gone."""
 
 
 class Drain:
@@ -69,15 +67,14 @@ class Drain:
             by = f"{self._signal} to rank {rank}"
             write_json(self._attempt.drain, {"cause": "signal", "by": by, "at": time.time(), "deadline": None})
 
-    def deadline(self, patience_s: float = 0.0) -> float | None:
-        """Unix time at which this process will be gone; None where nobody has said so within `patience_s`."""
-        give_up = time.monotonic() + patience_s
-        while True:
-            request = read_json(self._attempt.drain) or {}
-            if request.get("deadline") is not None or time.monotonic() >= give_up:
-                found: float | None = request.get("deadline")
-                return found
-            time.sleep(0.1)
+    def deadline(self) -> float | None:
+        """Unix time at which this process will be gone; None where nobody has said so."""
+        try:
+            request = read_json(self._attempt.drain)
+        except (OSError, ValueError):  # somebody's empty file, perhaps: that it is there is a request all the same
+            return None
+        said = request.get("deadline") if isinstance(request, dict) else None
+        return float(said) if isinstance(said, int | float) else None
 
 
 def fits(now: float, deadline: float | None, seconds: float) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from core_helpers import quiet_pulse
 
-from megatron_rl.training.drain import FIT, MARGIN_S, fits
+from megatron_rl.run_dir import RunDir
+from megatron_rl.training.drain import FIT, MARGIN_S, Drain, fits
 from megatron_rl.training.pulse import IN_WORDS, Left
 
 
@@ -71,3 +73,16 @@ def test_work_is_given_up_soon_after_the_request() -> None:
     assert asyncio.run(main()) is None
     assert cancelled == [True]
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "deadline"),
+    [('{"deadline": 12.5}', 12.5), ('{"deadline": "soon"}', None), ("{}", None), ("[1]", None), ("", None)],
+)
+def test_a_request_of_odd_content_is_a_request_without_a_deadline(
+    text: str, deadline: float | None, tmp_path: Path
+) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    attempt.drain.write_text(text, encoding="utf-8")
+    assert Drain(attempt).deadline() == deadline
