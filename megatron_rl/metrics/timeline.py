@@ -5,7 +5,7 @@ with timeline.phase("generate"):
     with timeline.phase("wait"):     # the inner one has these seconds, the outer one goes on afterwards
         ...
 timeline.tally(tally)                # since the last time; the tally sums them over the ranks
-record = timeline.line(total, step)  # for attempts/NNN/timeline.jsonl
+record = timeline.line(total, ranks, step)  # for attempts/NNN/timeline.jsonl
 """
 
 from __future__ import annotations
