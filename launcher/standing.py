@@ -13,7 +13,7 @@ from launcher.backends.slurm_reasons import wait_of
 from launcher.backends.slurm_state import JobState, read_recorded
 from launcher.host.causes import CLOCK
 from launcher.host.lock import owner_of
-from launcher.host.policy import BY_US, STARTS_AGAIN, STOPPED, SUCCESSOR
+from launcher.host.policy import STARTS_AGAIN, STOPPED, SUCCESSOR
 from launcher.host.verdict import DRAINED, LOST
 from launcher.host.words import in_words
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines
@@ -94,7 +94,7 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
             return _running(run)
         return _ended(run, last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
     if has_left(job, last):
-        return _ended(run, last, "failed", "")
+        return _ended(run, last, "failed", "its script was killed")
     if job.kind == "unknown":
         return "unknown", f"Slurm cannot be asked about job {job.job_id}: {job.reason}", ""
     if job.kind == "pending":
@@ -115,7 +115,7 @@ def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tu
     if last and last.get("job_id") != job.job_id:
         last = None  # of an earlier job: this one left no record
     if job.word == "CANCELLED" and (last is None or last["event"] == "start"):
-        return "cancelled", f"job {job.job_id} was cancelled", ""
+        return "cancelled", _end_in_words(job), ""
     return _ended(run, last, "lost" if job.kind == "gone" else "failed", _end_in_words(job))
 
 
@@ -151,13 +151,14 @@ def _running(run: RunDir) -> tuple[State, str, str]:
 
 
 def _ended(run: RunDir, last: dict[str, Any] | None, state: State, reason: str) -> tuple[State, str, str]:
-    """By the ledger's last line; by `state` and `reason` where the end of the attempt is not in it."""
+    """By the ledger's last line; by `state` and `reason`, which is how its job ended, where that has no end."""
     if last is None or last["event"] == "start":
         return state, reason, ""
-    said = in_words({**last, "not_before": None}, time.time())
-    if last.get("then") in (BY_US, SUCCESSOR):  # and yet the job has ended
+    back = last.get("then") in STARTS_AGAIN  # and yet the job has ended
+    said = in_words({**last, "then": None, "why": None} if back else last, time.time())
+    if back:
         done = read_json(run.attempt(last["attempt"]).requeued)
-        said += f"; it did not come back: {(done and done['problem']) or 'its script was killed, or its job cancelled'}"
+        said += f"; it did not come back: {(done and done['problem']) or reason}"
     outcome = last["outcome"]
     if outcome in (STOPPED, DRAINED):
         return "stopped", said, ""
@@ -167,9 +168,11 @@ def _ended(run: RunDir, last: dict[str, Any] | None, state: State, reason: str) 
 def _end_in_words(job: JobState) -> str:
     if job.kind == "gone":
         return f"job {job.job_id} is gone, and Slurm does not remember how it ended"
+    if job.word == "CANCELLED":
+        return f"job {job.job_id} was cancelled"
     code = f" with exit code {job.exit_code}" if job.exit_code else ""
     why = f" ({job.reason})" if job.reason else ""
-    return f"job {job.job_id} ended as {job.word}{code}{why} and left no record; see the batch log"
+    return f"job {job.job_id} ended as {job.word}{code}{why}; see the batch log"
 
 
 def look_all(all_runs: Sequence[RunDir]) -> list[Standing]:

@@ -120,6 +120,42 @@ def test_an_ended_job_is_what_its_ledger_says(tmp_path, outcome, facts, state, r
         assert told(look(run, ended)) == (state, reason, "")
 
 
+@pytest.mark.parametrize(
+    ("facts", "ended", "why"),
+    [
+        ({"then": "requeue"}, job("CANCELLED", "ended"), "job 7 was cancelled"),
+        ({"then": "slurm"}, job("PREEMPTED", "ended"), "job 7 ended as PREEMPTED; see the batch log"),
+        (
+            {"then": "requeue"},
+            job("FAILED", "ended", exit_code=2),
+            "job 7 ended as FAILED with exit code 2; see the bat",
+        ),
+        (
+            {"then": "here", "why": "goes on with the nodes that are left"},
+            GONE,
+            "job 7 is gone, and Slurm does not rem",
+        ),
+    ],
+)
+def test_a_run_that_did_not_come_back_says_why_and_not_that_it_will(tmp_path, facts, ended, why):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    crash = {"error": "boom", "rank": 1, "not_before": 2e9, "excluded": ["n3"]}
+    end(run, 1, "crashed", job_id="7", **crash, **facts)
+    state, reason, waits_for = told(look(run, ended))
+    assert (state, waits_for) == ("failed", "")
+    assert reason.startswith(f"crashed: rank 1: boom; it did not come back: {why}")
+
+
+def test_a_requeue_that_slurm_refused_is_why(tmp_path):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    end(run, 1, "drained", job_id="7", step=12, cause="preempted", then="requeue")
+    write_json(run.attempt(1).requeued, {"at": 0.0, "problem": "scontrol requeue 7: disabled"})
+    reason = "saved after step 12 (preempted); it did not come back: scontrol requeue 7: disabled"
+    assert told(look(run, job("FAILED", "ended"))) == ("stopped", reason, "")
+
+
 def test_a_job_that_left_no_record(tmp_path):
     run = slurm_run(tmp_path)
     begin(run, 1, job_id="6")
