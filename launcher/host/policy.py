@@ -100,7 +100,7 @@ def decide(
     this = {"cause": cause, "step": verdict.step, "checkpoint": facts.checkpoint}
     in_vain = _in_vain([*_since_held(history), this])
     if in_vain >= IN_VAIN.get(str(cause), in_vain + 1):
-        said = "{} attempts in a row ended with nothing new saved ({})".format(in_vain, cause)
+        said = "{} attempts in a row ended with nothing new saved".format(in_vain)
         return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=said)
     return again
 
