@@ -263,6 +263,13 @@ class TestSuccessor:
         world.end(cut)
         assert world.start(0, job_id="8", MRL_SUCCEEDS="7") == GOES_ON
 
+    def test_it_is_there_though_the_disk_takes_no_new_owner(self, world, submitted):
+        world.asked("time limit")
+        world.left("drained")
+        world.end(1, OSError(28, "No space left on device"))
+        assert read_json(world.run.job)["job_id"] == "7"
+        assert world.start(0, job_id="8", MRL_SUCCEEDS="7") == GOES_ON
+
     def test_one_that_somebody_else_has_overtaken_has_nothing_to_do(self, world, submitted):
         write_json(world.run.job, {"job_id": "9"})
         assert world.start(0, job_id="8", MRL_SUCCEEDS="7") == NOTHING_TO_DO
