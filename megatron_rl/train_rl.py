@@ -50,6 +50,8 @@ Outcome = Literal["finished", "drained"]
 EXIT_CODES: dict[Outcome, int] = {"finished": EXIT_FINISHED, "drained": EXIT_DRAINED}
 OUTCOME_PATIENCE_S = 5.0
 """How long a rank that leaves early waits for rank 0 to say so: until then its exit would look like a crash."""
+KILLED_TOO_S = 3.0
+"""Ranks that have not left in time are killed, but not all at once: the last of them lives this long."""
 
 
 def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> Outcome:
@@ -222,6 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - the one place that turns any failure into an error file
         misconfigured = isinstance(error, ConfigurationError | ValidationError)
         code = EXIT_CONFIG if misconfigured else EXIT_CRASHED
+        if pulse.drain.asked:
+            time.sleep(KILLED_TOO_S)  # what failed may be the connection to one that was killed: no crash to report
         box.report_failure(error, code)
         logging.shutdown()
         # A normal exit would wait for collectives that the other ranks will never join.

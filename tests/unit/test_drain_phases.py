@@ -232,6 +232,33 @@ def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_tim
     assert reproducible(run_dir) == reproducible(undisturbed)
 
 
+def stuck_evaluation(folder: Path, rank: int) -> None:
+    """Not even a request ends it: the others wait for rank 0."""
+    if rank == 0:
+        from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+
+        async def stuck(environment: Any, request: Any) -> Any:
+            (folder / "here").touch()
+            time.sleep(SLOW_S)
+
+        ArithmeticEnvironment.evaluate = stuck  # type: ignore[assignment,method-assign]
+
+
+def test_ranks_that_are_ended_one_after_the_other_do_not_accuse_each_other(tmp_path: Path, cache: Path) -> None:
+    """Slurm kills those that have not left in time, but not all at the same moment."""
+    run_dir = prepare(tmp_path / "run", recipe())
+    attempt = Attempt(run_dir, cache, sabotage=partial(stuck_evaluation, tmp_path))
+    wait_for(tmp_path / "here", attempt)
+    for process in attempt.processes:
+        process.terminate()
+    time.sleep(1)
+    for process in attempt.processes:
+        process.kill()
+        time.sleep(1)
+    assert attempt.exit_codes() == [-9, -9], attempt.logs()
+    assert attempt.files.errors() == []
+
+
 def test_every_second_is_booked(undisturbed: RunDir) -> None:
     lines = read_json_lines(undisturbed.attempt(1).timeline)
     before = lines[0]["began"]
