@@ -9,7 +9,7 @@ from launcher.host import goodput, ledger, slurm
 from launcher.host.causes import CANCELLED, SIGNALLED, Cause, is_returning
 from launcher.host.concluding import conclude, dead_nodes, own_words, preempted_by_cancelling
 from launcher.host.draining import read_cause
-from launcher.host.evidence import first_death
+from launcher.host.evidence import SIGNAL_BASE, first_death
 from launcher.host.here import Here
 from launcher.host.nodes import suffice
 from launcher.host.policy import Facts
@@ -17,8 +17,6 @@ from launcher.host.returning import bring_back
 from launcher.host.verdict import CRASHED, DRAINED, Verdict, in_words
 from launcher.host.words import in_words as end_in_words
 from megatron_rl.run_dir import read_json, write_json
-
-SIGNAL_BASE = 128  # srun reports a task that a signal ended as this plus the signal
 
 
 def close(here: Here, options: argparse.Namespace) -> int:

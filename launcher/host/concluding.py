@@ -4,15 +4,17 @@ Whoever comes first does it: the batch script that saw the end, or the next star
 not write. Both go by the same files and so conclude the same.
 """
 
+import math
 import sys
 from typing import Any, Dict, List, Optional
 
 from launcher.host import ledger, policy, slurm
 from launcher.host.causes import NODE_FAILURE, OF_ENDED, PREEMPTED, SIGNALLED
-from launcher.host.evidence import Death, verdict_of
+from launcher.host.evidence import Death, read_errors, verdict_of
 from launcher.host.nodes import is_dead
 from launcher.host.policy import Decision, Facts
 from launcher.host.verdict import DRAINED, FINISHED, LOST, Verdict
+from launcher.host.watching import LAST_MOMENT
 from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
 
 UNSEEN = "its batch script was killed: its node died, or it did not leave in time"
@@ -20,10 +22,17 @@ UNSEEN = "its batch script was killed: its node died, or it did not leave in tim
 
 def own_words(attempt: Attempt, death: Optional[Death] = None) -> Optional[Verdict]:
     """The verdict by what the ranks wrote, and by what srun said of the first that ended badly; None without either."""
-    if not (death or attempt.errors() or attempt.outcome.exists() or attempt.hang.exists()):
+    before = _ended_at(attempt)
+    if not (death or read_errors(attempt, before) or attempt.outcome.exists() or attempt.hang.exists()):
         return None
-    verdict = verdict_of(attempt, {death.rank: death.code} if death else {})
+    verdict = verdict_of(attempt, {death.rank: death.code} if death else {}, before=before)
     return verdict._replace(node=death.host) if death and verdict.rank == death.rank else verdict
+
+
+def _ended_at(attempt: Attempt) -> float:
+    """When ranks that were asked to leave are ended: those that go first leave the others without a peer."""
+    deadline = (read_json(attempt.drain) or {}).get("deadline")
+    return math.inf if deadline is None else float(deadline) - LAST_MOMENT
 
 
 def conclude(

@@ -1,8 +1,9 @@
 """What an attempt left behind, read from its files and judged."""
 
+import math
 import re
 import signal
-from typing import Dict, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from launcher.host.heartbeats import read_heartbeats
 from launcher.host.verdict import CRASHED, Verdict, judge
@@ -36,11 +37,22 @@ class Death(NamedTuple):
     code: int  # negative: the signal that ended it
 
 
-def verdict_of(attempt: Attempt, exits: Dict[int, int], ended_by_us: Optional[str] = None) -> Verdict:
-    """How the attempt ended. See verdict.judge."""
+def read_errors(attempt: Attempt, before: float = math.inf) -> List[Dict[str, Any]]:
+    """The ranks' error files, oldest first.
+
+    Args:
+        before: unix time at which the ranks were ended: what they reported from then on came of that.
+    """
     errors = [read_json(path) for path in sorted(attempt.errors(), key=lambda path: path.stat().st_mtime_ns)]
+    return [error for error in errors if error.get("at", 0.0) < before]
+
+
+def verdict_of(
+    attempt: Attempt, exits: Dict[int, int], ended_by_us: Optional[str] = None, before: float = math.inf
+) -> Verdict:
+    """How the attempt ended. See verdict.judge, and `read_errors` for `before`."""
     outcome, hang = read_json(attempt.outcome), read_json(attempt.hang)
-    verdict = judge(errors, outcome, exits, ended_by_us, hang, read_heartbeats(attempt))
+    verdict = judge(read_errors(attempt, before), outcome, exits, ended_by_us, hang, read_heartbeats(attempt))
     if verdict.outcome != CRASHED or verdict.rank is None:
         return verdict
     stacks = attempt.stacks(verdict.rank)

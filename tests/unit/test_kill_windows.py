@@ -72,10 +72,17 @@ class World:
     def begin(self) -> None:
         opening.open_attempt(self.here(), argparse.Namespace())
 
-    def end(self, cut: int, by: BaseException | None = None) -> None:
+    def end(self, cut: int, by: BaseException | None = None, code: int = 1) -> None:
         """The batch script closes its attempt, and is killed before the effect number `cut`."""
         self.cut, self.by = cut, by or Killed()
-        options = {"notice": 60.0, "backoff": 30.0, "began": time.time(), "code": "1", "unready": None, "here": False}
+        options = {
+            "notice": 60.0,
+            "backoff": 30.0,
+            "began": time.time(),
+            "code": str(code),
+            "unready": None,
+            "here": False,
+        }
         with contextlib.suppress(Killed):
             closing.close(self.here(), argparse.Namespace(**options))
         self.cut = NEVER
@@ -88,14 +95,14 @@ class World:
         finally:
             os.close(descriptor)
 
-    def asked(self, cause: str) -> None:
-        write_json(self.run.attempt(1).drain, {"cause": cause, "by": "me", "at": 0.0, "deadline": None})
+    def asked(self, cause: str, deadline: float | None = None) -> None:
+        write_json(self.run.attempt(1).drain, {"cause": cause, "by": "me", "at": 0.0, "deadline": deadline})
 
     def left(self, outcome: str, step: int = 40) -> None:
         write_json(self.run.attempt(1).outcome, {"outcome": outcome, "step": step})
 
-    def failed(self) -> None:
-        error = {"rank": 1, "host": "n1", "step": 47, "phase": "training", "error": "boom", "exit_code": 1}
+    def failed(self, at: float = 0.0) -> None:
+        error = {"rank": 1, "host": "n1", "step": 47, "phase": "training", "error": "boom", "exit_code": 1, "at": at}
         write_json(self.run.attempt(1).error(1), error)
 
     def ends(self) -> list[tuple[str, str | None, str]]:
@@ -147,6 +154,26 @@ def test_a_run_that_had_finished_knows_it(world, cut, by):
     assert world.start() == NOTHING_TO_DO
     assert read_json(world.run.done)["step"] == 300
     assert world.start(restarts=0, job_id="8") == NOTHING_TO_DO
+
+
+@pytest.mark.parametrize("cut", [NEVER, 0], ids=["by the script", "at the next start"])
+@pytest.mark.parametrize("left", [True, False])
+def test_ranks_ended_at_their_deadline_are_not_to_blame_for_missing_one_another(world, cut, left):
+    world.asked("preempted", deadline=100.0)
+    world.failed(at=95.3)
+    if left:
+        world.left("drained")
+    world.end(cut, code=137)
+    assert world.start() == GOES_ON
+    ((outcome, cause, _),) = world.ends()
+    assert (outcome, cause) == ("drained" if left or cut == NEVER else "lost", "preempted")
+
+
+def test_a_rank_that_failed_before_its_deadline_did_so_by_itself(world):
+    world.asked("preempted", deadline=100.0)
+    world.failed(at=80.0)
+    world.end(NEVER)
+    assert world.ends() == [("crashed", "preempted", "requeue")]
 
 
 def test_a_pause_that_the_script_could_not_ask_for_is_asked_for_at_the_next_start(world):
