@@ -18,10 +18,9 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -281,51 +280,6 @@ def open_bank(
         driver=dist.get_rank(group),
         drivers=dist.get_world_size(group),
     )
-
-
-class NoBank:
-    """Remembers nothing."""
-
-    def __init__(self, engine: ResumableInference) -> None:
-        self.engine = engine
-
-    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, RolloutGroup]:
-        return {}
-
-    def version(self, ordinal: int) -> int:
-        return self.engine.policy_version
-
-    def inference(self, ordinal: int) -> InferenceInterface:
-        return self.engine
-
-    @asynccontextmanager
-    async def keeping(self) -> AsyncIterator[None]:
-        yield
-
-    def put(self, group: RolloutGroup) -> None:
-        pass
-
-    def saving(self, step: int, next_ordinal: int) -> None:
-        pass
-
-    def saved(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Memory(Protocol):
-    """What a driver asks of a bank: see `Bank`."""
-
-    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, RolloutGroup]: ...
-    def version(self, ordinal: int) -> int: ...
-    def inference(self, ordinal: int) -> InferenceInterface: ...
-    def keeping(self) -> AbstractAsyncContextManager[None]: ...
-    def put(self, group: RolloutGroup) -> None: ...
-    def saving(self, step: int, next_ordinal: int) -> None: ...
-    def saved(self, step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)

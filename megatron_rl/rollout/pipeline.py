@@ -14,7 +14,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, 
 from megatron_rl.algorithms.advantages import SIGNAL_STD
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
-from megatron_rl.rollout.bank import Memory, NoBank
+from megatron_rl.rollout.memory import Memory, NoBank
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
 from megatron_rl.training.pulse import Pulse
 

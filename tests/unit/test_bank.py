@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.api import RolloutGroup
 from megatron_rl.config import Resume
-from megatron_rl.rollout.bank import Bank, NoBank
+from megatron_rl.rollout.bank import Bank
 from megatron_rl.rollout.bank_file import bank_file, bank_files, scan
+from megatron_rl.rollout.memory import NoBank
 from megatron_rl.training import pulse
 from megatron_rl.training.setup import Run
 
