@@ -58,12 +58,13 @@ class Drain:
             for number in os.read(pipe, 64):
                 if number in DRAIN_SIGNALS:
                     self.asked = True
-                    if self._early is not None:
-                        self._early()
+                    if (early := self._early) is not None:  # `started` may be called this very moment
+                        early()
 
     def pass_on(self, rank: int) -> None:
         """Tell the host side, where only the ranks were told. It adds what Slurm says of the deadline."""
-        if not self._attempt.drain.exists():
+        # Listed, not looked up: a network file system may remember that it was missing when the rank started.
+        if self._attempt.drain not in self._attempt.folder.iterdir():
             by = f"{self._signal} to rank {rank}"
             write_json(self._attempt.drain, {"cause": "signal", "by": by, "at": time.time(), "deadline": None})
 

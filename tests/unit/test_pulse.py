@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from core_helpers import quiet_pulse
 
-from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import RunDir, read_json, write_json
 from megatron_rl.training.drain import FIT, MARGIN_S, Drain, fits
 from megatron_rl.training.pulse import IN_WORDS, Left
 
@@ -86,3 +86,14 @@ def test_a_request_of_odd_content_is_a_request_without_a_deadline(
     attempt.folder.mkdir(parents=True)
     attempt.drain.write_text(text, encoding="utf-8")
     assert Drain(attempt).deadline() == deadline
+
+
+def test_ranks_that_alone_were_told_tell_the_host_side_and_leave_what_it_said(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    Drain(attempt).pass_on(rank=0)
+    assert read_json(attempt.drain)["cause"] == "signal"
+    said = {"cause": "preempted", "by": "Slurm", "at": 1.0, "deadline": 21.0}
+    write_json(attempt.drain, said)
+    Drain(attempt).pass_on(rank=0)
+    assert read_json(attempt.drain) == said
