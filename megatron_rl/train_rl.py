@@ -37,7 +37,7 @@ from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FI
 from megatron_rl.supported import check_supported
 from megatron_rl.training.diagnosis import BlackBox
 from megatron_rl.training.drain import Drain
-from megatron_rl.training.leaving import leave
+from megatron_rl.training.leaving import finish, leave
 from megatron_rl.training.progress import Progress
 from megatron_rl.training.pulse import LOOK_EVERY_S, Left, Pulse
 from megatron_rl.training.setup import Run, set_up
@@ -175,7 +175,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     progress.enter("saving", run.step)
     if outcome == "finished":
         with pulse.phase("save"):
-            checkpointer.wait(final=True)
+            finish(pulse, checkpointer)
     else:
         with pulse.phase("drain"):
             leave(run, run_dir, checkpointer, lambda: begin_save(run, checkpointer, record))

@@ -1,4 +1,4 @@
-"""From the agreement to leave to the exit: what is still saved, and how long that may take."""
+"""Before the exit: what is still saved, and how long that may take."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from megatron_rl.training.pulse import LOOK_EVERY_S, Pulse
 from megatron_rl.training.setup import Run
 
 logger = logging.getLogger(__name__)
+
+
+def finish(pulse: Pulse, checkpointer: Checkpointer) -> None:
+    """See the last save of the run through, which has until save.timeout_s.
+
+    Raises CheckpointError where it fails: without it the run is not finished.
+    """
+    while checkpointer.under_way is not None:
+        checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
+        pulse.beat()
+    checkpointer.wait(final=True)
 
 
 def leave(run: Run, run_dir: RunDir, checkpointer: Checkpointer, save: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a rank that was asked to leave still saves, and for how long it tries."""
+"""What a rank still saves before it leaves, and for how long it tries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import checkpointer, sharded_state
+from core_helpers import quiet_pulse
 
 from megatron_rl.checkpoint import writer as writer_module
+from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.checkpoint.shards import write_part
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.run_dir import RunDir, write_json
 from megatron_rl.training.drain import MARGIN_S, Drain
-from megatron_rl.training.leaving import leave
+from megatron_rl.training.leaving import finish, leave
 from megatron_rl.training.progress import Progress
 from megatron_rl.training.pulse import Pulse
 
@@ -91,3 +93,28 @@ def test_a_write_under_way_that_does_not_end_in_time_is_given_up_and_nothing_els
     began = time.monotonic()
     assert Leaving(tmp_path, saver, 21, left_s=MARGIN_S + 0.5).go() == [("SaveFailed", 20)]
     assert 0.4 < time.monotonic() - began < 5
+
+
+def test_a_run_that_waits_for_its_last_save_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That may take longer than the silence that is held against a rank."""
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.8)
+        return write_part(*args)
+
+    monkeypatch.setattr(writer_module, "write_part", slowly)
+    pulse, beats = quiet_pulse(), []
+    monkeypatch.setattr(pulse.progress, "beat", lambda: beats.append(time.monotonic()))
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    finish(pulse, saver)
+    assert saver.published == 20
+    assert len(beats) > 3
+
+
+def test_a_run_whose_last_save_failed_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "write_part", lambda *args: (tmp_path / "missing" / "file").read_bytes())
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    with pytest.raises(CheckpointError, match="of step 20, was not saved"):
+        finish(quiet_pulse(), saver)
