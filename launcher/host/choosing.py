@@ -33,7 +33,7 @@ def choose_nodes(here: Here, options: argparse.Namespace) -> int:
         assignment = assign(read_json(here.run.plan) or {}, hosts, bad, here.given)
     except NotEnoughNodes as error:
         write_json(attempt.nodes, {"steps": {}, "spare": [], "bad": bad})
-        ask_to_leave(attempt, causes.BAD_NODES, "the health check", None)
+        ask_to_leave(attempt, causes.BAD_NODES, "the health check")
         print(error, file=sys.stderr)
         return EXIT_DRAINED
     write_json(attempt.nodes, dict(assignment._asdict()))

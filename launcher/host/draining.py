@@ -12,21 +12,21 @@ from megatron_rl.run_dir import EXIT_FINISHED, read_json, write_json
 
 
 def drain(here: Here, options: argparse.Namespace) -> int:
-    """The batch script caught a signal: find out why, and ask the attempt to leave."""
+    """The batch script caught a signal: ask the attempt to leave, and find out why."""
     if not here.attempt.drain.exists():
-        cause = ask_cause(here, options.notice, slurm.TIME_LIMIT)
-        by = "SIG{} to the batch script".format(options.signal)
-        ask_to_leave(here.attempt, cause.cause, by, _deadline(cause), end=cause.end)
+        # At once: a controller that preempts many jobs answers late, and the grace time runs.
+        ask_to_leave(here.attempt, SIGNALLED, "SIG{} to the batch script".format(options.signal))
+        complete(here, options.notice, slurm.TIME_LIMIT)
     return EXIT_FINISHED
 
 
-def complete(here: Here, notice: float) -> None:
+def complete(here: Here, notice: float, patience: float = 0.0) -> None:
     """Add to an incomplete request what Slurm's record knows by now. A rank that a signal reached alone cannot ask, and
     Slurm may signal a job before it has put the end of its grace time on record."""
     request = read_json(here.attempt.drain)
     if request is None or is_complete(request):
         return
-    cause = ask_cause(here, notice, 0.0)
+    cause = ask_cause(here, notice, patience)
     fuller = completed(request, cause, _deadline(cause))
     if fuller != request and read_json(here.attempt.drain) == request:  # or somebody has named a cause meanwhile
         write_json(here.attempt.drain, fuller)

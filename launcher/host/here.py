@@ -1,7 +1,7 @@
 """The run and the job that the environment of a batch script names."""
 
 import time
-from typing import Dict, Optional
+from typing import Dict
 
 from megatron_rl.run_dir import Attempt, RunDir, write_json
 
@@ -26,13 +26,8 @@ class Here:
         return self.run.attempt(int(self._attempt or 0))
 
 
-def ask_to_leave(attempt: Attempt, cause: str, by: str, deadline: Optional[float], end: Optional[float] = None) -> None:
-    """Write the drain file. The first cause is the cause: what follows, follows from it.
-
-    Args:
-        deadline: unix time by which the ranks must be gone.
-        end: the end of the job that Slurm had on record.
-    """
+def ask_to_leave(attempt: Attempt, cause: str, by: str) -> None:
+    """Write the drain file. The first cause is the cause: what follows, follows from it. `draining.complete` adds the
+    deadline, and the end of the job that Slurm has on record."""
     if not attempt.drain.exists():
-        request = {"cause": cause, "by": by, "at": time.time(), "deadline": deadline, "end": end}
-        write_json(attempt.drain, request)
+        write_json(attempt.drain, {"cause": cause, "by": by, "at": time.time(), "deadline": None, "end": None})

@@ -129,7 +129,7 @@ def _take_over_request(run: RunDir, attempt: Attempt) -> None:
     end = (read_json_lines(run.attempts_ledger)[-2:] or [{}])[0]
     request = read_json(run.attempt(attempt.number - 1).drain)
     if request is not None and end.get("event") == "end" and end.get("then") == HERE and request["at"] > end["at"]:
-        ask_to_leave(attempt, request["cause"], request["by"], None)
+        ask_to_leave(attempt, request["cause"], request["by"])
 
 
 def pythonpath(here: Here, options: argparse.Namespace) -> int:

@@ -76,9 +76,6 @@ class Watcher:
     def _obey(self, request: Dict[str, Any], now: float) -> None:
         attempt = self.here.attempt
         self.asked = self.asked or time.monotonic()
-        if time.monotonic() < self.asked + LEARN:
-            complete(self.here, self.options.notice)
-            request = read_json(attempt.drain)
         if not self.ended and request["deadline"] is not None and now >= request["deadline"] - LAST_MOMENT:
             print("the ranks have not left in time and are ended")
             self._end_steps()
@@ -86,6 +83,8 @@ class Watcher:
             self.reminded = time.monotonic()
             os.kill(self.script, self.options.interrupt)  # it may be waiting for something that a drain makes needless
             slurm.signal_steps(self.here.job_id, "USR1")
+        if time.monotonic() < self.asked + LEARN:
+            complete(self.here, self.options.notice)
 
     def _end_steps(self) -> None:
         slurm.kill_steps(self.here.job_id)

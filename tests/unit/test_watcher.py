@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host import slurm, watching
+from launcher.host import draining, slurm, watching
 from launcher.host.here import Here
 from launcher.host.watching import Watcher
 from megatron_rl.run_dir import HEARTBEAT_WAIT, read_json, write_json
@@ -141,6 +141,28 @@ def test_a_request_to_leave_reaches_the_script_and_the_steps_and_its_deadline_is
     watched.watcher.look(watched.now + 16)
     watched.watcher.look(watched.now + 17)
     assert asked[1:] == ["KILL"]
+
+
+def test_the_steps_are_told_before_slurm_is_asked_why(watched, asked, monkeypatch):
+    monkeypatch.setattr(watching, "complete", lambda here, notice: asked.append("why?"))
+    write_json(watched.attempt.drain, {"cause": "signal", "by": "test", "at": watched.now, "deadline": None})
+    watched.watcher.look(watched.now)
+    assert asked == ["USR1", "why?"]
+
+
+def test_a_signal_is_passed_on_before_slurm_is_asked_why(watched, monkeypatch):
+    seen: list[str] = []
+
+    def show(job_id: str) -> dict[str, str]:
+        seen.append(read_json(watched.attempt.drain)["cause"])
+        return {"JobState": "RUNNING", "PreemptTime": "2026-11-21T07:00:00", "EndTime": "2030-11-21T07:00:20"}
+
+    monkeypatch.setattr(slurm, "show_job", show)
+    monkeypatch.setattr(slurm, "preemption_cancels", lambda job: False)
+    draining.drain(watched.here, argparse.Namespace(signal="USR1", notice=60.0))
+    request = read_json(watched.attempt.drain)
+    assert (seen, request["cause"], request["by"]) == (["signal"], "preempted", "SIGUSR1 to the batch script")
+    assert request["deadline"] == request["end"] > watched.now
 
 
 def test_ranks_that_have_said_how_it_ended_are_not_asked_again(watched, asked):
