@@ -75,3 +75,24 @@ def test_a_node_is_not_held_against_a_job_for_ever(here: Here, by: str) -> None:
     if by != "another job":  # it is given the node by somebody who changed the job since
         write_json(here.run.attempt(1).requeued, {"at": 21.0, "problem": None})
     assert choose(begin(here))[1]["bad"] == {}
+
+
+def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(here: Here, monkeypatch, capsys) -> None:
+    """Right after a node was lost the controller is busy; a dead node in the list would have steps wait for it."""
+    answers = iter([slurm.SlurmSilent("timed out"), {"NodeList": "n1,n2,n3"}])
+
+    def show(job_id: str) -> dict[str, str]:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm, "show_job", show)
+    monkeypatch.setattr(slurm, "ASK_AGAIN", 0.0)
+    monkeypatch.setattr(slurm, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
+    assert choosing.left(here, argparse.Namespace()) == EXIT_FINISHED
+    assert capsys.readouterr().out == "2 n1,n3\n"
+
+
+def test_what_a_user_sets_for_sinfo_does_not_hide_nodes(monkeypatch) -> None:
+    monkeypatch.setenv("SINFO_PARTITION", "other")
+    assert "SINFO_PARTITION" not in slurm.environment()
