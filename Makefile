@@ -22,7 +22,7 @@ demo: $(READY) ## train a tiny model on arithmetic while you watch, about two mi
 	$(BIN)/mrl-submit demo
 
 test: lint ## lint, unit tests, and tests on a real Slurm where its packages are installed
-	$(BIN)/pytest -m "not slow" tests/unit tests/slurm
+	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile tests/unit tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn
 	$(BIN)/pytest -m slow --timeout 1800 tests

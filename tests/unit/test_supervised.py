@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from core_helpers import tiny_model, tiny_run
+from core_helpers import quiet_pulse, tiny_model, tiny_run
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
@@ -38,8 +38,9 @@ def recipe(**model: Any) -> RunConfig:
 
 
 def weights(config: RunConfig, platform: Any, *, writer: bool = True, environment: Any = None) -> list[Tensor]:
+    environment = Shop() if environment is None else environment
     tokenizer = build_tokenizer(config.tokenizer)
-    policy = initial_policy(config, environment or Shop(), tokenizer, platform, writer=writer)
+    policy = initial_policy(config, environment, tokenizer, platform, quiet_pulse(), writer=writer)
     return [weight.detach().clone() for weight in policy.parameters()]
 
 
@@ -83,7 +84,7 @@ def test_cached_or_not_the_bits_are_the_same(platform: Any, group: Any, teaching
 def test_it_teaches(platform: Any, group: Any) -> None:
     config = recipe()
     tokenizer = build_tokenizer(config.tokenizer)
-    policy = initial_policy(config, Shop(), tokenizer, platform, writer=True)  # type: ignore[arg-type]
+    policy = initial_policy(config, Shop(), tokenizer, platform, quiet_pulse(), writer=True)  # type: ignore[arg-type]
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
     greedy = config.sampling.model_copy(update={"temperature": 0.0})
     for prompt, answer in Shop().demonstrations():
@@ -117,14 +118,18 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert "could not be cached" in caplog.text
 
 
-def test_a_full_disk_is_a_warning_too(platform: Any, group: Any, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = cache_path(recipe())
-    path.parent.mkdir(parents=True)
-    path.with_name(f".{path.name}.{os.getpid()}.tmp").symlink_to("/dev/full")
+def test_a_full_disk_is_a_warning_too(
+    platform: Any, group: Any, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MRL_CACHE", str(small_disk))
+    cache_path(recipe()).parent.mkdir(parents=True)
+    with (small_disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
     with caplog.at_level(logging.WARNING):
         weights(recipe(), platform)
     assert "No space left on device" in caplog.text
-    assert list(path.parent.iterdir()) == []
+    assert list(cache_path(recipe()).parent.iterdir()) == []
 
 
 def test_ranks_that_do_not_write_leave_no_cache(platform: Any, group: Any, cache: Path) -> None:
