@@ -193,17 +193,18 @@ def discard(folder: Path) -> None:
 
 
 def clean_up(run_dir: RunDir) -> None:
-    """Delete what a crash left behind. Only the owner of the run directory may, before any rank saves."""
+    """Delete what a crash left behind. Only the owner of the run directory may, before any rank saves. What cannot be
+    deleted, because somebody still writes there, is left to the next start."""
     run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
     for replaced in run_dir.checkpoints.glob("step-*.old"):
         # Crashed between the two renames of `publish`: the old one is still the checkpoint of its step.
         target = replaced.with_suffix("")
         if target.exists():
-            shutil.rmtree(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(target)
     for debris in run_dir.checkpoints.glob("*.tmp"):
-        shutil.rmtree(debris)
+        shutil.rmtree(debris, ignore_errors=True)
 
 
 def _prune(run_dir: RunDir, newest: Manifest, config: Save) -> None:

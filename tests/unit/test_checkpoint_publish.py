@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,21 @@ def test_a_start_deletes_what_a_crash_left(run_dir: RunDir) -> None:
     (debris / "__0_0.distcp").write_bytes(b"half")
     clean_up(run_dir)
     assert names(run_dir) == ["latest", "step-000020"]
+
+
+def test_debris_that_cannot_be_deleted_keeps_no_run_from_going_on(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that Slurm has given up may live, and still write into its save."""
+    run_dir.checkpoint_under_way(40, "dead").mkdir()
+    run_dir.checkpoint(20).mkdir()
+    run_dir.checkpoint(20).with_suffix(".old").mkdir()
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    clean_up(run_dir)
 
 
 def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(run_dir: RunDir) -> None:
