@@ -21,7 +21,7 @@ from launcher.host.heartbeats import Vigil, record_hang
 from launcher.host.ledger import close_lost_attempts, point_latest, record
 from launcher.host.lock import RunIsOwned, RunLock
 from launcher.host.processes import RankProcess, start_time
-from launcher.host.verdict import EXIT_CODES, FINISHED, Verdict
+from launcher.host.verdict import ASKED_FOR_STACKS, EXIT_CODES, FINISHED, Verdict
 from megatron_rl.run_dir import (
     EXIT_DRAINED,
     EXIT_FINISHED,
@@ -55,7 +55,7 @@ class Supervisor:
         self.options = options
         self.ranks: List[RankProcess] = []
         self.exits: Dict[int, int] = {}
-        self.own_exits = self.exits  # those before we began to end ranks: only these say anything about a rank
+        self.own_exits: Dict[int, int] = {}  # those that nothing of ours brought about: only these tell about a rank
         self.signal: Optional[str] = None
         self.drain: Optional[Dict[str, Any]] = None
         self.ultimatum: Optional[Ultimatum] = None
@@ -93,6 +93,8 @@ class Supervisor:
             code = process.exit_code()
             if code is not None and process.rank not in self.exits:
                 self.exits[process.rank] = code
+                if not (self.terminated or (self.stacks_asked and code == -ASKED_FOR_STACKS)):
+                    self.own_exits[process.rank] = code
                 print("rank {} ended with {}".format(process.rank, code))
                 if code in (EXIT_FINISHED, EXIT_DRAINED):
                     self._demand(now + LEAVE_LIMIT, "rank {} left, the others did not follow".format(process.rank))
@@ -153,7 +155,6 @@ class Supervisor:
         if not self.terminated:
             print("ending the ranks: {}".format(ultimatum.reason))
             self.terminated = True
-            self.own_exits = dict(self.exits)
             self._send(signal.SIGTERM)
         elif self._hurried() or now >= ultimatum.at + self.options.grace:
             self._send(signal.SIGKILL)

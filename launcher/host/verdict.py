@@ -21,6 +21,9 @@ LOST = "lost"  # whoever had to record the end was killed, and the ranks have le
 # communication libraries abort when a peer is gone).
 MUTE_ENDS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
+# What a rank dies of, once in a while, that is asked for the stacks of threads which go on meanwhile (seen).
+ASKED_FOR_STACKS = signal.SIGSEGV
+
 EXIT_CODES = {
     FINISHED: EXIT_FINISHED,
     DRAINED: EXIT_DRAINED,
@@ -63,7 +66,10 @@ def judge(
         return Verdict(CRASHED, hang.get("step"), silent, hang.get("rank"), hang.get("host"), hang.get("phase"), True)
     last = {heartbeat["rank"]: heartbeat for heartbeat in heartbeats}
     reported = {error.get("rank") for error in errors}
+    asked = bool(errors and errors[0].get("waited"))  # then every rank was, because one did not come
     for rank, code in exits.items():
+        if asked and -code == ASKED_FOR_STACKS:
+            continue
         # The sisters of a rank that was killed write errors about lost connections: it is the cause, not they.
         if -code in MUTE_ENDS and rank not in reported and (errors or outcome is None):
             where = last.get(rank, {})

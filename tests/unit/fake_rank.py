@@ -141,6 +141,9 @@ elif word == "liar":
     sys.exit(75)
 elif word == "segfault":
     os.kill(os.getpid(), signal.SIGSEGV)
+elif word == "fragile":  # does not survive being asked for its stacks
+    signal.signal(signal.SIGQUIT, lambda *_: os.kill(os.getpid(), signal.SIGSEGV))
+    time.sleep(600)
 elif word == "stubborn":  # hears nothing and stays
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)

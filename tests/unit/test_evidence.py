@@ -98,6 +98,15 @@ def test_a_collective_that_timed_out_is_held_against_the_rank_that_did_not_come(
     assert verdict.error.endswith("(stacks: logs/attempt-002/train.1.stacks)")
 
 
+def test_a_rank_that_died_while_all_showed_their_stacks_is_not_the_one_that_did_not_come(attempt):
+    write_error(attempt, 0, TIMED_OUT, waited=True)
+    send_heartbeat(attempt, 0, at=400.0, phase=HEARTBEAT_WAIT, ranks=3)
+    send_heartbeat(attempt, 1, at=300.0, phase="generate", ranks=3)
+    send_heartbeat(attempt, 2, at=400.0, phase=HEARTBEAT_WAIT, ranks=3)
+    assert verdict_of(attempt, {2: -11}).rank == 1
+    assert verdict_of(attempt, {2: -9}).rank == 2
+
+
 def test_it_stays_with_the_rank_that_reported_it_where_nobody_stands_out(attempt):
     write_error(attempt, 0, TIMED_OUT, waited=True)
     send_heartbeat(attempt, 0, at=400.0, phase="train")

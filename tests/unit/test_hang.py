@@ -122,6 +122,11 @@ def test_the_others_show_where_they_are_when_a_rank_fails(supervise):
     assert "in hang" in run.attempt.stacks(0).read_text()
 
 
+def test_a_rank_that_dies_of_being_asked_where_it_is_did_not_fail_first(supervise):
+    end = supervise(script="consequence,fragile").end()
+    assert (end["rank"], end["error"]) == (0, "RuntimeError: connection closed by peer")
+
+
 def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(supervise):
     assert supervise(script="unable").end()["error"].endswith("its log ends: ImportError: No module named 'torch'")
 
