@@ -153,12 +153,18 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     group = world.connect(config.job, platform.backend, attempt.address("train"))
     pulse.meet(group, platform.device)
     pulse.drain.started()
-    checkpointer = Checkpointer(run_dir, config.save)
-    if config.model.init == "supervised":
-        progress.enter("teaching the base model", 0)
     try:
+        checkpointer = Checkpointer(run_dir, config.save)
+        if config.model.init == "supervised":
+            progress.enter("teaching the base model", 0)
         run = set_up(config, platform, group, pulse)
     except Left:
+        return leave_early(attempt, world, pulse.drain)
+    except RuntimeError:
+        # A request that comes while the ranks meet may find one that has not met the others yet. It leaves by itself,
+        # and the connection to it is lost.
+        if not (pulse.drain.asked or attempt.outcome in attempt.folder.iterdir()):
+            raise
         return leave_early(attempt, world, pulse.drain)
     progress.enter("loading the checkpoint", 0)
     with pulse.timeline.phase("load"):

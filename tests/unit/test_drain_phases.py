@@ -232,6 +232,34 @@ def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_tim
     assert reproducible(run_dir) == reproducible(undisturbed)
 
 
+def late_to_start(late: int, folder: Path, rank: int) -> None:
+    """One rank has met the others and does not know it yet."""
+    from megatron_rl.training.drain import Drain
+
+    original = Drain.started
+
+    def slowly(drain: Drain) -> None:
+        if rank == late:
+            (folder / "here").touch()
+            time.sleep(SLOW_S)
+        original(drain)
+
+    Drain.started = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_of_which_one_leaves_before_they_have_all_met_leave_too(late: int, tmp_path: Path, cache: Path) -> None:
+    run_dir = prepare(tmp_path / "run", recipe())
+    attempt = Attempt(run_dir, cache, sabotage=partial(late_to_start, late, tmp_path))
+    wait_for(tmp_path / "here", attempt)
+    time.sleep(1)
+    for process in attempt.processes:
+        process.terminate()
+    assert attempt.exit_codes() == [EXIT_DRAINED] * 2, attempt.logs()
+    assert attempt.files.errors() == []
+    assert read_json(attempt.files.outcome) == {"outcome": "drained", "step": None}
+
+
 def stuck_evaluation(folder: Path, rank: int) -> None:
     """Not even a request ends it: the others wait for rank 0."""
     if rank == 0:
