@@ -26,6 +26,7 @@ from megatron_rl.checkpoint.save import Checkpointer, Published
 from megatron_rl.checkpoint.save import Outcome as SaveOutcome
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.config import RunConfig
+from megatron_rl.disk import once_there_is_room
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.report import StepReport
 from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
@@ -191,7 +192,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     record.close()
     if world.rank == 0:
         step = run.step if outcome == "finished" else checkpointer.published
-        write_json(attempt.outcome, {"outcome": outcome, "step": step})
+        once_there_is_room(attempt.outcome, lambda: write_json(attempt.outcome, {"outcome": outcome, "step": step}))
     dist.barrier(group)  # nobody leaves before the outcome is on disk
     world.disconnect()
     return outcome

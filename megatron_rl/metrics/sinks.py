@@ -6,12 +6,10 @@ at (TensorBoard, samples, the booking of time) is left out with a warning.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,14 +21,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.agent.api import RolloutGroup
 from megatron_rl.config import Logging
+from megatron_rl.disk import once_there_is_room
 from megatron_rl.metrics.names import check_name
 from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines, write_atomic
 
 logger = logging.getLogger(__name__)
 
 TENSORBOARD_FLUSH_S = 10
-DISK_PATIENCE_S = 30.0
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class MetricsWriter:
@@ -53,7 +50,7 @@ class MetricsWriter:
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         line = _finite(metrics)
-        append_patiently(self.run_dir.metrics, {"step": step, **line})
+        _append(self.run_dir.metrics, {"step": step, **line})
         self._scalars(step, line)
         logger.info(
             "step %d  reward %.3f  loss %.4f  grad norm %s  %.0f tokens/s",
@@ -70,7 +67,7 @@ class MetricsWriter:
             append_json_line(self.timeline, line)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        append_patiently(self.run_dir.evaluations, {"step": step, **_finite(metrics)})
+        _append(self.run_dir.evaluations, {"step": step, **_finite(metrics)})
         self._scalars(step, metrics)
         for name, value in metrics.items():
             logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
@@ -136,17 +133,8 @@ class MetricsWriter:
             self._tensorboard._get_file_writer().add_summary(Summary(value=values), step)
 
 
-def append_patiently(path: Path, value: Mapping[str, Any]) -> None:
-    """Append a JSON line. Raises OSError where the disk stays full for DISK_PATIENCE_S."""
-    give_up = time.monotonic() + DISK_PATIENCE_S
-    while True:
-        try:
-            return append_json_line(path, value)
-        except OSError as error:
-            if error.errno not in FULL or time.monotonic() >= give_up:
-                raise
-            logger.warning("%s waits for room: %s", path, error)
-        time.sleep(1)
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    once_there_is_room(path, lambda: append_json_line(path, line))
 
 
 def cut_back(path: Path, next_step: int) -> None:
