@@ -10,7 +10,6 @@ and started again. All figures are read from the record of the run itself.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def measure(run: RunDir, repeats: int) -> dict[str, list[Preemption]]:
                         back_s=ended(run.attempt(number), reached + 1) - began,
                     )
                 )
-                print(kind, json.dumps(found[kind][-1].__dict__ if hasattr(found[kind][-1], "__dict__") else {}))
+                print(kind, asdict(found[kind][-1]), flush=True)
     finally:
         for rank in ranks:
             rank.kill()
