@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Any
 
@@ -9,6 +10,7 @@ from launcher.cli.follow import log_tail
 from launcher.cli.record import RECENT, Status, clock, mean
 from launcher.host.policy import STOPPED
 from launcher.host.verdict import CRASHED, DRAINED, FINISHED, MISCONFIGURED
+from launcher.host.words import in_words
 from megatron_rl.run_dir import (
     EXIT_CRASHED,
     EXIT_FINISHED,
@@ -40,7 +42,7 @@ def account(run: RunDir, attempt: Attempt, end: dict[str, Any], status: Status, 
     if end["outcome"] == FINISHED:
         lines = [f"finished: {status.step} steps, this attempt took {clock(end['seconds'])}"]
     elif end["outcome"] in (DRAINED, STOPPED):
-        lines = [f"saved after step {end['step']} ({end['cause']})"]
+        lines = [in_words(end, end["at"])]
     else:
         lines = failure(attempt, end)
     lines += results(status)
@@ -55,7 +57,7 @@ def failure(attempt: Attempt, end: dict[str, Any]) -> list[str]:
     """What failed, with the traceback's end where the rank could leave one, else the log's."""
     rank = end.get("rank")
     drain = read_json(attempt.drain)
-    if rank is None and drain is not None and drain["deadline"] <= drain["at"]:
+    if rank is None and drain is not None and (drain["deadline"] or math.inf) <= drain["at"]:
         return [f"killed before it had saved: {drain['cause']}", f"logs: {attempt.logs}"]
     if rank is None:
         return [f"failed: {end['error']}", f"logs: {attempt.logs}"]
