@@ -24,6 +24,7 @@ from megatron_rl.run_dir import SILENCE_VARIABLE, RunDir
 from megatron_rl.supported import not_yet
 
 MAX_REPLICA_RESTARTS = 5
+END_S = 30  # seconds that an srun has to leave in order
 
 OURS = (
     "MRL_RUN_DIR",
@@ -99,6 +100,7 @@ def render(job: Job) -> str:
             replicas=Shell(" ".join(step.name for step in job.plan.steps if step.replica is not None)),
             max_restarts=MAX_REPLICA_RESTARTS,
             steps=list(_steps(job)),
+            limited=_limited,
             documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
         )
     )
@@ -159,6 +161,8 @@ class _Step:
     """Whether its nodes are the plan's."""
     counted: bool = False
     """Whether their number is known only when the attempt starts."""
+    limit_s: int | None = None
+    """Seconds after which it is ended."""
 
 
 def _steps(job: Job) -> Iterator[_Step]:
@@ -181,6 +185,7 @@ def _steps(job: Job) -> Iterator[_Step]:
             ],
             command=Shell(f"{python} -m megatron_rl.health {run}{slow}"),
             nodes=False,
+            limit_s=900,
         )
     train = next(step for step in plan.steps if step.replica is None)
     yield _Step(
@@ -203,6 +208,12 @@ def _steps(job: Job) -> Iterator[_Step]:
             options=lines,
             command=Shell(f'{mine}{python} -m megatron_rl.server.inference {run} --replica "${{1#infer-}}"'),
         )
+
+
+def _limited(seconds: int) -> Shell:
+    """What goes before an srun: its --time begins with the step, for which it waits without end while a node is busy or
+    does not answer."""
+    return Shell(f"timeout --kill-after={END_S} {seconds}")
 
 
 def _geometry(job: Job, step: Step, name: str) -> list[Shell]:

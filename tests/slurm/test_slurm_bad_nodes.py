@@ -63,3 +63,17 @@ def test_a_check_that_a_drain_cuts_short_blames_no_node(login: Login) -> None:
     wait_until("the first attempt has ended", run.ends, SECONDS)
     assert run.ends() == [("drained", "signal")]
     assert run.avoided() == set()
+
+
+def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> None:
+    """srun waits for busy nodes without end; what keeps them busy here goes with the job."""
+    begun = "squeue --noheader --steps --jobs=$SLURM_JOB_ID --format=%i | grep -q '[.]0$'"
+    taken = f"srun --ntasks=1 --cpus-per-task=16 --output=/dev/null sleep 1000 & until {begun}; do sleep 0.1; done"
+    login.program("timeout", f'exec {login.found("timeout")} "$1" 5 "${{@:3}}"')  # not $2, which is minutes
+    once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; {taken}; }}"
+    login.profiles["stub"] |= {"health_check": True, "prolog": [f'PATH={login.home}/bin:"$PATH"', once]}
+    run = login.submit(*DEMO[:3], "job.nodes=1", "job.gpus_per_node=1")
+    assert run.wait() == "COMPLETED", run.log()
+    assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
+    assert "the health check took too long" in run.dir.batch_log.read_text()
+    assert run.avoided() == set()
