@@ -176,10 +176,7 @@ class Writer:
 
     def _follow(self, save: SaveUnderWay) -> Outcome:
         part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
-        path = _part_file(save.folder, self._rank)
-        unnamed = path.with_suffix(".tmp")
-        unnamed.write_bytes(pickle.dumps(part))
-        unnamed.rename(path)
+        _put(_part_file(save.folder, self._rank), pickle.dumps(part))
         for _ in _looks():
             if save.folder.name not in _names(self._run_dir.checkpoints):
                 self._check_withdrawn(save)
@@ -216,9 +213,7 @@ class Writer:
                     return
                 if not note.exists():
                     with suppress(OSError):
-                        unnamed = note.with_suffix(".tmp")
-                        unnamed.write_text(reason, encoding="utf-8")
-                        unnamed.rename(note)
+                        _put(note, reason.encode())
                 save.check_time("waiting for rank 0 to withdraw", GRACE_S)
 
 
@@ -232,6 +227,13 @@ def _part_file(folder: Path, rank: int) -> Path:
 
 def _failure_file(folder: Path, rank: int) -> Path:
     return folder / f"failed.{rank:05d}"
+
+
+def _put(path: Path, content: bytes) -> None:
+    """For the other ranks to see whole or not at all; it is not kept, so it need not be durable."""
+    unnamed = path.with_name(f"{path.name}.tmp")
+    unnamed.write_bytes(content)
+    unnamed.rename(path)
 
 
 def _delete(files: Iterable[Path]) -> None:

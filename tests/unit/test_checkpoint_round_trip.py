@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -202,3 +203,21 @@ def test_a_checkpoint_loads_into_another_number_of_ranks(tmp_path: Path, save_ra
     assert read_manifest(RunDir(tmp_path).checkpoint(40)).world_size == save_ranks
     loaded = run_ranks(tmp_path, load_ranks, _load, tmp_path)
     assert loaded == [(True, True, {"ranks": save_ranks})] * load_ranks
+
+
+def _save_at_once(rank: int, world_size: int, folder: Path) -> Any:
+    """As `_save`; a rank that has something to show the others waits until all have."""
+    rename = Path.rename
+
+    def rename_late(self: Path, target: Path) -> Path:
+        sleep(0.3)
+        return rename(self, target)
+
+    Path.rename = rename_late  # type: ignore[assignment,method-assign]
+    return _save(rank, world_size, folder)
+
+
+def test_ranks_that_are_done_at_the_same_moment_do_not_get_into_each_others_way(tmp_path: Path) -> None:
+    for published in run_ranks(tmp_path, 4, _save_at_once, tmp_path):
+        assert [type(outcome) for outcome in published] == [Published]
+    assert run_ranks(tmp_path, 4, _load, tmp_path) == [(True, True, {"ranks": 4})] * 4
