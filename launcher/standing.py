@@ -15,6 +15,7 @@ from launcher.host.causes import CLOCK
 from launcher.host.lock import owner_of
 from launcher.host.policy import STARTS_AGAIN, STOPPED, SUCCESSOR
 from launcher.host.verdict import DRAINED, LOST
+from launcher.host.verdict import in_words as exit_in_words
 from launcher.host.words import in_words
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines
 
@@ -170,6 +171,8 @@ def _end_in_words(job: JobState) -> str:
         return f"job {job.job_id} is gone, and Slurm does not remember how it ended"
     if job.word == "CANCELLED":
         return f"job {job.job_id} was cancelled"
+    if job.exit_code is not None and job.exit_code < 0:
+        return f"the script of job {job.job_id} {exit_in_words(job.exit_code)}, and Slurm starts no such job again"
     code = f" with exit code {job.exit_code}" if job.exit_code else ""
     why = f" ({job.reason})" if job.reason else ""
     return f"job {job.job_id} ended as {job.word}{code}{why}; see the batch log"

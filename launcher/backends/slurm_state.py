@@ -72,7 +72,7 @@ class JobState:
     ended_at: float | None = None
     """Time limit, for a running job that has one."""
     exit_code: int | None = None
-    """Of the batch script, once it ended by itself."""
+    """Of the batch script, once it ended without Slurm's doing; negative: the signal that killed it."""
     batch: bool = True
     """Whether it has a batch script; an salloc has none."""
 
@@ -171,7 +171,7 @@ def _from_squeue(line: str) -> JobState:
         started_at=moment(field["StartTime"]),
         # Slurm takes a job without a limit for one of a year.
         ended_at=None if kind != "ended" and field["TimeLimit"] == "UNLIMITED" else moment(field["EndTime"]),
-        exit_code=status >> 8 if word in ENDED_ITSELF and not status & 0x7F else None,
+        exit_code=_exit_code(word, status >> 8, status & 0x7F),
         batch=field["BatchFlag"] != "0",
     )
 
@@ -192,11 +192,17 @@ def parse_sacct(text: str) -> list[JobState]:
             submitted_at=moment(submit),
             started_at=moment(start),
             ended_at=moment(end),
-            exit_code=int(left) if word in ENDED_ITSELF and signum == "0" else None,
+            exit_code=_exit_code(word, int(left), int(signum or 0)),
         )
         before = newest.get(job_id)
         newest[job_id] = replace(job, restarts=before.restarts + 1) if before else job
     return list(newest.values())
+
+
+def _exit_code(word: str, left: int, signum: int) -> int | None:
+    if word not in ENDED_ITSELF:
+        return None
+    return -signum if signum else left
 
 
 def moment(text: str) -> float | None:

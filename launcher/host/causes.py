@@ -22,6 +22,17 @@ OF_ENDED = {
 }
 """Slurm's word for how a job ended -> cause; any other word says nothing of why its script was killed."""
 
+OF_STEPD = {
+    "PREEMPTION": PREEMPTED,
+    "TIME LIMIT": TIME_LIMIT,
+    "NODE FAILURE": NODE_FAILURE,
+    "JOB REQUEUE": REQUEUE,
+}
+"""slurmstepd's words for why it ends a batch script -> cause."""
+
+# `slurmstepd-node01: error: *** JOB 6 ON node01 CANCELLED AT 2026-11-21T14:45:00 DUE TO PREEMPTION ***`
+_ENDED_BY_STEPD = re.compile(r"\*\*\* JOB (\d+)\b.* CANCELLED AT (\S+)(?: DUE TO ([A-Z ]*[A-Z]))?")
+
 EARLY = 90.0  # seconds: Slurm may send the signal of --signal up to a minute early
 CLOCK = 5.0  # seconds by which times of one record may differ
 
@@ -70,9 +81,30 @@ def cause_of(
     return Cause(CANCELLED if over else SIGNALLED, end)
 
 
+def cause_in_log(text: str, job_id: str, since: float) -> Optional[str]:
+    """Why Slurm ended the script of a job: its slurmstepd says so before it does. Nobody else may know: a preemption
+    without grace leaves no trace in the job's record once that is requeued, and accounting is not everywhere.
+
+    Args:
+        text: of the batch log.
+        since: when the attempt began; the log is one for all.
+    """
+    cause = None
+    for told, at, why in _ENDED_BY_STEPD.findall(text):
+        if told == job_id and (time_of(at) or 0.0) >= since - CLOCK:
+            cause = OF_STEPD.get(why)
+    return cause
+
+
 def is_returning(job: Dict[str, str], restarts: int) -> bool:
     """Whether Slurm has taken the job back into the queue since this attempt of it began."""
     return int(job.get("Restarts", "0")) > restarts
+
+
+def is_truer(cause: str, named: str) -> bool:
+    """Whether what Slurm says at the end of an attempt counts for more than the cause named before: that was none, or a
+    requeue that turns out to be a preemption's, or the job was cancelled since."""
+    return named == SIGNALLED or cause == CANCELLED or (named, cause) == (REQUEUE, PREEMPTED)
 
 
 def is_complete(request: Dict[str, Any]) -> bool:

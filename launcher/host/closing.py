@@ -6,7 +6,7 @@ import time
 from typing import Any, Dict, Optional
 
 from launcher.host import goodput, ledger, slurm
-from launcher.host.causes import CANCELLED, SIGNALLED, Cause, is_returning
+from launcher.host.causes import is_returning, is_truer
 from launcher.host.concluding import conclude, dead_nodes, own_words, preempted_by_cancelling
 from launcher.host.draining import read_cause
 from launcher.host.evidence import SIGNAL_BASE, first_death
@@ -30,7 +30,7 @@ def close(here: Here, options: argparse.Namespace) -> int:
     facts = Facts(
         checkpoint=ledger.newest_checkpoint(run),
         # Where Slurm does not answer, it is not known to be impossible, and trying does no harm.
-        batch=job.get("BatchFlag", "1") == "1",
+        can_return=job.get("BatchFlag", "1") == "1",
         requeueable=job.get("Requeue", "1") == "1",
         returning=is_returning(job, here.restarts),
         slurm=slurm.version(),
@@ -64,10 +64,10 @@ def _request(here: Here, job: Dict[str, str], notice: float) -> Optional[Dict[st
     request, outcome = read_json(attempt.drain), read_json(attempt.outcome)
     if request is None and (outcome is None or outcome["outcome"] != DRAINED):
         return None
-    cause = read_cause(here, job, notice) if job else Cause(SIGNALLED, None)
+    cause = read_cause(here, job, notice)
     if request is None:
         request = {"cause": cause.cause, "by": "a signal to the steps", "at": time.time(), "deadline": cause.end}
-    elif request["cause"] == SIGNALLED or cause.cause == CANCELLED:
+    elif is_truer(cause.cause, request["cause"]):
         request = dict(request, cause=cause.cause)
     else:
         return dict(request)

@@ -9,15 +9,16 @@ import sys
 from typing import Any, Dict, List, Optional
 
 from launcher.host import ledger, policy, slurm
-from launcher.host.causes import NODE_FAILURE, OF_ENDED, PREEMPTED, SIGNALLED
-from launcher.host.evidence import Death, read_errors, verdict_of
+from launcher.host.causes import NODE_FAILURE, OF_ENDED, PREEMPTED, REQUEUE, SIGNALLED
+from launcher.host.evidence import Death, ended_by_slurm, read_errors, verdict_of
+from launcher.host.here import Here
 from launcher.host.nodes import is_dead
 from launcher.host.policy import Decision, Facts
 from launcher.host.verdict import DRAINED, FINISHED, LOST, Verdict
 from launcher.host.watching import LAST_MOMENT
 from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
 
-UNSEEN = "its batch script was killed: its node died, or it did not leave in time"
+UNSEEN = "its batch script was killed: its node died, it had no memory left, or it did not leave in time"
 
 
 def own_words(attempt: Attempt, death: Optional[Death] = None) -> Optional[Verdict]:
@@ -82,32 +83,32 @@ def _line(verdict: Verdict, decision: Decision, facts: Facts, now: float) -> Dic
     }
 
 
-def conclude_lost(run: RunDir, now: float, restarts: int, job_id: str) -> None:
+def conclude_lost(run: RunDir, now: float, here: Optional[Here] = None, unseen: str = UNSEEN) -> None:
     """End the attempts that started and whose end nobody has recorded. For the owner of the run only.
 
     Args:
-        restarts: how often the job that runs now has been requeued.
-        job_id: its id.
+        here: the job that runs now; None on a machine without Slurm.
+        unseen: what is said of an attempt whose ranks left no word.
     """
-    lines = read_json_lines(run.attempts_ledger)
-    ended = {line["attempt"] for line in lines if line["event"] == "end"}
-    for line in lines:
-        if line["event"] == "start" and line["attempt"] not in ended:
-            came_back = line.get("job_id") == job_id and restarts > line.get("restart", 0)
-            _conclude_unseen(run, line, now, came_back)
+    for start in ledger.unended(run):
+        _conclude_unseen(run, start, now, here, unseen)
 
 
-def _conclude_unseen(run: RunDir, start: Dict[str, Any], now: float, came_back: bool) -> None:
+def _conclude_unseen(run: RunDir, start: Dict[str, Any], now: float, here: Optional[Here], unseen: str) -> None:
     attempt = run.attempt(start["attempt"])
     request, verdict = read_json(attempt.drain), own_words(attempt)
     dead = dead_nodes(start.get("nodes", []))
     if verdict is None or verdict.outcome == DRAINED:
-        cause = _cause_of_end(start, request, dead)
+        cause = _cause_of_end(run, start, request, dead)
         request = dict(request or {}, cause=cause) if cause else None
     if verdict is None:
-        verdict = Verdict(LOST, None, UNSEEN, None)
+        verdict = Verdict(LOST, None, unseen, None)
+    came_back = here is not None and start.get("job_id") == here.job_id and here.restarts > start.get("restart", 0)
+    succeeded = here is not None and here.succeeds is not None and start.get("job_id") == here.succeeds
     facts = Facts(
         checkpoint=ledger.newest_checkpoint(run),
+        can_return=came_back or succeeded,
+        requeueable=not succeeded,
         returning=came_back,
         bad=sorted((read_json(attempt.nodes) or {}).get("bad", {})),
         dead=dead,
@@ -119,13 +120,16 @@ def _conclude_unseen(run: RunDir, start: Dict[str, Any], now: float, came_back: 
     conclude(run, attempt, verdict, request, facts, now, host=start["host"], job_id=start.get("job_id"))
 
 
-def _cause_of_end(start: Dict[str, Any], request: Optional[Dict[str, Any]], dead: List[str]) -> Optional[str]:
+def _cause_of_end(
+    run: RunDir, start: Dict[str, Any], request: Optional[Dict[str, Any]], dead: List[str]
+) -> Optional[str]:
     """Why the batch script was killed: who asked it to leave, or what Slurm has on record."""
     asked = request["cause"] if request else None
-    if asked not in (None, SIGNALLED):
-        return str(asked)
-    word = slurm.ended_as(str(start.get("job_id")), start["at"])
-    return OF_ENDED.get(word or "") or (NODE_FAILURE if dead else asked)
+    job_id = start.get("job_id")
+    if asked not in (None, SIGNALLED, REQUEUE) or job_id is None:
+        return asked
+    told = ended_by_slurm(run, start) or OF_ENDED.get(slurm.ended_as(str(job_id), start["at"]) or "")
+    return told or (NODE_FAILURE if dead else asked)
 
 
 def dead_nodes(hosts: List[str]) -> List[str]:

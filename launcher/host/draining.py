@@ -5,8 +5,9 @@ import sys
 import time
 from typing import Dict, Optional
 
-from launcher.host import slurm
-from launcher.host.causes import SIGNALLED, Cause, cause_of, completed, is_complete
+from launcher.host import ledger, slurm
+from launcher.host.causes import REQUEUE, SIGNALLED, Cause, cause_of, completed, is_complete
+from launcher.host.evidence import ended_by_slurm
 from launcher.host.here import Here, ask_to_leave
 from megatron_rl.run_dir import EXIT_FINISHED, read_json, write_json
 
@@ -44,7 +45,11 @@ def ask_cause(here: Here, notice: float, patience: float) -> Cause:
 def read_cause(here: Here, job: Dict[str, str], notice: float) -> Cause:
     """The same of a record that is at hand."""
     end = (read_json(here.attempt.drain) or {}).get("end")
-    return cause_of(job, time.time(), notice, here.restarts, end, slurm.preemption_cancels(job))
+    cause = cause_of(job, time.time(), notice, here.restarts, end, slurm.preemption_cancels(job))
+    start = ledger.start_of(here.run, here.attempt.number)
+    if cause.cause not in (REQUEUE, SIGNALLED) or start is None:
+        return cause
+    return cause._replace(cause=ended_by_slurm(here.run, start) or cause.cause)
 
 
 def _deadline(cause: Cause) -> Optional[float]:

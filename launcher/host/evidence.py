@@ -3,14 +3,17 @@
 import math
 import re
 import signal
+from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
+from launcher.host.causes import cause_in_log
 from launcher.host.heartbeats import read_heartbeats
 from launcher.host.verdict import CRASHED, Verdict, judge
-from megatron_rl.run_dir import Attempt, read_json
+from megatron_rl.run_dir import Attempt, RunDir, read_json
 
 LINE_LIMIT = 300  # characters of a log's last line
 TAIL = 4096  # bytes of a log that are read for it
+LONG_TAIL = 1 << 20  # bytes of the batch log in which Slurm's last words are looked for
 SIGNAL_BASE = 128  # a shell reports a process that a signal ended as this plus the signal
 
 # `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
@@ -89,12 +92,26 @@ def parse_death(text: str) -> Optional[Death]:
     return Death(int(rank), host, SIGNAL_BASE - code if code > SIGNAL_BASE else code)
 
 
+def ended_by_slurm(run: RunDir, start: Dict[str, Any]) -> Optional[str]:
+    """The cause for which Slurm ended an attempt's batch script, by its own words in the batch log; None without any.
+
+    Args:
+        start: the ledger's line of the attempt's start.
+    """
+    return cause_in_log(_tail(run.batch_log, LONG_TAIL), str(start.get("job_id")), start["at"])
+
+
 def last_line(attempt: Attempt, rank: int) -> str:
     """The last line with anything in it of a rank's log; empty where there is none."""
+    lines = _tail(attempt.log(rank), TAIL).split("\n")
+    return ([line.strip() for line in lines if line.strip()] or [""])[-1][:LINE_LIMIT]
+
+
+def _tail(path: Path, size: int) -> str:
+    """The last `size` bytes of a log; empty where there is none."""
     try:
-        with open(str(attempt.log(rank)), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL))
-            lines = file.read().decode("utf-8", "replace").split("\n")
+        with open(str(path), "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            return file.read().decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-    return ([line.strip() for line in lines if line.strip()] or [""])[-1][:LINE_LIMIT]

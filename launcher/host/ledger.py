@@ -1,10 +1,10 @@
 """attempts.jsonl: one line per start and end of an attempt."""
 
 import socket
-from typing import Any, Dict
+from typing import Any, Dict, List, Optional
 
-from launcher.host.verdict import LOST, Verdict
-from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, read_json_lines
+from launcher.host.verdict import Verdict
+from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines
 
 
 def record(run: RunDir, attempt: int, event: str, at: float, **facts: Any) -> None:
@@ -36,15 +36,17 @@ def newest_checkpoint(run: RunDir) -> int:
     return (run.checkpoint_steps() or [0])[0]
 
 
-def close_lost_attempts(run: RunDir, now: float, why: str) -> None:
-    """End, as lost, the attempts that started and could not write their end. For the owner of the run only."""
+def start_of(run: RunDir, attempt: int) -> Optional[Dict[str, Any]]:
+    """The line of an attempt's start."""
+    lines = read_json_lines(run.attempts_ledger)
+    return next((line for line in lines if line["event"] == "start" and line["attempt"] == attempt), None)
+
+
+def unended(run: RunDir) -> List[Dict[str, Any]]:
+    """The starts of attempts whose end nobody has recorded."""
     lines = read_json_lines(run.attempts_ledger)
     ended = {line["attempt"] for line in lines if line["event"] == "end"}
-    for line in lines:
-        if line["event"] == "start" and line["attempt"] not in ended:
-            asked = read_json(run.attempt(line["attempt"]).drain) or {}
-            facts = {"host": line["host"], "job_id": line.get("job_id"), "cause": asked.get("cause")}
-            record(run, line["attempt"], "end", now, outcome=LOST, error=why, **facts)
+    return [line for line in lines if line["event"] == "start" and line["attempt"] not in ended]
 
 
 def point_latest(attempt: Attempt, tag: str) -> None:

@@ -60,7 +60,7 @@ def _settle(here: Here) -> bool:
     """Conclude what an earlier start of the run could not, and do what is left to be done of it; whether this start has
     nothing to do. Raises Refused where somebody has to look at the run first."""
     run = here.run
-    conclude_lost(run, time.time(), here.restarts, here.job_id)
+    conclude_lost(run, time.time(), here)
     if run.done.exists():
         print("{}: had finished, nothing to do".format(run.root))
         return True

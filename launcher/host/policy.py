@@ -45,7 +45,7 @@ class Facts(NamedTuple):
     """What is known when an attempt has ended, beside its own files."""
 
     checkpoint: int = 0  # step of the newest, 0: none
-    batch: bool = True  # a batch job, and not an allocation that somebody works in
+    can_return: bool = True  # neither an allocation that somebody works in, nor a job that is over already
     requeueable: bool = True
     returning: bool = False  # Slurm has it back in its queue already
     slurm: Sequence[int] = ()  # version; empty: not known
@@ -137,7 +137,7 @@ def is_crash(end: Dict[str, Any]) -> bool:
 
 def _how(cause: Optional[str], facts: Facts) -> str:
     """Who starts the job again."""
-    if not facts.batch:
+    if not facts.can_return:
         return OVER
     if facts.returning:
         return BY_SLURM

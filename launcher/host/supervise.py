@@ -16,9 +16,10 @@ from types import FrameType
 from typing import Any, Dict, List, NamedTuple, Optional
 
 from launcher.host import goodput, ledger
+from launcher.host.concluding import conclude_lost
 from launcher.host.evidence import verdict_of
 from launcher.host.heartbeats import Vigil, record_hang
-from launcher.host.ledger import close_lost_attempts, point_latest, record
+from launcher.host.ledger import point_latest, record
 from launcher.host.lock import RunIsOwned, RunLock
 from launcher.host.processes import RankProcess, start_time
 from launcher.host.verdict import ASKED_FOR_STACKS, EXIT_CODES, FINISHED, Verdict
@@ -66,7 +67,7 @@ class Supervisor:
 
     def supervise(self) -> Verdict:
         began = time.time()
-        close_lost_attempts(self.run, began, "its supervisor was killed")
+        conclude_lost(self.run, began, unseen="its supervisor was killed")
         self._record("start", began, pid=os.getpid(), ranks=self.options.ranks)
         self._listen()
         try:

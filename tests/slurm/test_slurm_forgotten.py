@@ -46,6 +46,10 @@ def test_the_state_is_the_same_while_slurm_remembers_and_as_true_as_can_be_later
     login.lab.run("scancel", cancelled.job)
     cancelled.wait("CANCELLED")
 
+    said = login.call("mrl", "status", killed.dir.root).stdout
+    assert f"the script of job {killed.job} was killed by SIGKILL" in said
+    assert "next       mrl resume" in said
+
     runs = {"finished": finished, "killed": killed, "cancelled": cancelled}
     before = {name: status(login, run.dir.root)["state"] for name, run in runs.items()}
     assert before["finished"] == "finished"

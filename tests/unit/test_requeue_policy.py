@@ -166,7 +166,7 @@ def test_nodes_that_are_bad_or_dead_are_left_behind(verdict, cause, before, fact
         ("requeue", Facts(returning=True), "slurm"),
         ("time limit", Facts(requeueable=False), "successor"),
         ("preempted", Facts(requeueable=False, slurm=(24, 5, 0)), "successor"),
-        ("time limit", Facts(batch=False, requeueable=False), "over"),
+        ("time limit", Facts(can_return=False, requeueable=False), "over"),
     ],
 )
 def test_who_starts_it_again(cause, facts, then):
@@ -174,7 +174,7 @@ def test_who_starts_it_again(cause, facts, then):
 
 
 def test_in_somebodys_own_allocation_a_crash_is_told_and_left_to_them():
-    decision = decide([], crash(), None, Facts(batch=False, requeueable=False))
+    decision = decide([], crash(), None, Facts(can_return=False, requeueable=False))
     assert (decision.outcome, decision.then, decision.exit_code) == ("crashed", "over", 1)
 
 

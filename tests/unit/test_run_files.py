@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host import ledger
+from launcher.host.concluding import conclude_lost
 from launcher.host.index import index_file, note
 from launcher.runs import submissions
 from megatron_rl import run_dir
@@ -52,7 +53,7 @@ def test_a_ledger_torn_by_a_dead_node_ends_no_run(tmp_path):
     ledger.record(run, 1, "start", 10.0)
     with run.attempts_ledger.open("a") as file:
         file.write('{"attempt": 1, "event": "e')
-    ledger.close_lost_attempts(run, 20.0, "the node died")
+    conclude_lost(run, 20.0, unseen="its supervisor was killed")
     ledger.record(run, 2, "start", 30.0)
     said = [(line["attempt"], line["event"]) for line in read_json_lines(run.attempts_ledger)]
     assert said == [(1, "start"), (1, "end"), (2, "start")]

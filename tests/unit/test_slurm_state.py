@@ -104,8 +104,10 @@ def test_any_job_name_is_read_whole(name):
 def test_the_exit_code_of_a_script_that_ended_by_itself():
     (job,) = parse_squeue(squeue_line(State="FAILED", exit_code="768", Reason="NonZeroExitCode"))
     assert (job.kind, job.exit_code) == ("ended", 3)
-    (killed,) = parse_squeue(squeue_line(State="CANCELLED", exit_code="15"))
-    assert killed.exit_code is None
+    (killed,) = parse_squeue(squeue_line(State="FAILED", exit_code="9", Reason="JobLaunchFailure"))
+    assert killed.exit_code == -9
+    (cancelled,) = parse_squeue(squeue_line(State="CANCELLED", exit_code="15"))
+    assert cancelled.exit_code is None
 
 
 def test_accounting_shows_the_newest_attempt_and_counts_the_others():
@@ -115,6 +117,8 @@ def test_accounting_shows_the_newest_attempt_and_counts_the_others():
     )
     assert (job.word, job.kind, job.restarts, job.nodes, job.name) == ("CANCELLED", "ended", 1, "node02", "a|b")
     assert job.exit_code is None
+    (killed,) = parse_sacct("7|FAILED|0:9|2026-11-21T06:00:00|2026-11-21T06:01:00|2026-11-21T06:05:00|node01|a")
+    assert killed.exit_code == -9
 
 
 @pytest.mark.parametrize("text", ["Unknown", "N/A", "", "None", "(null)"])

@@ -167,6 +167,15 @@ def test_a_job_that_left_no_record(tmp_path):
     assert told(look(run, GONE))[0] == "lost"
 
 
+def test_a_job_whose_script_was_killed_is_over(tmp_path):
+    run = slurm_run(tmp_path)
+    begin(run, 1, job_id="7")
+    state, reason, waits_for = told(look(run, job("FAILED", "ended", exit_code=-9, reason="JobLaunchFailure")))
+    assert (state, waits_for) == ("failed", "")
+    killed = "the script of job 7 was killed by SIGKILL (often: out of memory)"
+    assert reason == f"{killed}, and Slurm starts no such job again"
+
+
 def test_done_is_finished_whatever_slurm_says(tmp_path):
     run = slurm_run(tmp_path)
     write_json(run.done, {"step": 40})
