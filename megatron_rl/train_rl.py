@@ -118,7 +118,7 @@ def begin_save(run: Run, checkpointer: Checkpointer, record: MetricsWriter) -> N
     """Blocks for the copy."""
     record.sync()
     run.driver.bank.saving(run.step, run.next_ordinal)
-    checkpointer.save(run.step, run.sharded_state(loading=False), run.progress())
+    checkpointer.save(run.step, run.sharded_state(), run.progress())
     run.saved = run.step
 
 

@@ -73,6 +73,9 @@ def transformer_config(model: Model, platform: Platform) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,  # DDP sums gradients: the loss is already weighted for the global batch
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **platform.transformer_overrides,

@@ -14,10 +14,9 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 
 from megatron_rl.config import Model, Optimizer
+from megatron_rl.training.adam_state import begin, get_step, set_step, sharded_adam_state
 from megatron_rl.training.model import DTYPES, Policy
 
 
@@ -62,11 +61,10 @@ class PolicyOptimizer:
             [self.ddp],
         )
         for part in self._parts():
-            if isinstance(part, DistributedOptimizer):
-                _keep_step(part)
             if isinstance(part.optimizer, torch.optim.Adam):  # neither Transformer Engine's nor Apex's, both fused
                 for group in part.optimizer.param_groups:
                     group["fused"] = True
+            begin(part.optimizer)
 
     def _parts(self) -> list[Any]:
         return self.megatron.chained_optimizers
@@ -93,24 +91,17 @@ class PolicyOptimizer:
         self.megatron.step_with_ready_grads()
         return Update(grad_norm, rate, applied=True)
 
-    def sharded_state(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Adam's state in megatron-core's sharded form; loads into any number of data-parallel ranks."""
-        if loading:
-            for part in self._parts():
-                if isinstance(part, DistributedOptimizer):
-                    # Without a `step` per parameter, which torch's Adam makes in its first update, there is
-                    # nothing to load into.
-                    part._init_optimizer_states_with_dummy_values()
-        # Every rank saves its own shards: no communication, no gathering on one rank.
-        return self.megatron.sharded_state_dict(
-            model_state, is_loading=loading, metadata={"distrib_optim_sharding_type": "dp_reshardable"}
-        )
-
-    @torch.no_grad()  # the shards are views of the weights
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.megatron.load_state_dict(state)
+    def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Adam's state in megatron-core's sharded form: see `sharded_adam_state`."""
+        state: dict[str, Any] = {"step": get_step(self._parts()[0].optimizer)}
         for part in self._parts():
-            unshare_step(part.optimizer)
+            state |= sharded_adam_state(part, self.ddp.module.parameters(), model_state)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a sharded state of this optimizer that has been loaded, which filled all but the count."""
+        for part in self._parts():
+            set_step(part.optimizer, state["step"])
 
 
 def learning_rate(updates_done: int, total_updates: int, config: Optimizer) -> float:
@@ -123,29 +114,3 @@ def learning_rate(updates_done: int, total_updates: int, config: Optimizer) -> f
     left = 1 - min(1.0, passed)
     factor = left if config.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
     return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * factor
-
-
-def unshare_step(adam: torch.optim.Optimizer) -> None:
-    """Give every parameter its own `step`.
-
-    Without Transformer Engine and Apex, DistributedOptimizer.load_state_dict (0.16.1 and 0.19.2) hands torch's
-    Adam one `step` tensor for all parameters, which Adam then increments once per parameter and update.
-    """
-    for state in adam.state.values():
-        if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].clone()
-
-
-def _keep_step(part: DistributedOptimizer) -> None:
-    """Let shards load without touching `step`, which torch's Adam keeps per parameter and megatron-core saves once
-    per parameter group: `_set_main_param_and_optimizer_states` (0.16.1 and 0.19.2) copies it from the shard too,
-    which has none (KeyError) or that of the process that loads."""
-    original = part._set_main_param_and_optimizer_states
-
-    def load(model_param: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
-        group, order = part.model_param_group_index_map[model_param]
-        main_param = part.optimizer.param_groups[group]["params"][order]
-        state = part.optimizer.state[main_param]
-        original(model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
-
-    part._set_main_param_and_optimizer_states = load

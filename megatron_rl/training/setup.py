@@ -50,14 +50,13 @@ class Run:
     evaluated: int = -1
     """Step of the last evaluation; -1: none."""
 
-    def sharded_state(self, *, loading: bool) -> dict[str, Any]:
+    def sharded_state(self) -> dict[str, Any]:
         """What a checkpoint holds as tensors, in megatron-core's sharded form."""
         model = self.policy.sharded_state_dict()
-        return {"model": model, "optimizer": self.optimizer.sharded_state(model, loading=loading), "rng": self._rng()}
+        return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": self._rng()}
 
     def _rng(self) -> ShardedObject:
-        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return ShardedObject("rng", self.platform.rng_state(), (size,), (rank,))
+        return ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
 
     def progress(self) -> dict[str, int]:
         """What a checkpoint holds as numbers."""
@@ -86,7 +85,7 @@ class Run:
 
     def restore(self, checkpoint: Verified) -> None:
         """Go on from a checkpoint of this run, written by any number of ranks. Collective."""
-        wanted = self.sharded_state(loading=True)
+        wanted = self.sharded_state()
         if checkpoint.manifest.world_size != dist.get_world_size():
             # The states are those of other ranks. Nothing that training draws rests on them: see inference/randomness.
             del wanted["rng"]

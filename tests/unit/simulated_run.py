@@ -283,7 +283,7 @@ class _Optimizer:
     def __init__(self) -> None:
         self.updates = torch.zeros(1, dtype=torch.int64)
 
-    def sharded_state(self, model: Any, *, loading: bool) -> dict[str, Any]:
+    def sharded_state(self, model: Any) -> dict[str, Any]:
         return {"updates": ShardedTensor.from_rank_offsets("optimizer.updates", self.updates)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

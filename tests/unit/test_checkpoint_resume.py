@@ -59,9 +59,9 @@ class Training:
             digest.update(weight.detach().float().numpy().tobytes())
         return digest.hexdigest()
 
-    def state(self, loading: bool) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         model = self.policy.sharded_state_dict()
-        return {"model": model, "optimizer": self.optimizer.sharded_state(model, loading=loading)}
+        return {"model": model, "optimizer": self.optimizer.sharded_state(model)}
 
 
 def _undisturbed(rank: int, world_size: int, folder: Path, distributed: bool, dtype: str) -> list[str]:
@@ -71,7 +71,7 @@ def _undisturbed(rank: int, world_size: int, folder: Path, distributed: bool, dt
     for number in range(LAST):
         digests.append(training.update(number))
         if number + 1 == SAVED:
-            saver.save(SAVED, training.state(loading=False), {})  # goes on behind the next updates
+            saver.save(SAVED, training.state(), {})  # goes on behind the next updates
     saver.wait(final=True)
     return digests[SAVED:]
 
@@ -80,7 +80,7 @@ def _resumed(
     rank: int, world_size: int, folder: Path, distributed: bool, dtype: str, with_optimizer: bool = True
 ) -> list[str]:
     training = Training(rank, world_size, distributed, dtype)
-    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state(loading=True))
+    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state())
     training.policy.load_state_dict(state["model"])
     if with_optimizer:
         training.optimizer.load_state(state["optimizer"])
@@ -118,14 +118,14 @@ def _save_whole(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
     for number in range(SAVED):
         training.update(number)
     saver = checkpointer(folder)
-    saver.save(SAVED, training.state(loading=False), {})
+    saver.save(SAVED, training.state(), {})
     saver.wait(final=True)
     return _whole(training)
 
 
 def _load_whole(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
     training = Training(rank, world_size, True, "bf16")
-    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state(loading=True))
+    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state())
     training.policy.load_state_dict(state["model"])
     training.optimizer.load_state(state["optimizer"])
     return _whole(training)

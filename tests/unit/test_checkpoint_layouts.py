@@ -1,0 +1,187 @@
+"""A checkpoint loads into another layout: tensor, pipeline and data parallel sizes, distributed optimizer or not.
+
+The loss looks at every weight by itself, so training must go on with the same bits wherever the weight has gone; and
+Adam's moments were made a function of the weight, so each must be found beside its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from checkpoint_helpers import checkpointer, run_ranks
+from core_helpers import stir, tiny_model
+from megatron.core import parallel_state
+
+from megatron_rl.checkpoint.load import load
+from megatron_rl.config import Job, Model, Optimizer
+from megatron_rl.platform import select
+from megatron_rl.run_dir import RunDir
+from megatron_rl.training.adam_state import _shares
+from megatron_rl.training.model import build_policy
+from megatron_rl.training.optimizer import PolicyOptimizer
+
+SAVED, LAST = 3, 6
+
+
+class Layout(NamedTuple):
+    ranks: int
+    tp: int = 1
+    pp: int = 1
+    distributed: bool = True
+
+
+ONE = Layout(1)
+LAYOUTS = {
+    "tp2": Layout(2, tp=2),
+    "pp2": Layout(2, pp=2),
+    "dp2": Layout(2),
+    "dp3": Layout(3),
+    "tp2-dp2": Layout(4, tp=2),
+    "pp2-dp2": Layout(4, pp=2),
+    "tp2-pp2": Layout(4, tp=2, pp=2),
+    "dp2-plain": Layout(2, distributed=False),
+    "tp2-dp2-plain": Layout(4, tp=2, distributed=False),
+}
+
+
+def a_model(dtype: str) -> Model:
+    """A feed-forward size by which the ranges of three ranks end within rows."""
+    return tiny_model(dtype=dtype, ffn_hidden_size=44, tied_embeddings=False, qkv_bias=True)
+
+
+class Training:
+    def __init__(self, layout: Layout, dtype: str) -> None:
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+        model = a_model(dtype)
+        platform = select(Job(device="cpu"))
+        platform.seed(1)
+        self.policy = build_policy(model, 16, platform)
+        stir(
+            self.policy, 0.3, seed=torch.distributed.get_rank()
+        )  # of nobody else, so none of it can be right by chance
+        config = Optimizer(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=layout.distributed)
+        self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
+        self.megatron = self.optimizer.megatron.chained_optimizers[0]
+
+    def state(self) -> dict[str, Any]:
+        model = self.policy.sharded_state_dict()
+        return {"model": model, "optimizer": self.optimizer.sharded_state(model)}
+
+    def update(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        losses = [torch.sin((number + 1.5) * weight.float()).sum() for weight in self.policy.parameters()]
+        mine = parallel_state.get_data_parallel_rank() == 0  # a sum with zeros is exact, one of thirds is not
+        (torch.stack(losses).sum() * mine).backward()
+        assert self.optimizer.update(number).applied
+
+    def moments_tell_their_weight(self) -> bool:
+        found = [
+            torch.equal(share.tensors["exp_avg"], 2 * main) and torch.equal(share.tensors["exp_avg_sq"], main.square())
+            for share, main in self._with_weights()
+        ]
+        return len(found) > 0 and all(found)
+
+    @torch.no_grad()
+    def let_moments_tell_their_weight(self) -> None:
+        for share, main in self._with_weights():
+            share.tensors["exp_avg"].copy_(2 * main)
+            share.tensors["exp_avg_sq"].copy_(main.square())
+
+    def _with_weights(self) -> Any:
+        for share in _shares(self.megatron, self.policy.parameters()):
+            length = len(share.tensors["exp_avg"])
+            weight = share.parameter.detach().flatten()[share.start : share.start + length]
+            main = share.tensors.get("param", weight)
+            assert torch.equal(main.to(weight.dtype), weight)
+            yield share, main
+
+    def save(self, folder: Path, step: int) -> None:
+        saver = checkpointer(folder)
+        saver.save(step, self.state(), {})
+        saver.wait(final=True)
+        (published,) = saver.poll()
+        assert published.step == step, published
+
+    def load(self, folder: Path, step: int, *, with_optimizer: bool = True) -> None:
+        state, _ = load(
+            RunDir(folder).checkpoint(step), self.state() if with_optimizer else {"model": self.state()["model"]}
+        )
+        self.policy.load_state_dict(state["model"])
+        if with_optimizer:
+            self.optimizer.load_state(state["optimizer"])
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """On a single rank: weights and state, under names that no layout changes."""
+        state = self.state()
+        of_weights = {name: weight.detach().clone() for name, weight in self.policy.named_parameters()}
+        return of_weights | {
+            name: item.data.clone() for name, item in state["optimizer"].items() if not isinstance(item, int)
+        }
+
+
+def _begin(rank: int, world_size: int, layout: Layout, dtype: str, folder: Path) -> None:
+    training = Training(layout, dtype)
+    for number in range(SAVED):
+        training.update(number)
+    training.let_moments_tell_their_weight()
+    training.save(folder, SAVED)
+
+
+def _go_on(
+    rank: int, world_size: int, layout: Layout, dtype: str, folder: Path, end: Path, with_optimizer: bool = True
+) -> bool:
+    training = Training(layout, dtype)
+    training.load(folder, SAVED, with_optimizer=with_optimizer)
+    told = training.moments_tell_their_weight()
+    for number in range(SAVED, LAST):
+        training.update(number)
+    training.save(end, LAST)
+    return told
+
+
+def _read(rank: int, world_size: int, dtype: str, end: Path) -> dict[str, torch.Tensor]:
+    training = Training(ONE, dtype)
+    training.load(end, LAST)
+    return training.everything()
+
+
+def ends(folder: Path, layout: Layout, dtype: str, *, with_optimizer: bool = True) -> dict[str, torch.Tensor]:
+    """The run in `folder` goes on in this layout: all there is of it after the last update, as one rank reads it."""
+    end = folder / f"end-{layout.ranks}-{layout.tp}-{layout.pp}"
+    told = run_ranks(folder, layout.ranks, _go_on, layout, dtype, folder, end, with_optimizer)
+    assert all(told) is with_optimizer
+    (read,) = run_ranks(folder, 1, _read, dtype, end)
+    return read
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_one_rank_goes_on_in_another_layout(tmp_path: Path, layout: Layout, dtype: str) -> None:
+    run_ranks(tmp_path, 1, _begin, ONE, dtype, tmp_path)
+    assert same(ends(tmp_path, layout, dtype), ends(tmp_path, ONE, dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_another_layout_goes_on_on_one_rank(tmp_path: Path, layout: Layout) -> None:
+    run_ranks(tmp_path, layout.ranks, _begin, layout, "bf16", tmp_path)
+    assert same(ends(tmp_path, ONE, "bf16"), ends(tmp_path, layout, "bf16"))
+
+
+def test_tensor_parallel_ranks_go_on_as_pipeline_stages(tmp_path: Path) -> None:
+    before, after = LAYOUTS["tp2-dp2"], LAYOUTS["pp2"]
+    run_ranks(tmp_path, before.ranks, _begin, before, "bf16", tmp_path)
+    assert same(ends(tmp_path, after, "bf16"), ends(tmp_path, before, "bf16"))
+
+
+def test_the_comparison_sees_an_optimizer_that_was_not_loaded(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 1, _begin, ONE, "fp32", tmp_path)
+    tp2 = LAYOUTS["tp2"]
+    assert not same(ends(tmp_path, tp2, "fp32", with_optimizer=False), ends(tmp_path, ONE, "fp32"))
