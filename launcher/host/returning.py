@@ -79,11 +79,11 @@ def _submit_successor(here: Here, end: Dict[str, Any]) -> None:
     job = slurm.patiently(lambda: slurm.show_job(here.job_id), OUTAGE)
     name = job.get("JobName") or os.environ.get("SLURM_JOB_NAME", run.root.name)
     avoid = sorted(set(slurm.avoided(job)) | set(end["excluded"]))
-    before = set(slurm.waiting(name))
+    before = set(slurm.waiting_for(here.job_id, name))  # those of a sweep, perhaps
     try:
         job_id = slurm.succeed(here.job_id, str(run.script), name, end["not_before"], avoid)
     except slurm.SlurmSilent:
-        fresh = sorted(set(slurm.patiently(lambda: slurm.waiting(name))) - before)
+        fresh = sorted(set(slurm.patiently(lambda: slurm.waiting_for(here.job_id, name))) - before)
         if len(fresh) != 1:
             raise
         job_id = fresh[0]  # Slurm has taken it, and its answer was lost

@@ -169,22 +169,24 @@ def succeed(job_id: str, script: str, name: str, start: Optional[float], avoid: 
     """Submit a script to start when the job has ended that runs it now; the new job's id.
 
     Args:
-        name: of the job that runs now: one job of a name at a time (`singleton`), however the first one ends.
+        name: of the job that runs now.
         start: not before this unix time.
         avoid: nodes that it may not get.
     """
     kept = {key: value for key, value in os.environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}
-    options = ["--parsable", "--dependency=singleton", "--job-name=" + name]
+    options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name]
     options += ["--begin=" + _moment(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
     told = _run(["sbatch"] + options + [script], dict(kept, MRL_SUCCEEDS=job_id, MRL_PREPARED=os.path.dirname(script)))
     return told.strip().partition(";")[0]
 
 
-def waiting(name: str) -> List[str]:
-    """Ids of one's own jobs of a name that wait in the queue."""
+def waiting_for(job_id: str, name: str) -> List[str]:
+    """Ids of one's own jobs of a name that wait in the queue for another one to end."""
     mine = ["--user=" + str(os.getuid()), "--states=PENDING"]
-    return _run(["squeue", "--noheader", "--format=%A", "--name=" + name] + mine).split()
+    rows = _run(["squeue", "--noheader", "--format=%A %E", "--name=" + name] + mine).splitlines()
+    asked = re.compile(r"\bafterany:{}\b".format(job_id))
+    return [row.split()[0] for row in rows if asked.search(row)]
 
 
 def exclude(job_id: str, hosts: Sequence[str]) -> None:

@@ -57,6 +57,8 @@ def test_a_job_that_cannot_be_requeued_has_a_successor(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--no-requeue"]
     run = login.submit(*DEMO, stub={"steps": 60, "seconds": 0.1})
     run.wait_for_step(2)
+    namesake = ("--job-name=" + run.field("JobName"), "--nodelist=node10", "--output=/dev/null", "--wrap=sleep 1000")
+    login.jobs.append(login.lab.run("sbatch", "--parsable", *namesake).strip())  # of a sweep into another directory
     login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
     assert run.wait() == "FAILED"
     assert run.ends()[0] == ("drained", "signal")

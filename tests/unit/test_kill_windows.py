@@ -259,7 +259,7 @@ class TestSuccessor:
     def submitted(self, world, monkeypatch) -> list[tuple[Any, ...]]:
         world.job["Requeue"] = "0"
         calls: list[tuple[Any, ...]] = []
-        monkeypatch.setattr(slurm, "waiting", lambda name: ["8"] if calls else [])
+        monkeypatch.setattr(slurm, "waiting_for", lambda job_id, name: ["8"] if calls else [])
         monkeypatch.setattr(slurm, "succeed", lambda *given: calls.append(given) or "8")
         return calls
 
@@ -300,3 +300,8 @@ class TestSuccessor:
     def test_one_that_somebody_else_has_overtaken_has_nothing_to_do(self, world, submitted):
         write_json(world.run.job, {"job_id": "9"})
         assert world.start(0, job_id="8", MRL_SUCCEEDS="7") == NOTHING_TO_DO
+
+    def test_a_namesake_is_not_taken_for_it(self, monkeypatch):
+        rows = ["8 afterany:7(unfulfilled)", "9 afterany:77(unfulfilled)", "10 (null)", "11 afterany:3,afterany:7"]
+        monkeypatch.setattr(slurm, "_run", lambda command: "\n".join(rows))
+        assert slurm.waiting_for("7", "run") == ["8", "11"]
