@@ -464,6 +464,20 @@ class Resume(Section):
     """Size on disk, of all ranks together; beyond it the answers under way that are oldest are not kept."""
 
 
+class Wandb(Section):
+    """The record, shown by Weights & Biases: one W&B run for a run, however often it starts. Needs `pip install
+    'mrl[wandb]'` where the ranks run, and WANDB_API_KEY there (the cluster profile's `secrets`)."""
+
+    project: str
+    entity: str | None = None
+    """Team or account that has the project; default: that of the key."""
+    group: str | None = None
+    """Runs of a project that are shown together."""
+    tags: list[str] = []
+    mode: Literal["online", "offline"] = "online"
+    """offline: only written, to the run directory's `wandb`, for nodes without internet; `wandb sync` sends it."""
+
+
 class Logging(Section):
     samples_every: NonNegativeInt = 10
     """Steps between sample rollouts written as text; 0 writes none."""
@@ -471,6 +485,8 @@ class Logging(Section):
     """Rollouts written each time."""
     histograms_every: NonNegativeInt = 50
     """Steps between TensorBoard histograms; 0 writes none."""
+    wandb: Wandb | None = None
+    """Default: no Weights & Biases."""
 
 
 class RunConfig(Section):

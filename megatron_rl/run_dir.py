@@ -127,6 +127,16 @@ class RunDir:
         return self.root / "tensorboard"
 
     @property
+    def wandb(self):
+        """{id, url}: the W&B run that shows this one. Not in a checkpoint: a fork begins as one and has its own."""
+        return self.root / "wandb.json"
+
+    @property
+    def wandb_files(self):
+        """Folder of wandb's own files: the record once more, as the newest attempt tells it."""
+        return self.root / "wandb"
+
+    @property
     def checkpoints(self):
         return self.root / "checkpoints"
 

@@ -28,6 +28,7 @@ from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.config import RunConfig
 from megatron_rl.disk import once_there_is_room
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.metrics.mirror import check_installed
 from megatron_rl.metrics.report import StepReport
 from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
 from megatron_rl.metrics.tally import Tally
@@ -150,6 +151,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     progress = pulse.progress
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     check_supported(config)
+    check_installed(config.logging)
     platform = select(config.job, world.local_rank)
     group = world.connect(config.job, platform.backend, attempt.address("train"))
     pulse.meet(group, platform.device)
@@ -189,10 +191,10 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     save_metrics(run, checkpointer.poll())
     run.driver.bank.close()
     book(run, record)
-    record.close()
     if world.rank == 0:
         step = run.step if outcome == "finished" else checkpointer.published
         once_there_is_room(attempt.outcome, lambda: write_json(attempt.outcome, {"outcome": outcome, "step": step}))
+    record.close()
     dist.barrier(group)  # nobody leaves before the outcome is on disk
     world.disconnect()
     return outcome

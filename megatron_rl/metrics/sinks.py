@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and one log line a step. Written by rank 0 alone.
+"""Where metrics go: metrics.jsonl, TensorBoard, W&B and one log line a step. Written by rank 0 alone.
 
 On a full disk the record waits for room: a save that fills it gives the space back when it fails. What is only looked
 at (TensorBoard, samples, the booking of time) is left out with a warning.
@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_rl.agent.api import RolloutGroup
 from megatron_rl.config import Logging
 from megatron_rl.disk import once_there_is_room
+from megatron_rl.metrics.mirror import Mirror
 from megatron_rl.metrics.names import check_name
 from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines, write_atomic
 
@@ -47,11 +48,14 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(
             str(run_dir.tensorboard), purge_step=max(last_step, evaluated) + 1, flush_secs=TENSORBOARD_FLUSH_S
         )
+        self._mirror = Mirror(run_dir, attempt) if config.wandb else None
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         line = _finite(metrics)
         _append(self.run_dir.metrics, {"step": step, **line})
         self._scalars(step, line)
+        if self._mirror:
+            self._mirror.keep()
         logger.info(
             "step %d  reward %.3f  loss %.4f  grad norm %s  %.0f tokens/s",
             step,
@@ -109,8 +113,11 @@ class MetricsWriter:
                     os.fsync(file.fileno())
 
     def close(self) -> None:
+        """After the outcome is known: W&B is told it."""
         with self._optional("TensorBoard"):
             self._tensorboard.close()
+        if self._mirror:
+            self._mirror.close()
 
     @contextmanager
     def _optional(self, what: str) -> Iterator[None]:

@@ -1,0 +1,288 @@
+"""Weights & Biases shows the record: one W&B run for a run, one value a step, whatever happens in between; and nothing
+that W&B does or fails to do touches the run. The real wandb, on a stand-in for its server and offline."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_helpers import make_run
+from wandb_server import Server, Shown
+
+from launcher.forking import Fork, fill
+from launcher.recipe import load_recipe
+from megatron_rl.config import Logging, Wandb
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.metrics import mirror
+from megatron_rl.metrics.mirror import check_installed
+from megatron_rl.metrics.rows import Record, Row
+from megatron_rl.metrics.sinks import MetricsWriter
+from megatron_rl.run_dir import RunDir, append_json_line, read_json, write_json
+
+KEY = "5ec2e7" * 7
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no netrc, no cache of before
+    with Server().serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        yield server
+
+
+def a_run(root: Path, mode: str = "online", **facts: str) -> RunDir:
+    options = {"project": "p", "mode": mode, **facts}
+    return make_run(root, *(f"logging.wandb.{key}={value}" for key, value in options.items()))
+
+
+def record_of(run: RunDir, attempt: int, last_step: int = 0, evaluated: int = -1) -> MetricsWriter:
+    run.attempt(attempt).folder.mkdir(parents=True, exist_ok=True)
+    return MetricsWriter(run, run.attempt(attempt), Logging(wandb=Wandb(project="p")), last_step, evaluated)
+
+
+def step(record: MetricsWriter, number: int, loss: float) -> None:
+    record.step(number, {"loss": loss, "throughput/tokens_per_s": 10.0, "dropped_ordinals": {"3": "failed"}})
+    record.stretch({"at": 1000.0 * number, "step": number, "seconds": {}})
+
+
+def left(run: RunDir, attempt: int, record: MetricsWriter, outcome: str | None) -> None:
+    """As rank 0 leaves; without an outcome it crashed."""
+    if outcome:
+        write_json(run.attempt(attempt).outcome, {"outcome": outcome, "step": 0})
+    record.close()
+
+
+def shown(server: Server, run: RunDir) -> Shown:
+    return server.runs[read_json(run.wandb)["id"]]
+
+
+def eventually(holds: Callable[[], bool], what: str, limit_s: float = 20.0) -> None:
+    give_up = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < give_up, what
+        time.sleep(0.05)
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# The same run, however often it starts
+
+
+def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server: Server, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine", tags="[long, cold]")
+    first = record_of(run, 1)
+    first.evaluation(0, {"eval/held_out/greedy_accuracy": 0.25})
+    for number in range(1, 7):
+        step(first, number, loss=float(number))
+    left(run, 1, first, outcome=None)
+    identity = read_json(run.wandb)["id"]
+    assert shown(server, run).state == "failed"
+    assert shown(server, run).curve("loss") == [(number, number) for number in range(1, 6)]
+
+    second = record_of(run, 2, last_step=4, evaluated=0)
+    for number in range(5, 9):
+        step(second, number, loss=10.0 * number)
+    left(run, 2, second, outcome="drained")
+    assert shown(server, run).state == "preempted"
+
+    third = record_of(run, 3, last_step=8, evaluated=0)
+    third.evaluation(8, {"eval/held_out/greedy_accuracy": 0.75})
+    step(third, 9, loss=90.0)
+    left(run, 3, third, outcome="finished")
+    assert list(server.runs) == [identity]
+    at_wandb = shown(server, run)
+    assert at_wandb.state == "finished"
+    assert at_wandb.curve("loss") == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60), (7, 70), (8, 80), (9, 90)]
+    assert at_wandb.curve("eval/held_out/greedy_accuracy") == [(0, 0.25), (8, 0.75)]
+    assert at_wandb.curve("_timestamp")[1:] == [(number, 1000.0 * number) for number in range(1, 10)]
+    names = {name for line in at_wandb.lines.values() for name in line if not name.startswith("_")}
+    assert names == {"loss", "throughput/tokens_per_s", "eval/held_out/greedy_accuracy"}
+    assert (at_wandb.name, at_wandb.tags) == ("mine", ["long", "cold"])
+    assert at_wandb.config["grpo"] == load_recipe("demo").config.grpo.model_dump()
+    assert read_json(run.wandb)["url"].endswith(f"/runs/{identity}")
+
+
+def test_a_fork_is_another_wandb_run_that_has_the_steps_of_its_source(server: Server, tmp_path: Path) -> None:
+    source = a_run(tmp_path / "source")
+    write_json(source.wandb, {"id": "of-the-source", "url": None})
+    for number in (1, 2, 3):
+        append_json_line(source.metrics, {"step": number, "loss": float(number)})
+    source.checkpoint(2).mkdir(parents=True)
+    target = a_run(tmp_path / "fork")
+    fill(Fork(source, 2, load_recipe("demo"), ()), target)
+    record = record_of(target, 1, last_step=2)
+    step(record, 3, loss=30.0)
+    left(target, 1, record, outcome="finished")
+    assert "of-the-source" not in server.runs
+    assert shown(server, target).curve("loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert shown(server, target).config["fork"] == {"from": str(source.root), "step": 2}
+
+
+def test_what_nodes_without_internet_wrote_is_whole_and_sent_by_wandb_sync(server: Server, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine", mode="offline")
+    for number in (1, 2, 3):
+        append_json_line(run.metrics, {"step": number, "loss": float(number)})
+    (run.wandb_files / "offline-run-of-the-first-attempt").mkdir(parents=True)
+    record = record_of(run, 2, last_step=2)
+    step(record, 3, loss=30.0)
+    left(run, 2, record, outcome="finished")
+    assert server.runs == {}
+    assert len(list(run.wandb_files.glob("offline-run-*"))) == 1
+    written = [path for path in run.root.rglob("*") if path.is_file()]
+    assert [path for path in written if KEY.encode() in path.read_bytes()] == []
+    sync = [sys.executable, "-m", "wandb", "sync", str(run.wandb_files / "latest-run")]
+    said = subprocess.run(sync, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert shown(server, run).curve("loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert shown(server, run).state == "finished"
+
+
+# Whatever becomes of W&B, the run goes on
+
+
+def test_a_wandb_that_cannot_start_is_said_once_and_catches_up_later(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mirror, "AGAIN_S", 0.0)
+    monkeypatch.delenv("WANDB_API_KEY")
+    run = a_run(tmp_path / "mine")
+    record = record_of(run, 1)
+    number = 0
+
+    def next_step() -> int:
+        nonlocal number
+        number += 1
+        step(record, number, loss=float(number))
+        return number
+
+    eventually(lambda: next_step() > 0 and "W&B" in caplog.text, "no warning")
+    assert "No API key configured" in caplog.text
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    eventually(lambda: next_step() > 0 and len(server.runs) > 0, "never tried again")
+    left(run, 1, record, outcome="finished")
+    assert caplog.text.count("W&B is behind") == 1
+    assert shown(server, run).curve("loss") == [(each, each) for each in range(1, number + 1)]
+
+
+def test_a_server_that_never_answers_costs_the_end_of_a_run_seconds(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mirror, "FINISH_S", 1.0)
+    run = a_run(tmp_path / "mine")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        record = record_of(run, 1)
+        step(record, 1, loss=1.0)
+        eventually(lambda: run.wandb.exists(), "wandb did not start")
+        told = psutil.Process().children(recursive=True)
+        began = time.monotonic()
+        left(run, 1, record, outcome="drained")
+        assert time.monotonic() - began < 1.0 + mirror.LONGER_S + 1.0
+    assert "W&B took longer than 1 s" in caplog.text
+    eventually(lambda: not any(lives(each) for each in told), "it stays", limit_s=5.0)
+
+
+def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine")
+    run.attempt(1).folder.mkdir(parents=True)
+    program = (
+        "from test_wandb import *\nrecord = record_of(RunDir(sys.argv[1]), 1)\nstep(record, 1, 1.0)\ntime.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    rank = subprocess.Popen([sys.executable, "-c", program, str(run.root)], env=environment)
+    try:
+        eventually(lambda: len(server.runs) > 0, "nothing was told")
+        told = psutil.Process(rank.pid).children(recursive=True)
+        assert len(told) == 2
+        assert "wandb-core" in {each.name() for each in told}
+    finally:
+        rank.kill()
+        rank.wait()
+    eventually(lambda: not any(lives(each) for each in told), "it stays", limit_s=mirror.FINISH_S + 3.0)
+    assert shown(server, run).state == "failed"
+
+
+def test_a_recipe_that_asks_for_it_where_it_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_installed(Logging(wandb=Wandb(project="p")))
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    check_installed(Logging())
+    with pytest.raises(ConfigurationError, match=r"logging.wandb: .* pip install 'mrl\[wandb\]'"):
+        check_installed(Logging(wandb=Wandb(project="p")))
+
+
+def test_the_rank_itself_never_imports_wandb() -> None:
+    program = "import sys, megatron_rl.metrics.mirror, megatron_rl.metrics.tell_wandb; print('wandb' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "False\n"
+
+
+# Rows
+
+
+@given(looks=st.lists(st.sampled_from(["step", "evaluation", "look"]), max_size=40))
+def test_each_step_is_one_row_in_order_however_often_it_is_looked(
+    looks: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = RunDir(tmp_path_factory.mktemp("run"))
+    record = Record(run, run.attempt(1))
+    wanted: dict[int, dict[str, float]] = {}
+    rows: list[Row] = []
+    last = 0
+    for what in looks:
+        if what == "step":
+            last += 1
+            wanted.setdefault(last, {})["loss"] = float(last)
+            append_json_line(run.metrics, {"step": last, "loss": float(last), "dropped_ordinals": {}})
+        elif what == "evaluation" and "eval/x" not in wanted.get(last, {}):
+            wanted.setdefault(last, {})["eval/x"] = float(last)
+            append_json_line(run.evaluations, {"step": last, "eval/x": float(last), "eval/prompt_format": "boxed"})
+        elif what == "look":
+            rows += record.rows(complete=False)
+    rows += record.rows(complete=True)
+    assert [(row.step, row.values) for row in rows] == sorted(wanted.items())
+
+
+def test_a_line_that_is_being_written_or_was_torn_waits(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record = Record(run, run.attempt(1))
+    run.metrics.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
+    assert [row.step for row in record.rows(complete=False)] == [1]
+    with run.metrics.open("a") as file:
+        file.write('ss": 3.0}\n')
+    assert [(row.step, row.values) for row in record.rows(complete=True)] == [(2, {"loss": 2.0}), (3, {"loss": 3.0})]
+
+
+def test_the_time_of_a_step_is_that_of_the_attempt_that_it_is_from(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    lines: dict[int, list[dict[str, Any]]] = {
+        1: [{"at": 0.5, "step": 0, "resumed": 0}, {"at": 1.0, "step": 1}, {"at": 2.0, "step": 2}],
+        2: [{"at": 7.0, "step": 1, "resumed": 1}, {"at": 8.0, "step": 2}],
+    }
+    for number, written in lines.items():
+        run.attempt(number).folder.mkdir(parents=True)
+        run.attempt(number).timeline.write_text("".join(json.dumps(line) + "\n" for line in written))
+    run.metrics.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)))
+    rows = Record(run, run.attempt(2)).rows(complete=True)
+    assert [(row.step, row.at) for row in rows] == [(1, 1.0), (2, 8.0), (3, None)]
