@@ -11,7 +11,7 @@ print(*(f"{name}=={m.version(name)}" for name in ("torch", "transformer-engine",
 }
 
 before=$(versions)
-pip install --no-cache-dir -c "$here/constraints.txt" "$1[train,huggingface,math]"
+pip install --no-cache-dir -c "$here/constraints.txt" "$1[train,huggingface,math,wandb]"
 after=$(versions)
 if [[ $before != "$after" ]]; then
     echo "pip replaced packages that were built for this image: $before -> $after" >&2
