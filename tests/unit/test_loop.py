@@ -166,6 +166,25 @@ def test_a_signal_to_one_rank_drains_all_and_the_record_goes_on(
     assert reproducible(run_dir) == reproducible(undisturbed)
 
 
+def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> None:
+    """Four ranks, whose shares of the prompts differ: what two cannot do to each other, three others can."""
+    recipe = loop_recipe(job={"gpus_per_node": 4}, training={"steps": 12}, save={"every": 2})
+    undisturbed, interrupted = (prepare(tmp_path / name, recipe) for name in ("undisturbed", "interrupted"))
+    whole = Attempt(undisturbed, cache, ranks=4)
+    assert whole.exit_codes() == [0] * 4, whole.logs()
+    killed = Attempt(interrupted, cache, ranks=4)
+    killed.wait_for_step(3)
+    killed.kill()
+    drained = Attempt(interrupted, cache, ranks=4)
+    drained.wait_for_step(7)
+    os.kill(drained.processes[2].pid, signal.SIGUSR1)
+    assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
+    last = Attempt(interrupted, cache, ranks=4)
+    assert last.exit_codes() == [0] * 4, last.logs()
+    assert reproducible(interrupted) == reproducible(undisturbed)
+    assert "was not saved" not in "".join(path.read_text() for path in interrupted.root.glob("log.*"))
+
+
 # Failures
 
 
