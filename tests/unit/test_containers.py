@@ -28,7 +28,8 @@ def pins() -> dict[str, str]:
 def asked_for() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [Requirement(text) for extra in ("train", "huggingface", "math", "wandb", "prefetch") for text in extras[extra]]
+    installed = ("train", "huggingface", "math", "wandb", "prefetch")
+    return [Requirement(text) for extra in installed for text in extras[extra]]
 
 
 def test_every_library_is_pinned_within_the_ranges_of_the_package_or_comes_with_the_image():

@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from run_helpers import make_run
 from wandb_server import Server, Shown
 
+from launcher.drafting import draft
 from launcher.forking import Fork, fill
+from launcher.profiles import load_clusters
 from launcher.recipe import load_recipe
 from megatron_rl.config import Logging, Wandb
 from megatron_rl.errors import ConfigurationError
@@ -230,6 +232,16 @@ def test_a_recipe_that_asks_for_it_where_it_is_not_installed_is_refused(monkeypa
     check_installed(Logging())
     with pytest.raises(ConfigurationError, match=r"logging.wandb: .* pip install 'mrl\[wandb\]'"):
         check_installed(Logging(wandb=Wandb(project="p")))
+
+
+@pytest.mark.parametrize(
+    ("secrets", "mode", "told"), [([], "online", True), (["WANDB_API_KEY"], "online", False), ([], "offline", False)]
+)
+def test_a_job_that_will_have_no_key_is_noted(tmp_path: Path, secrets: list[str], mode: str, told: bool) -> None:
+    profile = load_clusters(environ={"HOME": str(tmp_path)}).profile("h100").model_copy(update={"secrets": secrets})
+    recipe = load_recipe("demo", ["logging.wandb.project=p", f"logging.wandb.mode={mode}"])
+    notes = draft(recipe, "h100", profile, tmp_path / "run").notes
+    assert any("WANDB_API_KEY is not among the secrets of h100" in note for note in notes) == told
 
 
 def test_the_rank_itself_never_imports_wandb() -> None:
