@@ -7,9 +7,11 @@ from typing import Any
 
 from launcher.cli.record import RECENT, Reader, clock, mean
 from launcher.host import goodput
-from launcher.host.slurm import SlurmRefused, show_job
+from launcher.host.avoiding import excluded_since
+from launcher.host.slurm import SlurmRefused, avoided, show_job
 from launcher.standing import Standing, resolved_values
 from launcher.typed import mrl
+from megatron_rl.run_dir import RunDir
 
 
 def report(standing: Standing) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def report(standing: Standing) -> dict[str, Any]:
             "nodes": job.nodes or None,
             "started_at": job.started_at,
             "ends_at": job.ended_at,
-            **(_details(job.job_id) if job.kind in ("pending", "running") else {}),
+            **(_details(run, job.job_id) if job.kind in ("pending", "running") else {}),
         },
         "logs": str(run.attempt(standing.attempt).logs if standing.attempt else run.batch_log),
     }
@@ -57,14 +59,20 @@ def _goodput(standing: Standing) -> dict[str, Any] | None:
     return {"device": device, **goodput.read(run, time.time(), running, queued).as_json()}
 
 
-def _details(job_id: str) -> dict[str, str | None]:
-    """What squeue does not tell: nodes that the job avoids, and that it is being preempted."""
+def _details(run: RunDir, job_id: str) -> dict[str, Any]:
+    """What squeue does not tell: nodes that the job avoids, since when if they failed it, and that it is being
+    preempted."""
     try:
         record = show_job(job_id)
+        avoids = avoided(record)
     except SlurmRefused:
         return {}
-    told = {"avoids": record.get("ExcNodeList"), "preempted_at": record.get("PreemptTime")}
-    return {key: None if value in (None, "", "(null)", "None") else value for key, value in told.items()}
+    since = excluded_since(run)
+    preempted_at = record.get("PreemptTime")
+    return {
+        "avoids": {host: since.get(host) for host in avoids},
+        "preempted_at": None if preempted_at in (None, "", "(null)", "None") else preempted_at,
+    }
 
 
 def lines(told: dict[str, Any]) -> list[str]:
@@ -73,6 +81,7 @@ def lines(told: dict[str, Any]) -> list[str]:
         told: what `report` returned.
     """
     rows = [("reason", told["reason"]), ("waits for", told["waits_for"]), ("job", _job(told))]
+    rows.append(("avoids", _avoids(told)))
     rows.append(("phase", told["phase"]))
     if told["step"]:
         rows.append(("step", f"{told['step']} of {told['steps']} ({told['step'] / told['steps']:.0%})"))
@@ -101,8 +110,16 @@ def _job(told: dict[str, Any]) -> str | None:
         parts.append("requeued once" if job["restarts"] == 1 else f"requeued {job['restarts']} times")
     if job.get("preempted_at"):
         parts.append(f"being preempted since {job['preempted_at']}")
-    if job.get("avoids"):
-        parts.append(f"avoids {job['avoids']}")
+    return ", ".join(parts)
+
+
+def _avoids(told: dict[str, Any]) -> str | None:
+    """`node02 since 21 November 14:03, 7 nodes as submitted`"""
+    avoids = (told["job"] or {}).get("avoids") or {}
+    ours = {host: since for host, since in avoids.items() if since is not None}
+    parts = [f"{host} since {time.strftime('%d %B %H:%M', time.localtime(since))}" for host, since in ours.items()]
+    theirs = len(avoids) - len(ours)
+    parts += [f"{theirs} node{'s' if theirs > 1 else ''} as submitted"] if theirs else []
     return ", ".join(parts)
 
 

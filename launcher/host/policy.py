@@ -89,7 +89,7 @@ def decide(
     if facts.dead and cause in (None, REQUEUE, SIGNALLED) and not hung_elsewhere:
         cause = NODE_FAILURE
     if verdict.outcome == CRASHED and cause != NODE_FAILURE or verdict.outcome == LOST and cause is None:
-        return _after_crash(_since_held(history), verdict, cause, facts)
+        return _after_crash(since_held(history), verdict, cause, facts)
     outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
     if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
@@ -98,7 +98,7 @@ def decide(
     if again.then == OVER:
         return again._replace(message="submit the run again to go on")
     this = {"cause": cause, "step": verdict.step, "checkpoint": facts.checkpoint}
-    in_vain = _in_vain([*_since_held(history), this])
+    in_vain = _in_vain([*since_held(history), this])
     if in_vain >= IN_VAIN.get(str(cause), in_vain + 1):
         said = "{} attempts in a row ended with nothing new saved".format(in_vain)
         return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=said)
@@ -147,7 +147,7 @@ def _how(cause: Optional[str], facts: Facts) -> str:
     return BY_SLURM if cause == PREEMPTED and by_itself else BY_US
 
 
-def _since_held(history: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+def since_held(history: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """The ends since somebody last had a look: whoever resumes a run grants it all its tries again."""
     ends = [line for line in history if line["event"] == "end"]
     final = [number for number, end in enumerate(ends) if end.get("then") not in STARTS_AGAIN]

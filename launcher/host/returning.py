@@ -10,6 +10,7 @@ import time
 from typing import Any, Callable, Dict, List, Optional
 
 from launcher.host import index, slurm
+from launcher.host.avoiding import excluded_since, nodes_to_avoid
 from launcher.host.here import Here
 from launcher.host.policy import BY_SLURM, BY_US, SUCCESSOR
 from megatron_rl.run_dir import Attempt, read_json, write_json
@@ -33,9 +34,9 @@ def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any], returning: boo
         if end["then"] == BY_US:
             # This sends SIGTERM to everything here, which the script has us ignore: there are some seconds left.
             slurm.patiently(lambda: slurm.requeue(here.job_id), OUTAGE)
-            problems = _adjust(here.job_id, end)
+            problems = _adjust(here, end)
         elif end["then"] == BY_SLURM and returning:
-            problems = _adjust(here.job_id, end)
+            problems = _adjust(here, end)
         elif end["then"] == SUCCESSOR:
             _submit_successor(here, end)
         else:
@@ -50,15 +51,22 @@ def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any], returning: boo
         print(error, file=sys.stderr)
 
 
-def _adjust(job_id: str, end: Dict[str, Any]) -> List[str]:
+def _adjust(here: Here, end: Dict[str, Any]) -> List[str]:
     """Back-off and exclusion of a job that was just requeued; what of it Slurm refused."""
-    limit = time.monotonic() + LIMIT
-    tries = []  # type: List[Callable[[], None]]
+    job_id, limit = here.job_id, time.monotonic() + LIMIT
+    problems = []  # type: List[Optional[str]]
     if end["not_before"]:
-        tries.append(lambda: slurm.postpone(job_id, end["not_before"]))
-    if end["excluded"]:
-        tries.append(lambda: slurm.exclude(job_id, end["excluded"]))
-    return [problem for problem in (_until(limit, each) for each in tries) if problem]
+        problems.append(_until(limit, lambda: slurm.postpone(job_id, end["not_before"])))
+    if end["excluded"] or excluded_since(here.run):
+        try:
+            listed = slurm.avoided(slurm.show_job(job_id))
+            hosts = nodes_to_avoid(here.run, end, listed, time.time())
+        except slurm.SlurmRefused as error:
+            problems.append(str(error))
+        else:
+            if set(hosts) != set(listed):
+                problems.append(_until(limit, lambda: slurm.exclude(job_id, hosts)))
+    return [problem for problem in problems if problem]
 
 
 def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
@@ -78,7 +86,7 @@ def _submit_successor(here: Here, end: Dict[str, Any]) -> None:
     run = here.run
     job = slurm.patiently(lambda: slurm.show_job(here.job_id), OUTAGE)
     name = job.get("JobName") or os.environ.get("SLURM_JOB_NAME", run.root.name)
-    avoid = sorted(set(slurm.avoided(job)) | set(end["excluded"]))
+    avoid = nodes_to_avoid(run, end, slurm.avoided(job), time.time())
     before = set(slurm.waiting_for(here.job_id, name))  # those of a sweep, perhaps
     try:
         job_id = slurm.succeed(here.job_id, str(run.script), name, end["not_before"], avoid)

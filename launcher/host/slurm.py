@@ -38,6 +38,9 @@ _SILENT = re.compile(
     r"timed out|unable to contact|connection refused|communication|zero bytes|temporarily|try again", re.IGNORECASE
 )
 
+# sbatch --test-only on a script that excludes more nodes than it can do without
+_TOO_FEW = re.compile(r"configuration (is )?not available", re.IGNORECASE)
+
 Result = TypeVar("Result")
 
 
@@ -173,12 +176,30 @@ def succeed(job_id: str, script: str, name: str, start: Optional[float], avoid: 
         start: not before this unix time.
         avoid: nodes that it may not get.
     """
-    kept = {key: value for key, value in os.environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}
     options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name]
     options += ["--begin=" + _moment(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
-    told = _run(["sbatch"] + options + [script], dict(kept, MRL_SUCCEEDS=job_id, MRL_PREPARED=os.path.dirname(script)))
+    more = {"MRL_SUCCEEDS": job_id, "MRL_PREPARED": os.path.dirname(script)}
+    told = _run(["sbatch"] + options + [script], dict(_of_no_job(), **more))
     return told.strip().partition(";")[0]
+
+
+def could_start(script: str, avoid: Sequence[str]) -> bool:
+    """Whether there are enough nodes for a script without these, drained and down ones not counted. Nothing is
+    submitted. That Slurm refuses the script for another reason, now or at all, says nothing about its nodes."""
+    options = ["--test-only"] + (["--exclude=" + ",".join(avoid)] if avoid else [])
+    try:
+        _run(["sbatch"] + options + [script], _of_no_job())
+    except SlurmSilent:
+        raise
+    except SlurmRefused as error:
+        return _TOO_FEW.search(str(error)) is None
+    return True
+
+
+def _of_no_job() -> Dict[str, str]:
+    """Our environment without what describes the job that we are in."""
+    return {key: value for key, value in os.environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}
 
 
 def waiting_for(job_id: str, name: str) -> List[str]:
@@ -190,9 +211,8 @@ def waiting_for(job_id: str, name: str) -> List[str]:
 
 
 def exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Keep a pending job away from these nodes as well as from those it already avoids (the set is replaced)."""
-    every = sorted(set(avoided(show_job(job_id))) | set(hosts))
-    _run(["scontrol", "update", "JobId=" + job_id, "ExcNodeList=" + ",".join(every)])
+    """Keep a pending job away from these nodes, and from no others."""
+    _run(["scontrol", "update", "JobId=" + job_id, "ExcNodeList=" + ",".join(hosts)])
 
 
 def avoided(job: Dict[str, str]) -> List[str]:

@@ -36,6 +36,18 @@ def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: L
     assert run.avoided() == {"node02", *(f"node{number:02d}" for number in range(4, 11))}  # and those of the profile
 
 
+def test_the_only_nodes_there_are_are_not_avoided(login: Login) -> None:
+    """It would wait for ever. Meanwhile the node is repaired here."""
+    once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; exit 1; }}"
+    sick = login.program("python", f'case "$(hostname) $*" in node02*host.health*) {once} ;; esac\nexec python3 "$@"')
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick), "sbatch": ["--exclude=node[03-10]"]}
+    run = login.submit(*DEMO)
+    assert run.wait() == "COMPLETED", run.log()
+    assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
+    assert "too few nodes are left: node02" in run.dir.batch_log.read_text()
+    assert run.avoided() == {f"node{number:02d}" for number in range(3, 11)}
+
+
 def test_a_health_check_that_cannot_start_blames_no_node(login: Login) -> None:
     no_health_step(login, "true")
     run = login.submit(*DEMO)
