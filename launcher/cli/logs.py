@@ -25,7 +25,7 @@ ASK_EVERY_S = 10.0  # seconds between questions whether the run is still alive
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Of the role's ranks.")
 @click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
 @click.option("-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="Of its end.")
-@click.option("--list", "listing", is_flag=True, help="Name the log files instead.")
+@click.option("--list", "listing", is_flag=True, help="Name the log files, and the stacks of a hang, instead.")
 @click.option(
     "--json", "as_json", is_flag=True, help="One JSON object a line: {attempt, role, rank, line}, or {files}."
 )

@@ -70,10 +70,10 @@ class Tail:
 
 
 def log_files(run: RunDir, attempt: int | None) -> list[Path]:
-    """Logs of an attempt (default: the newest), and the batch log."""
+    """Logs of an attempt (default: the newest), the stacks that a hang left, and the batch log."""
     folder = run.attempt(attempt or run.last_attempt()).logs
-    found = sorted(folder.glob("*.log")) if folder.is_dir() else []
-    return [*([run.batch_log] if run.batch_log.is_file() else []), *found]
+    stacks = [path for path in folder.glob("*.stacks") if path.stat().st_size]  # there from the start, and empty
+    return [*([run.batch_log] if run.batch_log.is_file() else []), *sorted([*folder.glob("*.log"), *stacks])]
 
 
 def missing(run: RunDir, role: str, rank: int, attempt: int | None) -> str:
@@ -81,7 +81,7 @@ def missing(run: RunDir, role: str, rank: int, attempt: int | None) -> str:
     roles: dict[str, list[int]] = {BATCH: []} if run.batch_log.is_file() else {}
     for path in log_files(run, attempt):
         name, _, number = path.stem.rpartition(".")
-        if path != run.batch_log and number.isdigit():
+        if path != run.batch_log and path.suffix == ".log" and number.isdigit():
             roles.setdefault(name, []).append(int(number))
     if role in roles:
         return f"no rank {rank} of {role}; there are: {', '.join(map(str, sorted(roles[role])))}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.cli.tail import Tail, _start_of_last, log_files
+from launcher.cli.tail import Tail, _start_of_last, log_files, missing
 from megatron_rl.run_dir import RunDir
 
 
@@ -69,6 +69,16 @@ def test_a_role_of_its_own(tmp_path):
     write(run, 1, 2, "b\n", role="infer-0")
     assert read(Tail(run, "infer-0", 2, None, lines=10)) == ["b"]
     assert [path.name for path in log_files(run, None)] == ["infer-0.2.log", "train.0.log"]
+
+
+def test_the_list_has_the_stacks_that_a_hang_left(tmp_path):
+    run = RunDir(tmp_path)
+    assert log_files(run, None) == []
+    write(run, 1, 0, "")
+    run.attempt(1).stacks(0).write_text("Thread 0x7f: in all_reduce\n")
+    run.attempt(1).stacks(1).touch()  # of a rank that nobody asked
+    assert [path.name for path in log_files(run, 1)] == ["train.0.log", "train.0.stacks"]
+    assert missing(run, "train", 1, 1) == "no rank 1 of train; there are: 0"
 
 
 @given(st.lists(st.text(st.characters(codec="ascii", exclude_characters="\n"), max_size=30)), st.integers(0, 8))
