@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 from launcher.host import ledger, slurm, snapshot
 from launcher.host.concluding import conclude_lost
@@ -30,6 +30,8 @@ from megatron_rl.run_dir import (
 EXIT_NOTHING_TO_DO = 3  # between this and the batch script
 
 LEFTOVERS = 60.0  # seconds
+COMPLETING = 300.0  # seconds: an epilog, or a process that does not die
+LOOK = 5.0  # seconds between questions to Slurm
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without flock
 
 
@@ -42,6 +44,7 @@ def own(here: Here, options: argparse.Namespace) -> int:
         return EXIT_NOTHING_TO_DO
     _refuse_foreign(run)
     owner = read_json(run.job)
+    _let_go(here, owner)
     mine = owner is not None and owner["job_id"] == here.job_id
     if owner is not None and not mine:
         if here.succeeds is not None and owner["job_id"] != here.succeeds:
@@ -165,6 +168,18 @@ def _lock(here: Here, descriptor: int) -> None:
         print(
             "{}: this file system has no locks; job.json alone tells the owner".format(here.run.root), file=sys.stderr
         )
+
+
+def _let_go(here: Here, owner: Optional[Dict[str, Any]]) -> None:
+    """Wait for the jobs before this one as long as Slurm is busy ending them: on some node a rank of theirs may still
+    write into the run directory."""
+    last = (read_json_lines(here.run.attempts_ledger) or [{}])[-1]
+    before = {str(line["job_id"]) for line in (owner or {}, last) if line.get("job_id")} - {here.job_id}
+    give_up = time.monotonic() + COMPLETING
+    for job_id in sorted(before):
+        while slurm.is_completing(job_id) and time.monotonic() < give_up:
+            print("waiting for job {} to be gone from its nodes".format(job_id))
+            time.sleep(LOOK)
 
 
 def _has_ended(owner: Dict[str, Any]) -> bool:

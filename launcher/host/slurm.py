@@ -84,6 +84,14 @@ def alive(job_id: str) -> Optional[bool]:
         return False if "Invalid job id" in str(error) else None
 
 
+def is_completing(job_id: str) -> bool:
+    """Whether a job is over but for what it has left on its nodes; not so where Slurm cannot be asked."""
+    try:
+        return show_job(job_id).get("JobState") == "COMPLETING"
+    except SlurmRefused:
+        return False
+
+
 def hostnames(nodelist: str) -> List[str]:
     """`node[01-03],x` -> one name each. Local: asks no daemon."""
     return _run(["scontrol", "show", "hostnames", nodelist]).split()

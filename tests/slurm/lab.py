@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from namespaces import SYSTEM_PATH, best_isolation, plug_into_this_machine, unshare
@@ -170,6 +170,21 @@ class Cluster:
         assert where is not None
         wait_until(f"the slurmd of {name} listens", lambda: _listens(where[1], int(where[2])), SECONDS_UP)
         self.wait_until_up(name)
+
+    @contextlib.contextmanager
+    def configured(self, changes: Mapping[str, str]) -> Iterator[None]:
+        """With these lines of slurm.conf replaced by others."""
+        text = changed = self.conf.read_text()
+        for old, new in changes.items():
+            assert old in text, old
+            changed = changed.replace(old, new)
+        try:
+            self.conf.write_text(changed)
+            self.run("scontrol", "reconfigure")
+            yield
+        finally:
+            self.conf.write_text(text)
+            self.run("scontrol", "reconfigure")
 
     def forget_jobs(self) -> None:
         """As after MinJobAge: the controller knows no job any more. Running ones end. Ids go on as they were."""

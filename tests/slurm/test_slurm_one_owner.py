@@ -57,3 +57,20 @@ def test_an_allocation_runs_a_run_once(login: Login) -> None:
     assert [line["event"] for line in run.ledger()] == ["start", "end"], said("first.log")
     assert run.ends()[0][0] == "drained", "the first went on until it was told to leave"
     assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+
+
+def test_a_job_waits_for_one_that_is_being_ended(login: Login) -> None:
+    """Its script is gone, and the nodes are still cleaned up."""
+    login.share.mkdir()
+    root, script = login.share / "run", login.home / "job.sbatch"
+    login.profiles["stub"]["sbatch"] = ["--exclude=node[03-10]"]
+    script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
+    with login.lab.configured({"KillWait=5": f"KillWait=5\nEpilog={login.program('epilog', 'sleep 12')}"}):
+        first = login.adopt(root, login.sbatch(script, stub={"steps": 10_000}))
+        first.wait_for_step(2)
+        login.lab.run("scancel", first.job)
+        wait_until("the first is being ended", lambda: first.state() == "COMPLETING" and first.ends(), SECONDS)
+        second = login.adopt(root, login.sbatch(script, stub={"steps": 10}))
+        assert second.wait() == "COMPLETED", second.log()
+    assert f"waiting for job {first.job} to be gone from its nodes" in second.dir.batch_log.read_text()
+    assert second.ends()[-1] == ("finished", None)

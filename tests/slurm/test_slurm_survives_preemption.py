@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,22 +12,6 @@ from records import RECIPE, finish, hold, preempt, record, seconds_to_leave, wai
 
 KILL_WAIT = 5.0  # of the lab
 SLACK = 6.0  # seconds by which any of Slurm's timings may be off
-
-
-@contextmanager
-def configured(lab: Cluster, changes: Mapping[str, str]) -> Iterator[None]:
-    """With these lines of slurm.conf replaced by others."""
-    text = changed = lab.conf.read_text()
-    for old, new in changes.items():
-        assert old in text, old
-        changed = changed.replace(old, new)
-    try:
-        lab.conf.write_text(changed)
-        lab.run("scontrol", "reconfigure")
-        yield
-    finally:
-        lab.conf.write_text(text)
-        lab.run("scontrol", "reconfigure")
 
 
 class Scene(NamedTuple):
@@ -69,7 +51,7 @@ def test_a_preempted_run_goes_on(login: Login, scene: Scene, undisturbed: Run) -
     changes = {"GraceTime=20": f"GraceTime={scene.grace}"}
     if not scene.user_signal:
         changes["SlurmctldParameters=preempt_send_user_signal\n"] = ""
-    with configured(login.lab, changes):
+    with login.lab.configured(changes):
         run = login.submit(*RECIPE)
         wait_until_held(run)
         preempt(login, run)

@@ -93,6 +93,33 @@ def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(here: Here, m
     assert capsys.readouterr().out == "2 n1,n3\n"
 
 
+@pytest.mark.parametrize("named", ["owner", "ledger"])
+def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(here: Here, monkeypatch, capsys, named: str) -> None:
+    """A rank that does not die may still write into the run directory."""
+    states = ["COMPLETING", "COMPLETING", "CANCELLED"]
+    asked = []
+
+    def show(job_id: str) -> dict[str, str]:
+        asked.append(job_id)
+        return {"JobState": states.pop(0)}
+
+    monkeypatch.setattr(slurm, "show_job", show)
+    monkeypatch.setattr(opening, "LOOK", 0.0)
+    here.job_id = "8"
+    if named == "owner":
+        here.run.attempts_ledger.unlink()
+    opening._let_go(here, {"job_id": "7" if named == "owner" else "8"})
+    assert asked == ["7"] * 3
+    assert "waiting for job 7 to be gone from its nodes" in capsys.readouterr().out
+
+
+def test_that_wait_has_an_end(here: Here, monkeypatch) -> None:
+    monkeypatch.setattr(slurm, "show_job", lambda job_id: {"JobState": "COMPLETING"})
+    monkeypatch.setattr(opening, "LOOK", 0.01)
+    monkeypatch.setattr(opening, "COMPLETING", 0.05)
+    opening._let_go(here, {"job_id": "6"})
+
+
 def test_what_a_user_sets_for_sinfo_does_not_hide_nodes(monkeypatch) -> None:
     monkeypatch.setenv("SINFO_PARTITION", "other")
     assert "SINFO_PARTITION" not in slurm.environment()
