@@ -2,7 +2,8 @@
 
     bank.groups(ordinals)       scored groups of earlier attempts: nothing of them is done again
     bank.inference(ordinal)     the engine, through which an interrupted answer goes on from the tokens it had
-    async with bank.keeping():  what is under way is written every `resume.flush_s`, and when the block is left
+    async with bank.keeping():  what is under way is written every `resume.flush_s`, and when the block is left, unless
+                                that was moments ago
     bank.put(group)             scored
     bank.saving(step, ordinal)  a checkpoint is begun that settles all below this ordinal ...
     bank.saved(step)            ... and published: they are forgotten
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -55,6 +57,8 @@ from megatron_rl.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 3.0
+WORTH_WRITING_S = 1.0
+"""What took less than this to generate waits for more: to write every step of a tiny model takes a tenth of it."""
 
 
 class Bank:
@@ -86,7 +90,9 @@ class Bank:
         self._file = BankFile(
             bank_file(folder, lineage.attempt, driver), int(resume.bank_gib * 2**30) // drivers, shrink
         )
-        self._buffer: list[Record] = [attempt_record(lineage)]
+        self._first_record = [attempt_record(lineage)]
+        self._unwritten: list[_Scored] = []
+        self._flushed_at = time.monotonic()
         self._asked: dict[int, _Asked] = {}
         self._submitted: dict[int, int] = {}
         self._saving: dict[int, int] = {}
@@ -180,13 +186,17 @@ class Bank:
 
     @asynccontextmanager
     async def keeping(self) -> AsyncIterator[None]:
-        """What is under way inside the block is written now and then, and when it is left for whatever reason."""
+        """What is under way inside the block is written now and then, and when it is left; after a step of moments
+        only where something went wrong, else with those that follow."""
         regularly = asyncio.create_task(self._flush_regularly())
+        finished = False
         try:
             yield
+            finished = True
         finally:
             regularly.cancel()
-            self.flush()
+            if not finished or time.monotonic() - self._flushed_at > min(self._resume.flush_s, WORTH_WRITING_S):
+                self.flush()
 
     async def _flush_regularly(self) -> None:
         while True:
@@ -196,16 +206,17 @@ class Bank:
     def put(self, group: RolloutGroup) -> None:
         """Remember a scored group; on disk with the next flush."""
         ordinal = group.ordinal
-        self._buffer.append(group_record(group, self.version(ordinal), self.engine.policy_version, self._lineage))
+        self._unwritten.append(_Scored(group, self.version(ordinal), self.engine.policy_version))
         self._asked = {number: asked for number, asked in self._asked.items() if asked.ordinal != ordinal}
 
     def flush(self) -> None:
         """Write, behind the caller, what is new."""
-        if self._asked:
-            self._buffer += self._new_stretches()
-        if self._buffer:
-            self._file.append(self._buffer)
-            self._buffer = []
+        groups = [group_record(each.group, each.version, each.newest, self._lineage) for each in self._unwritten]
+        stretches = self._new_stretches() if self._asked else []
+        if records := [*self._first_record, *groups, *stretches]:
+            self._file.append(records)
+        self._first_record, self._unwritten = [], []
+        self._flushed_at = time.monotonic()
 
     def _new_stretches(self) -> list[Record]:
         found = [(id(each.request), each.sample, each.beginning) for each in self.engine.under_way()]
@@ -242,6 +253,7 @@ class Bank:
         below = self._settled_below
         self._submitted = {ordinal: version for ordinal, version in self._submitted.items() if ordinal >= below}
         self._index([entry for entry in self._entries if entry.head["ordinal"] >= below])
+        self._unwritten = [each for each in self._unwritten if each.group.ordinal >= below]
         folded: list[Entry] = []
         superseded: set[Path] = set()
         if self._first:
@@ -280,6 +292,16 @@ def open_bank(
         driver=dist.get_rank(group),
         drivers=dist.get_world_size(group),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A group of this attempt."""
+
+    group: RolloutGroup
+    version: int
+    newest: int
+    """See `group_record`."""
 
 
 @dataclass(slots=True)

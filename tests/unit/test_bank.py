@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.api import RolloutGroup
 from megatron_rl.config import Resume
+from megatron_rl.rollout import bank as bank_module
 from megatron_rl.rollout.bank import Bank
 from megatron_rl.rollout.bank_file import bank_file, bank_files, scan
 from megatron_rl.rollout.memory import NoBank
@@ -311,6 +312,44 @@ def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[Rollo
     heads = [entry.head for entry in scan(path).entries]
     assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [3]
     assert collect(run, bank_of(run, tmp_path, 2, next_ordinal=3), range(3, 4)) == undisturbed[3:]
+
+
+def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
+    for ordinal in range(PROMPTS):
+        run.driver._roll_out(range(ordinal, ordinal + 1))
+    assert not bank_files(tmp_path)
+    bank.saving(9, next_ordinal=2)
+    bank.saved(9)
+    bank.close()
+    (path,) = bank_files(tmp_path)
+    heads = [entry.head for entry in scan(path).entries]
+    assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [2, 3]  # the others never were
+
+
+def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 0.0)
+    run.driver._roll_out(range(2))
+    assert bank._file.wait(20)
+    (path,) = bank_files(tmp_path)
+    assert [entry.head["kind"] for entry in scan(path).entries] == ["attempt", "group", "group"]
+
+
+def test_a_step_that_fails_leaves_what_it_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
+    run.driver._roll_out(range(1))
+    monkeypatch.setattr(run.engine, "step", fail)
+    with pytest.raises(OSError, match="out of order"):
+        run.driver._roll_out(range(1, 2))
+    assert bank._file.wait(20)
+    assert [entry.head["kind"] for entry in scan(bank_files(tmp_path)[0]).entries] == ["attempt", "group"]
+
+
+def fail() -> None:
+    raise OSError("out of order")
 
 
 def test_the_first_driver_folds_earlier_files_and_the_others_find_them_again(
