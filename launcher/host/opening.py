@@ -15,10 +15,11 @@ from typing import Any, Dict, Optional
 from launcher.host import ledger, slurm, snapshot
 from launcher.host.concluding import conclude_lost
 from launcher.host.here import Here, Refused, ask_to_leave
-from launcher.host.policy import HELD, HERE, OVER
+from launcher.host.policy import HELD, HERE, OVER, Facts, who_starts_it
 from launcher.host.returning import bring_back, is_too_early, write_owner
 from launcher.host.words import in_words
 from megatron_rl.run_dir import (
+    EXIT_DRAINED,
     EXIT_FINISHED,
     Attempt,
     RunDir,
@@ -32,6 +33,8 @@ EXIT_NOTHING_TO_DO = 3  # between this and the batch script
 LEFTOVERS = 60.0  # seconds
 COMPLETING = 300.0  # seconds: an epilog, or a process that does not die
 LOOK = 5.0  # seconds between questions to Slurm
+ROOM_AGAIN = 900.0  # seconds after which a job looks again whether the disk has room
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without flock
 
 
@@ -103,9 +106,33 @@ def create(here: Here, options: argparse.Namespace) -> int:
 
 
 def open_attempt(here: Here, options: argparse.Namespace) -> int:
-    """Begin an attempt and print its number."""
+    """Begin an attempt and print its number. On a disk that is full the job comes back later: nothing is lost by then,
+    and nobody may be there to resume it."""
+    attempt = here.run.attempt(here.run.last_attempt() + 1)
+    try:
+        _begin(here, attempt)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _come_back_later(here, attempt, error)
+        return EXIT_DRAINED
+    print(attempt.number)
+    return EXIT_FINISHED
+
+
+def _come_back_later(here: Here, attempt: Attempt, error: OSError) -> None:
+    job = slurm.patiently(lambda: slurm.show_job(here.job_id))
+    facts = Facts(can_return=job.get("BatchFlag", "1") == "1", requeueable=job.get("Requeue", "1") == "1")
+    then, at = who_starts_it(None, facts), time.time() + ROOM_AGAIN
+    what = "mrl resume goes on" if then == OVER else "the job comes back in {:.0f} min".format(ROOM_AGAIN / 60)
+    said = "error: {}: {}; nothing is lost: make room, {}"
+    print(said.format(here.run.root, error.strerror, what), file=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the requeue itself
+    bring_back(here, attempt, {"then": then, "not_before": at, "excluded": []})
+
+
+def _begin(here: Here, attempt: Attempt) -> None:
     run, now = here.run, time.time()
-    attempt = run.attempt(run.last_attempt() + 1)
     attempt.folder.mkdir(parents=True)
     attempt.logs.mkdir(parents=True, exist_ok=True)
     ledger.point_latest(attempt, here.job_id)
@@ -123,8 +150,6 @@ def open_attempt(here: Here, options: argparse.Namespace) -> int:
     }
     ledger.record(run, attempt.number, "start", now, **facts)
     _take_over_request(run, attempt)
-    print(attempt.number)
-    return EXIT_FINISHED
 
 
 def _take_over_request(run: RunDir, attempt: Attempt) -> None:

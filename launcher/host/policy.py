@@ -94,7 +94,7 @@ def decide(
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
     if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
         return Decision(outcome, cause, HERE, EXIT_AGAIN, "goes on with the nodes that are left", exclude=exclude)
-    again = Decision(outcome, cause, _how(cause, facts), EXIT_DRAINED, "", exclude=exclude)
+    again = Decision(outcome, cause, who_starts_it(cause, facts), EXIT_DRAINED, "", exclude=exclude)
     if again.then == OVER:
         return again._replace(message="submit the run again to go on")
     this = {"cause": cause, "step": verdict.step, "checkpoint": facts.checkpoint}
@@ -114,7 +114,7 @@ def _after_crash(history: List[Dict[str, Any]], verdict: Verdict, cause: Optiona
     decision = Decision(
         verdict.outcome,
         cause,
-        _how(cause, facts),
+        who_starts_it(cause, facts),
         EXIT_CRASHED,
         "",
         delay_s=min(facts.backoff_s * 2 ** (crashes - 1), LONGEST_BACKOFF),
@@ -135,7 +135,7 @@ def is_crash(end: Dict[str, Any]) -> bool:
     return end["outcome"] == CRASHED or (end["outcome"] == LOST and end.get("cause") is None)
 
 
-def _how(cause: Optional[str], facts: Facts) -> str:
+def who_starts_it(cause: Optional[str], facts: Facts) -> str:
     """Who starts the job again."""
     if not facts.can_return:
         return OVER

@@ -305,3 +305,58 @@ class TestSuccessor:
         rows = ["8 afterany:7(unfulfilled)", "9 afterany:77(unfulfilled)", "10 (null)", "11 afterany:3,afterany:7"]
         monkeypatch.setattr(slurm, "_run", lambda command: "\n".join(rows))
         assert slurm.waiting_for("7", "run") == ["8", "11"]
+
+
+class TestFullDiskAtTheStart:
+    """The run goes on by itself once there is room, as it was left."""
+
+    @pytest.fixture
+    def full(self, world, monkeypatch) -> Callable[[], int]:
+        world.asked("preempted")
+        world.left("drained")
+        world.end(NEVER)
+        assert world.start() == GOES_ON
+        world.told.clear()
+        record = ledger.record
+
+        def begin() -> int:
+            def refuse(*given: Any, **facts: Any) -> None:
+                raise OSError(28, "No space left on device", str(world.run.attempts_ledger))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(ledger, "record", refuse)
+                code = opening.open_attempt(world.here(1), argparse.Namespace())
+            assert ledger.record is record
+            return code
+
+        return begin
+
+    def test_the_job_is_sent_back_for_a_while(self, world, full, capsys):
+        before = world.run.attempts_ledger.read_text()
+        assert full() == 75
+        assert world.told == ["requeue", "postpone", "confirm"]
+        told = capsys.readouterr()
+        assert told.out == "", "the script would take it for the number of an attempt"
+        assert "No space left on device" in told.err
+        assert "the job comes back in 15 min" in told.err
+        assert world.run.attempts_ledger.read_text() == before
+
+    def test_then_it_goes_on(self, world, full):
+        full()
+        assert world.start(2) == GOES_ON
+        assert opening.open_attempt(world.here(2), argparse.Namespace()) == 0
+        assert read_json_lines(world.run.attempts_ledger)[-1]["event"] == "start"
+
+    def test_in_somebodys_own_allocation_it_is_left_to_them(self, world, full, capsys):
+        world.job["BatchFlag"] = "0"
+        assert full() == 75
+        assert world.told == []
+        assert "mrl resume goes on" in capsys.readouterr().err
+
+    def test_another_error_is_no_reason_to_come_back(self, world, monkeypatch):
+        def refuse(*given: Any, **facts: Any) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(ledger, "record", refuse)
+        with pytest.raises(PermissionError):
+            opening.open_attempt(world.here(1), argparse.Namespace())
