@@ -86,7 +86,7 @@ def _submit_successor(here: Here, end: Dict[str, Any]) -> None:
     run = here.run
     job = slurm.patiently(lambda: slurm.show_job(here.job_id), OUTAGE)
     name = job.get("JobName") or os.environ.get("SLURM_JOB_NAME", run.root.name)
-    avoid = nodes_to_avoid(run, end, slurm.avoided(job), time.time())
+    avoid = slurm.patiently(lambda: nodes_to_avoid(run, end, slurm.avoided(job), time.time()), OUTAGE)
     before = set(slurm.waiting_for(here.job_id, name))  # those of a sweep, perhaps
     try:
         job_id = slurm.succeed(here.job_id, str(run.script), name, end["not_before"], avoid)

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,6 +282,22 @@ class TestSuccessor:
         world.end(NEVER)
         assert len(submitted) == 1, "a second one would be a second job"
         assert read_json(world.run.job)["job_id"] == "8"
+
+    def test_it_waits_until_slurm_says_which_nodes_it_may_avoid(self, world, submitted, monkeypatch):
+        answers = iter([slurm.SlurmSilent("sbatch: timed out"), True])
+
+        def could_start(script: str, avoid: Sequence[str]) -> bool:
+            if isinstance(answer := next(answers), Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(slurm, "could_start", could_start)
+        monkeypatch.setattr(slurm, "ASK_AGAIN", 0.0)
+        world.asked("bad nodes")
+        world.left("drained")
+        write_json(world.run.attempt(1).nodes, {"bad": {"n1": "no GPU"}})
+        world.end(NEVER)
+        assert [avoid for *_, avoid in submitted] == [["n1"]]
 
     @pytest.mark.parametrize("cut", [1, 2])
     def test_a_script_killed_before_it_could_name_it_is_succeeded_all_the_same(self, world, submitted, cut):
