@@ -22,7 +22,7 @@ from megatron_rl.run_dir import read_json, write_json
 def close(here: Here, options: argparse.Namespace) -> int:
     """Judge the attempt, write its end into the ledger, and have the job start again where it should."""
     run, attempt, now = here.run, here.attempt, time.time()
-    job = _record(here)
+    job = read_record(here)
     request = _request(here, job, options.notice)
     verdict = _verdict(here, request, options)
     hosts = slurm.hostnames(here.nodelist)
@@ -48,7 +48,7 @@ def close(here: Here, options: argparse.Namespace) -> int:
     return int(end["exit_code"])
 
 
-def _record(here: Here) -> Dict[str, str]:
+def read_record(here: Here) -> Dict[str, str]:
     """Slurm's record of this job; empty where it does not answer."""
     try:
         return slurm.patiently(lambda: slurm.show_job(here.job_id))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional
 
 from launcher.host import ledger, slurm, snapshot
+from launcher.host.closing import read_record
 from launcher.host.concluding import conclude_lost
 from launcher.host.here import Here, Refused, ask_to_leave
 from launcher.host.policy import HELD, HERE, OVER, Facts, who_starts_it
@@ -121,7 +122,7 @@ def open_attempt(here: Here, options: argparse.Namespace) -> int:
 
 
 def _come_back_later(here: Here, attempt: Attempt, error: OSError) -> None:
-    job = slurm.patiently(lambda: slurm.show_job(here.job_id))
+    job = read_record(here)
     facts = Facts(can_return=job.get("BatchFlag", "1") == "1", requeueable=job.get("Requeue", "1") == "1")
     then, at = who_starts_it(None, facts), time.time() + ROOM_AGAIN
     what = "mrl resume goes on" if then == OVER else "the job comes back in {:.0f} min".format(ROOM_AGAIN / 60)

@@ -357,6 +357,14 @@ class TestFullDiskAtTheStart:
         assert "the job comes back in 15 min" in told.err
         assert world.run.attempts_ledger.read_text() == before
 
+    def test_it_is_tried_though_slurm_does_not_show_the_job(self, world, full, monkeypatch):
+        def refuse(job_id: str) -> dict[str, str]:
+            raise slurm.SlurmRefused("scontrol: no")
+
+        monkeypatch.setattr(slurm, "show_job", refuse)
+        assert full() == 75
+        assert world.told == ["requeue", "postpone", "confirm"]
+
     def test_then_it_goes_on(self, world, full):
         full()
         assert world.start(2) == GOES_ON
