@@ -87,7 +87,10 @@ def _notes(job: Job, update_code: bool) -> list[str]:
     notes = [f"{name} is not set here, so the job will not have it (secrets of {job.cluster})" for name in unset]
     wandb = job.recipe.config.logging.wandb
     if wandb and wandb.mode == "online" and "WANDB_API_KEY" not in job.profile.secrets:
-        notes.append(f"logging.wandb: WANDB_API_KEY is not among the secrets of {job.cluster}, so the job has no key")
+        notes.append(
+            f"logging.wandb: WANDB_API_KEY is not among the secrets of {job.cluster}: "
+            "the job has no key, unless the nodes' ~/.netrc has one"
+        )
     if not job.run_dir.parent.is_dir():
         notes.append(f"{job.run_dir.parent} does not exist here; Slurm writes the job's log there before it starts")
     fresh = update_code or read_json(RunDir(job.run_dir).code_record) is None

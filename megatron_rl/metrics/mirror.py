@@ -90,7 +90,8 @@ class Mirror:
             process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LONGER_S)
-        if code != 0:
+            self._miss("did not end in time and was killed")
+        elif code != 0:
             self._miss(f"ended: {self._last_words()}")
         self._process = None
 
