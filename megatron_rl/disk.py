@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_rl.run_dir import FULL
+
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def once_there_is_room(path: Path, write: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ This is the contract between the launcher (login node, batch host) and the ranks
 standard library only and reads on Python 3.6, the oldest python3 of a batch host.
 """
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,8 @@ EXIT_UNKNOWN = 3  # of `mrl`: Slurm cannot be asked, so the answer is not known
 EXIT_CONFIG = 78  # of a rank: bad configuration, never retried
 EXIT_DRAINED = 75  # of a rank: saved, resume me
 EXIT_INTERRUPTED = 130  # of the command line: Ctrl-C, saved
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: no room on the disk, or none left to this user
 
 HEARTBEAT_S = 10.0  # seconds between heartbeats, at most
 HEARTBEAT_LEFT = "left"  # phase of the last heartbeat of a rank that leaves in order

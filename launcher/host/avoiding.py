@@ -20,11 +20,13 @@ def nodes_to_avoid(run: RunDir, end: Dict[str, Any], listed: List[str], now: flo
         end: the ledger's line of the attempt that has ended.
         listed: nodes that the job avoids as it is.
     """
-    fresh = end["excluded"]
+    fresh = just_excluded(run, end)
     since = dict(excluded_since(run), **dict.fromkeys(fresh, now))
     theirs = [host for host in listed if host not in since]
     # One of ours that is not listed was taken off by somebody.
     ours = [host for host in since if host in fresh or (host in listed and now < since[host] + EXCLUDED_FOR)]
+    known = slurm.node_states(theirs + ours) if ours else {}  # one that the cluster has no more makes Slurm refuse all
+    theirs, ours, fresh = ([host for host in hosts if host in known or not known] for hosts in (theirs, ours, fresh))
     for kept in (ours, fresh, []):
         if not kept or slurm.could_start(str(run.script), theirs + kept):
             break
@@ -32,6 +34,22 @@ def nodes_to_avoid(run: RunDir, end: Dict[str, Any], listed: List[str], now: flo
     if dropped:
         print("not avoided, because without them too few nodes are left: {}".format(", ".join(dropped)))
     return sorted(set(theirs + kept))
+
+
+def just_excluded(run: RunDir, end: Dict[str, Any]) -> List[str]:
+    """Nodes that failed the run since Slurm last chose its nodes: where the next attempt began in the same allocation,
+    Slurm was not told of them.
+
+    Args:
+        end: the ledger's line of the attempt that has ended.
+    """
+    ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
+    hosts = list(end["excluded"])
+    for earlier in reversed([line for line in ends if line["attempt"] < end["attempt"]]):
+        if earlier.get("then") != policy.HERE:
+            break
+        hosts += earlier.get("excluded", [])
+    return sorted(set(hosts))
 
 
 def excluded_since(run: RunDir) -> Dict[str, float]:

@@ -5,6 +5,7 @@ import sys
 from typing import Dict, List
 
 from launcher.host import causes, health, slurm
+from launcher.host.avoiding import just_excluded
 from launcher.host.here import Here, ask_to_leave
 from launcher.host.nodes import NotEnoughNodes, assign, is_dead
 from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, read_json, read_json_lines, write_json
@@ -46,11 +47,13 @@ def _should_be_avoided(here: Here, hosts: List[str]) -> Dict[str, str]:
     ends = [line for line in read_json_lines(here.run.attempts_ledger) if line["event"] == "end"]
     if not ends or ends[-1].get("job_id") != here.job_id:
         return {}
-    told = read_json(here.run.attempt(ends[-1]["attempt"]).requeued)
-    if told is not None and told["problem"] is None:
+    told = read_json(here.run.attempt(ends[-1]["attempt"]).requeued) or {"problem": "nothing was told"}
+    if told["problem"] is None:
         return {}
     why = "attempt {} failed there".format(ends[-1]["attempt"])
-    return {host: why for host in ends[-1].get("excluded", []) if host in hosts}
+    wanted = told.get("avoided")  # not those that the run cannot do without
+    excluded = just_excluded(here.run, ends[-1])
+    return {host: why for host in excluded if host in hosts and (wanted is None or host in wanted)}
 
 
 def left(here: Here, options: argparse.Namespace) -> int:

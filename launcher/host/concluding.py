@@ -61,7 +61,7 @@ def conclude(
         ledger.end(run, attempt.number, now, verdict, **line)
     except OSError as error:
         print("the end of attempt {} could not be recorded: {}".format(attempt.number, error), file=sys.stderr)
-    return dict(verdict._asdict(), **line)
+    return dict(verdict._asdict(), attempt=attempt.number, **line)
 
 
 def _line(verdict: Verdict, decision: Decision, facts: Facts, now: float) -> Dict[str, Any]:

@@ -19,10 +19,10 @@ from launcher.host.choosing import choose_nodes, left
 from launcher.host.closing import close
 from launcher.host.draining import drain
 from launcher.host.here import Here, Refused
-from launcher.host.opening import create, open_attempt, own, pythonpath
+from launcher.host.opening import come_back_later, create, open_attempt, own, pythonpath
 from launcher.host.saying import Saying
 from launcher.host.watching import watch
-from megatron_rl.run_dir import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.run_dir import EXIT_FINISHED, EXIT_USAGE, FULL
 
 
 def mark(here: Here, options: argparse.Namespace) -> int:
@@ -43,13 +43,21 @@ COMMANDS = {
     "close": close,
     "left": left,
 }
+BEFORE_AN_ATTEMPT = (own, create, open_attempt)
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
     options = _parse(arguments)
+    command = COMMANDS[options.command]
     with contextlib.redirect_stdout(Saying(sys.stdout)), contextlib.redirect_stderr(Saying(sys.stderr)):
         try:
-            return COMMANDS[options.command](Here(dict(os.environ)), options)
+            here = Here(dict(os.environ))
+            try:
+                return command(here, options)
+            except OSError as error:
+                if error.errno not in FULL or command not in BEFORE_AN_ATTEMPT:
+                    raise
+                return come_back_later(here, error)
         except (Refused, snapshot.SnapshotError, slurm.SlurmRefused, OSError) as error:
             print("error: {}".format(error), file=sys.stderr)
             return EXIT_USAGE

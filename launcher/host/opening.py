@@ -17,7 +17,7 @@ from launcher.host.closing import read_record
 from launcher.host.concluding import conclude_lost
 from launcher.host.here import Here, Refused, ask_to_leave
 from launcher.host.policy import HELD, HERE, OVER, Facts, who_starts_it
-from launcher.host.returning import bring_back, is_too_early, write_owner
+from launcher.host.returning import bring_back, is_too_early, start_again, write_owner
 from launcher.host.words import in_words
 from megatron_rl.run_dir import (
     EXIT_DRAINED,
@@ -35,7 +35,6 @@ LEFTOVERS = 60.0  # seconds
 COMPLETING = 300.0  # seconds: an epilog, or a process that does not die
 LOOK = 5.0  # seconds between questions to Slurm
 ROOM_AGAIN = 900.0  # seconds after which a job looks again whether the disk has room
-FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without flock
 
 
@@ -107,36 +106,38 @@ def create(here: Here, options: argparse.Namespace) -> int:
 
 
 def open_attempt(here: Here, options: argparse.Namespace) -> int:
-    """Begin an attempt and print its number. On a disk that is full the job comes back later: nothing is lost by then,
-    and nobody may be there to resume it."""
+    """Begin an attempt and print its number."""
     attempt = here.run.attempt(here.run.last_attempt() + 1)
     try:
         _begin(here, attempt)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        _come_back_later(here, attempt, error)
-        return EXIT_DRAINED
+    except OSError:
+        shutil.rmtree(str(attempt.folder), ignore_errors=True)  # it has not begun
+        shutil.rmtree(str(attempt.logs), ignore_errors=True)
+        raise
+    ledger.point_latest(attempt, here.job_id)
     print(attempt.number)
     return EXIT_FINISHED
 
 
-def _come_back_later(here: Here, attempt: Attempt, error: OSError) -> None:
+def come_back_later(here: Here, error: OSError) -> int:
+    """Leave a disk that is full before an attempt has begun: nothing is lost by then, and nobody may be there to resume
+    the run once there is room."""
     job = read_record(here)
     facts = Facts(can_return=job.get("BatchFlag", "1") == "1", requeueable=job.get("Requeue", "1") == "1")
     then, at = who_starts_it(None, facts), time.time() + ROOM_AGAIN
     what = "mrl resume goes on" if then == OVER else "the job comes back in {:.0f} min".format(ROOM_AGAIN / 60)
     said = "error: {}: {}; nothing is lost: make room, {}"
     print(said.format(here.run.root, error.strerror, what), file=sys.stderr)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the requeue itself
-    bring_back(here, attempt, {"then": then, "not_before": at, "excluded": []})
+    if then != OVER:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the requeue itself
+        start_again(here, {"attempt": here.run.last_attempt() + 1, "then": then, "not_before": at, "excluded": []})
+    return EXIT_DRAINED
 
 
 def _begin(here: Here, attempt: Attempt) -> None:
     run, now = here.run, time.time()
     attempt.folder.mkdir(parents=True)
     attempt.logs.mkdir(parents=True, exist_ok=True)
-    ledger.point_latest(attempt, here.job_id)
     hosts = slurm.hostnames(here.nodelist)
     submitted_at = (read_json(run.job) or {}).get("submitted_at", now)
     facts = {
@@ -149,13 +150,13 @@ def _begin(here: Here, attempt: Attempt) -> None:
         # Slurm says so from 23.02 on; somebody's own allocation began before it had anything to do with this run.
         "held_since": max(submitted_at, float(os.environ.get("SLURM_JOB_START_TIME", now))),
     }
-    ledger.record(run, attempt.number, "start", now, **facts)
     _take_over_request(run, attempt)
+    ledger.record(run, attempt.number, "start", now, **facts)
 
 
 def _take_over_request(run: RunDir, attempt: Attempt) -> None:
     """Somebody who asked the attempt before to leave, after its end, meant this one: it begins in the same job."""
-    end = (read_json_lines(run.attempts_ledger)[-2:] or [{}])[0]
+    end = (read_json_lines(run.attempts_ledger) or [{}])[-1]
     request = read_json(run.attempt(attempt.number - 1).drain)
     if request is not None and end.get("event") == "end" and end.get("then") == HERE and request["at"] > end["at"]:
         ask_to_leave(attempt, request["cause"], request["by"])
@@ -203,8 +204,9 @@ def _let_go(here: Here, owner: Optional[Dict[str, Any]]) -> None:
     before = {str(line["job_id"]) for line in (owner or {}, last) if line.get("job_id")} - {here.job_id}
     give_up = time.monotonic() + COMPLETING
     for job_id in sorted(before):
-        while slurm.is_completing(job_id) and time.monotonic() < give_up:
+        if slurm.is_completing(job_id):
             print("waiting for job {} to be gone from its nodes".format(job_id))
+        while slurm.is_completing(job_id) and time.monotonic() < give_up:
             time.sleep(LOOK)
 
 

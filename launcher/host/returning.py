@@ -7,7 +7,7 @@ confirmed when the run starts again was cut short, and is done then.
 import os
 import sys
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from launcher.host import index, slurm
 from launcher.host.avoiding import excluded_since, nodes_to_avoid
@@ -22,51 +22,58 @@ SOON = 5.0  # seconds for which nobody is sent back into the queue
 
 
 def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any], returning: bool = False) -> None:
-    """Start the job again if the end of its attempt says that this is ours to do. Never raises for Slurm or the disk:
-    the script has to end either way.
+    """Start the job again if the end of its attempt says that this is ours to do, and note what came of it. Never
+    raises for Slurm or the disk: the script has to end either way.
 
     Args:
         end: the ledger's line.
         returning: Slurm has requeued the job already, which can be kept from nodes then.
     """
-    problems = []  # type: List[str]
+    if end["then"] not in (BY_US, SUCCESSOR) and not (end["then"] == BY_SLURM and returning):
+        return
+    told = start_again(here, end)
     try:
-        if end["then"] == BY_US:
-            # This sends SIGTERM to everything here, which the script has us ignore: there are some seconds left.
-            slurm.patiently(lambda: slurm.requeue(here.job_id), OUTAGE)
-            problems = _adjust(here, end)
-        elif end["then"] == BY_SLURM and returning:
-            problems = _adjust(here, end)
-        elif end["then"] == SUCCESSOR:
-            _submit_successor(here, end)
-        else:
-            return
-    except (slurm.SlurmRefused, OSError) as error:
-        problems = [str(error)]
-    for problem in problems:
-        print("the job could not be sent back as intended: {}".format(problem), file=sys.stderr)
-    try:
-        write_json(attempt.requeued, {"at": time.time(), "problem": "; ".join(problems) or None})
+        write_json(attempt.requeued, dict(told, at=time.time()))
     except OSError as error:
         print(error, file=sys.stderr)
 
 
-def _adjust(here: Here, end: Dict[str, Any]) -> List[str]:
-    """Back-off and exclusion of a job that was just requeued; what of it Slurm refused."""
-    job_id, limit = here.job_id, time.monotonic() + LIMIT
+def start_again(here: Here, end: Dict[str, Any]) -> Dict[str, Any]:
+    """Have the job start again; the nodes that it avoids then (None: undecided), and what Slurm refused of all this."""
+    avoid = None  # type: Optional[List[str]]
     problems = []  # type: List[Optional[str]]
-    if end["not_before"]:
-        problems.append(_until(limit, lambda: slurm.postpone(job_id, end["not_before"])))
-    if end["excluded"] or excluded_since(here.run):
-        try:
-            listed = slurm.avoided(slurm.show_job(job_id))
-            hosts = nodes_to_avoid(here.run, end, listed, time.time())
-        except slurm.SlurmRefused as error:
-            problems.append(str(error))
+    try:
+        if end["then"] == SUCCESSOR:
+            _submit_successor(here, end)
         else:
-            if set(hosts) != set(listed):
-                problems.append(_until(limit, lambda: slurm.exclude(job_id, hosts)))
-    return [problem for problem in problems if problem]
+            # First, for once the job is requeued this script has seconds: Slurm sends SIGTERM to everything here, which
+            # we ignore, and then SIGKILL.
+            try:
+                listed, avoid = _nodes_to_avoid(here, end)
+            except slurm.SlurmRefused as error:
+                problems.append(str(error))
+            if end["then"] == BY_US:
+                slurm.patiently(lambda: slurm.requeue(here.job_id), OUTAGE)
+            limit = time.monotonic() + LIMIT
+            if end["not_before"]:
+                problems.append(_until(limit, lambda: slurm.postpone(here.job_id, end["not_before"])))
+            if avoid is not None and set(avoid) != set(listed):
+                problems.append(_until(limit, lambda: slurm.exclude(here.job_id, avoid)))
+    except (slurm.SlurmRefused, OSError) as error:
+        problems.append(str(error))
+    refused = [problem for problem in problems if problem]
+    for problem in refused:
+        print("the job could not be sent back as intended: {}".format(problem), file=sys.stderr)
+    return {"avoided": avoid, "problem": "; ".join(refused) or None}
+
+
+def _nodes_to_avoid(here: Here, end: Dict[str, Any]) -> Tuple[List[str], List[str]]:
+    """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused."""
+    if not end["excluded"] and not excluded_since(here.run):
+        return [], []
+    patience = slurm.PATIENCE if end["then"] == BY_US else 0.0
+    listed = slurm.patiently(lambda: slurm.avoided(slurm.show_job(here.job_id)), patience)
+    return listed, slurm.patiently(lambda: nodes_to_avoid(here.run, end, listed, time.time()), patience)
 
 
 def _until(limit: float, act: Callable[[], None]) -> Optional[str]:

@@ -55,7 +55,9 @@ def _then(end: Dict[str, Any], now: float) -> str:
 
 def _without(end: Dict[str, Any]) -> str:
     excluded = end.get("excluded")
-    return "without {}".format(", ".join(excluded)) if excluded and end.get("then") in STARTS_AGAIN else ""
+    if not excluded or end.get("then") not in STARTS_AGAIN:
+        return ""
+    return "without {}, if enough others are left".format(", ".join(excluded))
 
 
 def _span(seconds: float) -> str:

@@ -27,11 +27,14 @@ class Cluster:
     """Nodes n1 to n9. A job needs six of them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.nodes = {f"n{number}" for number in range(1, 10)}
         self.down: set[str] = set()
         patch.setattr(slurm, "could_start", self.could_start)
+        patch.setattr(slurm, "node_states", lambda hosts: dict.fromkeys(self.nodes & set(hosts), "idle"))
 
     def could_start(self, script: str, avoid: Sequence[str]) -> bool:
-        return len({f"n{number}" for number in range(1, 10)} - self.down - set(avoid)) >= 6
+        assert set(avoid) <= self.nodes, "Invalid node name specified"
+        return len(self.nodes - self.down - set(avoid)) >= 6
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def avoided(root: Path, before: Sequence[tuple[float, str, str]], fresh: str, li
     run = RunDir(root)
     for attempt, (at, nodes, then) in enumerate(before, 1):
         end(run, attempt, "crashed", at=at, excluded=nodes.split(), then=then)
-    this: dict[str, Any] = {"excluded": fresh.split()}
+    this: dict[str, Any] = {"attempt": len(before) + 1, "excluded": fresh.split()}
     return " ".join(nodes_to_avoid(run, this, listed.split(), NOW))
 
 
@@ -63,6 +66,10 @@ TABLE = [
     # Somebody has taken it off the job's list, or has resumed the run and submits it without.
     ([(RECENT, "n1", "requeue")],                                         "n2", "",         "n2"),
     ([(LONG_AGO, "n1", "requeue"), (LONG_AGO, "", "held")],               "",   "n1",       "n1"),
+    # Slurm was not asked again before an attempt in the same allocation, nor told of what failed there.
+    ([(RECENT, "n1", "here")],                                            "",   "",         "n1"),
+    ([(RECENT, "n1", "here"), (RECENT, "n2", "here")],                    "n3", "",         "n1 n2 n3"),
+    ([(RECENT, "n1", "here"), (RECENT, "n2", "requeue")],                 "n3", "n2",       "n2 n3"),
     # Six have to remain: first all old ones are given up, then those of this end too.
     ([(RECENT, "n1 n2 n3", "requeue")],                                   "n4", "n1 n2 n3", "n4"),
     ([(RECENT, "n1 n2", "requeue")],                                      "n4", "n1 n2",    "n1 n2 n4"),
@@ -81,6 +88,10 @@ def test_nodes_that_slurm_has_lost_are_not_enough(tmp_path: Path, cluster: Clust
     cluster.down = {"n7", "n8", "n9"}
     assert avoided(tmp_path, [], "n1", "") == ""
     assert "not avoided, because without them too few nodes are left: n1" in capsys.readouterr().out
+
+
+def test_a_node_that_the_cluster_has_no_more_is_forgotten(tmp_path: Path, cluster: Cluster) -> None:
+    assert avoided(tmp_path, [(RECENT, "old1", "requeue")], "old2 n2", "old1 old3 n9") == "n2 n9"
 
 
 NODES = st.lists(st.sampled_from([f"n{number}" for number in range(1, 10)]), unique=True)

@@ -33,7 +33,7 @@ HELD = {"then": "held", "why": "the same error at the same step twice"}
         (
             {**CRASH, **AGAIN, "not_before": NOW - 1, "excluded": ["n3"]},
             "crashed at step 40 (training): rank 1 on n3: RuntimeError: boom; starts again, 2nd of at most 3 without a "
-            "new checkpoint; without n3",
+            "new checkpoint; without n3, if enough others are left",
         ),
         (
             {**CRASH, **HELD},
@@ -43,7 +43,7 @@ HELD = {"then": "held", "why": "the same error at the same step twice"}
         ({**HANG, "then": "over"}, "hung at step 41 (generating): rank 1 on n3: silent for 1800 s"),
         (
             {"outcome": "lost", "cause": "node failure", "error": "n3 went down", "then": "slurm", "excluded": ["n3"]},
-            "n3 went down (node failure); without n3",
+            "n3 went down (node failure); without n3, if enough others are left",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launcher.host import closing, concluding, goodput, ledger, opening, returning, slurm
+from launcher.host import closing, concluding, goodput, job, ledger, opening, returning, slurm
 from launcher.host.here import Here, Refused
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines, write_json
 
@@ -131,6 +131,24 @@ def test_a_run_that_was_stopped_stays_away(world, cut, by):
     assert world.start() == NOTHING_TO_DO, "though its job was requeued"
     assert world.ends() == [("stopped", "cancelled", "over")]
     assert world.start(restarts=0, job_id="8") == GOES_ON, "somebody has resumed it"
+
+
+def test_slurm_is_asked_all_there_is_to_ask_while_there_is_time(world, monkeypatch):
+    """Seconds after its requeue the script is killed."""
+    asked = iter([slurm.SlurmSilent("busy"), True])
+
+    def could_start(script: str, avoid: Sequence[str]) -> bool:
+        world.told.append("which nodes?")
+        if isinstance(answer := next(asked), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm, "could_start", could_start)
+    monkeypatch.setattr(slurm, "ASK_AGAIN", 0.0)
+    world.asked("bad nodes")
+    write_json(world.run.attempt(1).nodes, {"bad": {"n1": "has no GPU"}})
+    world.end(NEVER, code=75)
+    assert world.told == ["ledger", "which nodes?", "which nodes?", "requeue", "postpone", "exclude", "confirm"]
 
 
 @CUTS
@@ -327,60 +345,63 @@ class TestFullDiskAtTheStart:
     """The run goes on by itself once there is room, as it was left."""
 
     @pytest.fixture
-    def full(self, world, monkeypatch) -> Callable[[], int]:
+    def full(self, world, monkeypatch) -> Callable[..., int]:
         world.asked("preempted")
         world.left("drained")
         world.end(NEVER)
         assert world.start() == GOES_ON
         world.told.clear()
-        record = ledger.record
 
-        def begin() -> int:
+        def run(command: str, fails: tuple[Any, str], job_id: str = "7") -> int:
             def refuse(*given: Any, **facts: Any) -> None:
-                raise OSError(28, "No space left on device", str(world.run.attempts_ledger))
+                raise OSError(28, "No space left on device", "a file")
 
-            with monkeypatch.context() as patch:
-                patch.setattr(ledger, "record", refuse)
-                code = opening.open_attempt(world.here(1), argparse.Namespace())
-            assert ledger.record is record
-            return code
+            environ = {"MRL_RUN_DIR": str(world.run.root), "SLURM_JOB_ID": job_id, "SLURM_RESTART_COUNT": "1"}
+            with monkeypatch.context() as patch, world.run.job_lock.open("w") as lock:
+                for name, value in environ.items():
+                    patch.setenv(name, value)
+                patch.setattr(*fails, refuse)
+                return job.main([command, f"--lock={lock.fileno()}"] if command == "own" else [command])
 
-        return begin
+        return run
 
     def test_the_job_is_sent_back_for_a_while(self, world, full, capsys):
         before = world.run.attempts_ledger.read_text()
-        assert full() == 75
-        assert world.told == ["requeue", "postpone", "confirm"]
+        assert full("open", (ledger, "record")) == 75
+        assert world.told == ["requeue", "postpone"]
         told = capsys.readouterr()
         assert told.out == "", "the script would take it for the number of an attempt"
         assert "No space left on device" in told.err
         assert "the job comes back in 15 min" in told.err
         assert world.run.attempts_ledger.read_text() == before
 
+    def test_no_empty_attempts_gather(self, world, full):
+        for _ in range(3):
+            full("open", (ledger, "record"))
+        assert world.run.last_attempt() == 1
+        assert {path.name for path in world.run.attempt(1).logs.parent.iterdir()} == {"attempt-001", "latest"}
+        assert world.run.attempt(1).latest_logs.resolve() == world.run.attempt(1).logs.resolve()
+
+    def test_a_job_that_cannot_enter_itself_as_the_owner_is_sent_back_too(self, world, full):
+        assert full("own", (returning, "write_json"), job_id="8") == 75
+        assert world.told == ["requeue", "postpone"]
+
     def test_it_is_tried_though_slurm_does_not_show_the_job(self, world, full, monkeypatch):
         def refuse(job_id: str) -> dict[str, str]:
             raise slurm.SlurmRefused("scontrol: no")
 
         monkeypatch.setattr(slurm, "show_job", refuse)
-        assert full() == 75
-        assert world.told == ["requeue", "postpone", "confirm"]
+        assert full("open", (ledger, "record")) == 75
+        assert world.told == ["requeue", "postpone"]
+
+    def test_where_it_cannot_come_back_somebody_is_told(self, world, full, capsys):
+        world.job["BatchFlag"] = "0"
+        assert full("open", (ledger, "record")) == 75
+        assert world.told == []
+        assert "make room, mrl resume goes on" in capsys.readouterr().err
 
     def test_then_it_goes_on(self, world, full):
-        full()
+        full("open", (ledger, "record"))
         assert world.start(2) == GOES_ON
         assert opening.open_attempt(world.here(2), argparse.Namespace()) == 0
         assert read_json_lines(world.run.attempts_ledger)[-1]["event"] == "start"
-
-    def test_in_somebodys_own_allocation_it_is_left_to_them(self, world, full, capsys):
-        world.job["BatchFlag"] = "0"
-        assert full() == 75
-        assert world.told == []
-        assert "mrl resume goes on" in capsys.readouterr().err
-
-    def test_another_error_is_no_reason_to_come_back(self, world, monkeypatch):
-        def refuse(*given: Any, **facts: Any) -> None:
-            raise PermissionError(13, "Permission denied")
-
-        monkeypatch.setattr(ledger, "record", refuse)
-        with pytest.raises(PermissionError):
-            opening.open_attempt(world.here(1), argparse.Namespace())

@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
 
 
 def end(here: Here, then: str, **more: Any) -> None:
-    line = {"event": "end", "attempt": 1, "at": 20.0, "job_id": "7", "then": then, "excluded": [], **more}
+    line = {"event": "end", "attempt": 1, "at": 20.0, "job_id": "7", "then": then, "excluded": []} | more
     append_json_line(here.run.attempts_ledger, line)
 
 
@@ -62,6 +62,18 @@ def test_a_node_that_slurm_was_not_told_to_avoid_is_not_used(here: Here) -> None
     assert code == EXIT_FINISHED
     assert nodes["steps"] == {"train": ["n2", "n3"]}
     assert nodes["bad"] == {"n1": "attempt 1 failed there"}
+
+
+def test_nor_is_one_that_failed_an_earlier_attempt_of_the_allocation(here: Here) -> None:
+    end(here, HERE, excluded=["n1"], attempt=0)
+    end(here, HERE)
+    assert set(choose(begin(here))[1]["bad"]) == {"n1"}
+
+
+def test_one_that_the_run_cannot_do_without_is_used_though_slurm_refused_something_else(here: Here) -> None:
+    end(here, BY_US, excluded=["n1", "n2"])
+    write_json(here.run.attempt(1).requeued, {"at": 21.0, "problem": "postpone: no", "avoided": ["n2"]})
+    assert set(choose(begin(here))[1]["bad"]) == {"n2"}
 
 
 def test_too_many_of_them_send_the_job_back(here: Here) -> None:
@@ -110,7 +122,7 @@ def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(here: Here, mon
         here.run.attempts_ledger.unlink()
     opening._let_go(here, {"job_id": "7" if named == "owner" else "8"})
     assert asked == ["7"] * 3
-    assert "waiting for job 7 to be gone from its nodes" in capsys.readouterr().out
+    assert capsys.readouterr().out == "waiting for job 7 to be gone from its nodes\n"
 
 
 def test_that_wait_has_an_end(here: Here, monkeypatch) -> None:
