@@ -53,16 +53,17 @@ def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     known = read_json(run.wandb) or {"id": secrets.token_hex(8)}
     write_json(run.wandb, known)  # before W&B hears of it
     shutil.rmtree(run.wandb_files, ignore_errors=True)  # an earlier attempt's, which this one repeats
+    at_wandb = known.get("url") is not None
     fork = read_json(run.fork)
     try:
         told = wandb.init(
             id=known["id"],
             resume="allow" if asked.mode == "online" else None,
-            name=run.root.resolve().name,
+            name=None if at_wandb else run.root.resolve().name,  # somebody may have changed it there
             project=asked.project,
             entity=asked.entity,
             group=asked.group,
-            tags=asked.tags,
+            tags=None if at_wandb else asked.tags,
             mode=asked.mode,
             dir=str(run.root),
             config=recipe | ({"fork": {"from": fork["from"], "step": fork["step"]}} if fork else {}),

@@ -98,6 +98,10 @@ def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server
     identity = read_json(run.wandb)["id"]
     assert shown(server, run).state == "failed"
     assert shown(server, run).curve("loss") == [(number, number) for number in range(1, 6)]
+    assert shown(server, run).name == "mine"
+    assert shown(server, run).tags == ["long", "cold"]
+    shown(server, run).name = "renamed by hand"
+    shown(server, run).tags = ["best"]
 
     second = record_of(run, 2, last_step=4, evaluated=0)
     for number in range(5, 9):
@@ -117,7 +121,7 @@ def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server
     assert at_wandb.curve("_timestamp")[1:] == [(number, 1000.0 * number) for number in range(1, 10)]
     names = {name for line in at_wandb.lines.values() for name in line if not name.startswith("_")}
     assert names == {"loss", "throughput/tokens_per_s", "eval/held_out/greedy_accuracy"}
-    assert (at_wandb.name, at_wandb.tags) == ("mine", ["long", "cold"])
+    assert (at_wandb.name, at_wandb.tags) == ("renamed by hand", ["best"])
     assert at_wandb.config["grpo"] == load_recipe("demo").config.grpo.model_dump()
     assert read_json(run.wandb)["url"].endswith(f"/runs/{identity}")
 
