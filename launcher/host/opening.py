@@ -97,11 +97,15 @@ def create(here: Here, options: argparse.Namespace) -> int:
     for line in snapshot.compare(sources):
         print("code: {}; the job runs what is there now".format(line))
     snapshot.take(sources, run.code)
-    for file, text in ((run.recipe, options.recipe), (run.plan, options.plan), (run.resolved, options.resolved)):
+    files = (
+        (run.script, options.script),
+        (run.recipe, options.recipe),
+        (run.plan, options.plan),
+        (run.resolved, options.resolved),  # last: with it the directory is a run's
+    )
+    for file, text in files:
         if not file.exists():
             write_atomic(file, Path(text).read_text())
-    if not run.script.exists():
-        shutil.copy(options.script, str(run.script))
     return EXIT_FINISHED
 
 
