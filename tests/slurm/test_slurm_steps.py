@@ -79,7 +79,7 @@ def test_a_node_without_one_of_its_gpus_is_replaced_by_the_spare(login: Login) -
 
 def test_a_missing_image_fails_before_the_ranks_start(login: Login) -> None:
     login.profiles["pods"]["container"]["image"] = str(login.home / "none.sqsh")
-    run = run_script_of(login, "qwen2.5-32b-dapo", "job.nodes=1", "placement.training.tp=8")
+    run = run_script_of(login, "qwen2.5-32b-dapo", "job.nodes=1", "placement.training.tp=8", "job.backoff_s=1")
     assert run.wait() == "FAILED"
     assert "none.sqsh" in run.dir.batch_log.read_text()
     assert not run.seen()
