@@ -25,8 +25,8 @@ class Silence(NamedTuple):
 
 
 def judge(heartbeats: Sequence[Dict[str, Any]], began: float, now: float, limit: float) -> Optional[Silence]:
-    """The rank that hangs, if one does: its process is stopped, or no rank gets on any more and it is behind. As
-    long as one gets on, the others may well be waiting for it.
+    """The rank that hangs, if one does: its process is stopped, or no rank gets on any more and it is the one that
+    sends no heartbeats or is behind. As long as one gets on, the others may well be waiting for it.
 
     Args:
         heartbeats: newest of each rank that has sent one.
@@ -35,12 +35,13 @@ def judge(heartbeats: Sequence[Dict[str, Any]], began: float, now: float, limit:
     """
     # A rank that may still be on its way counts as one that gets on.
     present = _present(heartbeats, began if now - began > START_LIMIT else now)
-    mute = [beat for beat in present if now - beat["written"] > limit]
-    if mute:
-        return _silence(min(mute, key=_written), now)
+    stopped = [beat for beat in present if now - beat["written"] > limit]
+    if stopped:
+        return _silence(min(stopped, key=_written), now)
     if not present or any(now - beat["at"] <= limit for beat in present):
         return None
-    return _silence(min(present, key=_behind), now)
+    mute = _mute(present, now)
+    return _silence(min(mute, key=_written) if mute else min(present, key=_behind), now)
 
 
 def accused(heartbeats: Sequence[Dict[str, Any]], accusers: Collection[int]) -> Optional[Silence]:
@@ -56,7 +57,7 @@ def accused(heartbeats: Sequence[Dict[str, Any]], accusers: Collection[int]) -> 
     if not others:
         return None
     now = max(beat["written"] for beat in heartbeats)
-    mute = [beat for beat in others if now - beat["written"] > MISSED * beat["every"]]
+    mute = _mute(others, now)
     if mute:
         return _silence(min(mute, key=_written), now)
     culprit = min(others, key=_behind)
@@ -73,6 +74,10 @@ def _present(heartbeats: Sequence[Dict[str, Any]], began: float) -> List[Dict[st
     never = {"host": None, "phase": "starting", "step": 0, "entered": 0, "at": began, "written": began, "every": 0.0}
     absent = [dict(never, rank=rank) for rank in range(ranks) if rank not in known]
     return [beat for beat in heartbeats if beat["phase"] != HEARTBEAT_LEFT] + absent
+
+
+def _mute(beats: Sequence[Dict[str, Any]], now: float) -> List[Dict[str, Any]]:
+    return [beat for beat in beats if now - beat["written"] > MISSED * beat["every"]]
 
 
 def _behind(beat: Dict[str, Any]) -> Tuple[int, int, bool, float]:

@@ -58,6 +58,11 @@ def test_a_process_that_is_stopped_is_named_although_another_one_is_behind():
     assert hung(beat(0, 1850), beat(1, 1850), stopped, beat(3, 1850)).rank == 2
 
 
+def test_so_is_one_that_was_stopped_shortly_after_it_last_got_on():
+    stopped = beat(2, 1802, written=NOW - 1799)
+    assert hung(beat(0, 1810), beat(1, 1815), stopped, beat(3, 1805)).rank == 2
+
+
 def test_a_rank_that_never_came_is_named():
     assert hung(*(beat(rank, 20, step=0) for rank in (0, 1, 2))) == Silence(3, None, "starting", 0, NOW - BEGAN)
 

@@ -40,6 +40,7 @@ KEY = "5ec2e7" * 7
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no netrc, no cache of before
+    monkeypatch.setattr(mirror, "FINISH_S", 60.0)  # on a busy machine wandb takes seconds to import
     with Server().serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         yield server
