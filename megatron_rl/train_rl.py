@@ -22,6 +22,7 @@ import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
 
+import megatron_rl.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer, Published
 from megatron_rl.checkpoint.save import Outcome as SaveOutcome
 from megatron_rl.checkpoint.schedule import SaveSchedule
