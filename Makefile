@@ -21,8 +21,8 @@ env: $(READY) ## make .venv with everything below (Python 3.11 or 3.12; another 
 demo: $(READY) ## train a tiny model on arithmetic while you watch, about two minutes
 	$(BIN)/mrl-submit demo
 
-test: lint ## lint, unit tests, and tests on a real Slurm where its packages are installed
-	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile tests/unit tests/slurm
+test: lint ## lint, unit tests, whole runs here, and on a real Slurm where its packages are installed
+	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile tests/unit tests/runs tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn
 	$(BIN)/pytest -m slow --timeout 1800 tests

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from run_helpers import FAKE_RANK
 
 from launcher.host.lock import owner_of
 from launcher.standing import job_id_of
@@ -24,7 +25,6 @@ local.RANK_COMMAND[:] = [sys.executable, {fake!r}, {script!r}]
 from launcher.cli.{module} import main
 main(prog_name={name!r})
 """
-FAKE = str(Path(__file__).with_name("fake_rank.py"))
 Call = Callable[..., subprocess.CompletedProcess]
 
 
@@ -38,7 +38,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
 
     def call(name: str, *words: str, code: int = 0, script: str = "long") -> subprocess.CompletedProcess:
         module = "main" if name == "mrl" else "submit"
-        program = DRIVER.format(fake=FAKE, script=script, module=module, name=name)
+        program = DRIVER.format(fake=FAKE_RANK, script=script, module=module, name=name)
         command = [sys.executable, "-c", program, *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"

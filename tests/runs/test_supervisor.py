@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from run_helpers import FAKE_RANK
 
 from launcher.host.lock import owner_of
 from launcher.host.processes import start_time
 from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
 
-FAKE = str(Path(__file__).with_name("fake_rank.py"))
 
 
 class Supervised:
@@ -28,7 +28,7 @@ class Supervised:
         self.attempt.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(run.root)]
         command += ["--attempt", str(number), "--ranks", str(ranks), "--device", "cpu", "--grace", "0.5", *options]
-        command += ["--", sys.executable, FAKE, script]
+        command += ["--", sys.executable, FAKE_RANK, script]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def wait(self, limit: float = 20) -> int:

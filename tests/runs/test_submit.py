@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from run_helpers import FAKE_RANK
 
 from launcher.host.lock import owner_of
 from launcher.host.processes import start_time
@@ -27,7 +28,6 @@ from launcher.cli.submit import main
 sys.argv[0] = "mrl-submit"
 main()
 """
-FAKE = str(Path(__file__).with_name("fake_rank.py"))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     started: list[subprocess.Popen] = []
 
     def submit(script: str, *arguments: str, **options) -> subprocess.Popen:
-        command = [sys.executable, "-c", DRIVER.format(fake=FAKE, script=script), *arguments]
+        command = [sys.executable, "-c", DRIVER.format(fake=FAKE_RANK, script=script), *arguments]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         started.append(subprocess.Popen(command, **{**streams, **options}))
         return started[-1]

@@ -215,7 +215,7 @@ def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path)
     program = (
         "from test_wandb import *\nrecord = record_of(RunDir(sys.argv[1]), 1)\nstep(record, 1, 1.0)\ntime.sleep(60)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     rank = subprocess.Popen([sys.executable, "-c", program, str(run.root)], env=environment)
     try:
         eventually(lambda: len(server.runs) > 0, "nothing was told")

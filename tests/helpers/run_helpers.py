@@ -8,6 +8,8 @@ from launcher.host.index import note
 from launcher.recipe import dump_resolved, load_recipe
 from megatron_rl.run_dir import RunDir, append_json_line, write_atomic, write_json
 
+FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
+
 
 def make_run(root: Path, *overrides: str, job_id: str | None = None, cluster: str = "local") -> RunDir:
     """Prepared and never started; of a Slurm job where `job_id` says which."""

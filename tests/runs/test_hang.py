@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from run_helpers import FAKE_RANK
 from core_helpers import tiny_model
 from loop_helpers import loop_recipe, prepare
 
@@ -18,7 +19,6 @@ from launcher.host.heartbeats import Vigil
 from launcher.host.processes import start_time
 from megatron_rl.run_dir import RunDir, read_json, read_json_lines, write_json
 
-FAKE = str(Path(__file__).with_name("fake_rank.py"))
 
 
 class Supervised:
@@ -29,7 +29,7 @@ class Supervised:
         self.attempt.folder.mkdir(parents=True)
         command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(run.root), "--attempt", "1"]
         command += ["--ranks", "2", "--device", "cpu", "--grace", "1", *options]
-        command += ["--", sys.executable, FAKE, script] if script else []
+        command += ["--", sys.executable, FAKE_RANK, script] if script else []
         self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment})
 
     def end(self, limit: float = 30) -> dict:
