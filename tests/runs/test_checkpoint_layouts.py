@@ -6,6 +6,7 @@ Adam's moments were made a function of the weight, so each must be found beside 
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,7 +150,7 @@ def _read(rank: int, world_size: int, model: Model, end: Path) -> dict[str, torc
 
 def ends(folder: Path, layout: Layout, model: Model, *, with_optimizer: bool = True) -> dict[str, torch.Tensor]:
     """The run in `folder` goes on in this layout: all there is of it after the last update, as one rank reads it."""
-    end = folder / f"end-{layout.ranks}-{layout.tp}-{layout.pp}"
+    end = folder / f"end-{time.monotonic_ns()}"
     told = run_ranks(folder, layout.ranks, _go_on, layout, model, folder, end, with_optimizer)
     assert all(told) is with_optimizer
     (read,) = run_ranks(folder, 1, _read, model, end)
@@ -165,11 +166,24 @@ MODELS = {"fp32": a_model("fp32"), "bf16": a_model("bf16")}
 BF16 = MODELS["bf16"]
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+class OfOneRank(NamedTuple):
+    """A run that one rank began, and all there is of it if the same rank goes on."""
+
+    folder: Path
+    model: Model
+    end: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OfOneRank:
+    folder, model = tmp_path_factory.mktemp("one"), MODELS[request.param]
+    run_ranks(folder, 1, _begin, ONE, model, folder)
+    return OfOneRank(folder, model, ends(folder, ONE, model))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_one_rank_goes_on_in_another_layout(tmp_path: Path, layout: Layout, model: Model) -> None:
-    run_ranks(tmp_path, 1, _begin, ONE, model, tmp_path)
-    assert same(ends(tmp_path, layout, model), ends(tmp_path, ONE, model))
+def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: Layout) -> None:
+    assert same(ends(of_one_rank.folder, layout, of_one_rank.model), of_one_rank.end)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -191,7 +205,7 @@ def test_embeddings_that_are_tied_go_along(tmp_path: Path) -> None:
     assert same(ends(tmp_path, ONE, model), ends(tmp_path, layout, model))
 
 
-def test_the_comparison_sees_an_optimizer_that_was_not_loaded(tmp_path: Path) -> None:
-    model, tp2 = MODELS["fp32"], LAYOUTS["tp2"]
-    run_ranks(tmp_path, 1, _begin, ONE, model, tmp_path)
-    assert not same(ends(tmp_path, tp2, model, with_optimizer=False), ends(tmp_path, ONE, model))
+@pytest.mark.parametrize("of_one_rank", ["fp32"], indirect=True)
+def test_the_comparison_sees_an_optimizer_that_was_not_loaded(of_one_rank: OfOneRank) -> None:
+    end = ends(of_one_rank.folder, LAYOUTS["tp2"], of_one_rank.model, with_optimizer=False)
+    assert not same(end, of_one_rank.end)
