@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 # Before torch is imported: threads that wait for each other on busy cores make small tensors slow.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell starts what is to run in the background with Ctrl-C ignored, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Ranks that tests start are forked from a server that has imported all this once: seconds become milliseconds.
 multiprocessing.set_forkserver_preload(
