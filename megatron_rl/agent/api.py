@@ -32,7 +32,7 @@ class Rollout:
 
     prompt_tokens: list[int]
     tokens: list[int]
-    log_probs: list[float]
+    logprobs: list[float]
     """The engine's, one per token of `tokens`."""
     text: str
     reward: float

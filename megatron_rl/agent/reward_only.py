@@ -119,7 +119,7 @@ def _rollout(prompt_tokens: list[int], completion: Completion, text: str, reward
     return Rollout(
         prompt_tokens=prompt_tokens,
         tokens=completion.tokens,
-        log_probs=completion.log_probs,
+        logprobs=completion.logprobs,
         text=text,
         reward=reward,
         finish_reason=completion.finish_reason,

@@ -19,16 +19,16 @@ class GrpoInputs:
     All log-probs are of softmax(logits / T), T the sampling temperature.
     """
 
-    log_probs: Tensor
+    logprobs: Tensor
     """Of the policy in training; the only tensor with a gradient."""
-    old_log_probs: Tensor
-    """At the weights that sampled. With a single update these are `log_probs.detach()`: the ratio is exactly 1."""
+    old_logprobs: Tensor
+    """At the weights that sampled. With a single update these are `logprobs.detach()`: the ratio is exactly 1."""
     advantages: Tensor
     weights: Tensor
     """Each token's share of the global mean, see `reduction.token_weights`; 0 for tokens that carry no loss."""
-    inference_log_probs: Tensor | None = None
+    inference_logprobs: Tensor | None = None
     """Of the engine that sampled."""
-    ref_log_probs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
     """Of the reference policy; needed when `kl_beta` is above 0."""
 
 
@@ -40,10 +40,10 @@ class GrpoStats:
     """Add over micro-batches and ranks, then divide by `tokens` for the mean.
 
     tokens                the number of tokens
-    ratio                 exp(log_probs - old_log_probs)
+    ratio                 exp(logprobs - old_logprobs)
     clip_low, clip_high   number of tokens whose gradient the lower, the upper clip removed
     kl                    the penalty, before kl_beta; present when kl_beta is above 0
-    inference_difference  |old - inference log-prob|; present when inference_log_probs are
+    inference_difference  |old - inference log-prob|; present when inference_logprobs are
     importance_weight     truncated importance weight; present with importance_cap
     """
     maxima: dict[str, Tensor]
@@ -66,7 +66,7 @@ def grpo_loss(inputs: GrpoInputs, config: Grpo) -> tuple[Tensor, GrpoStats]:
     Raises:
         ValueError: an option needs log-probs that `inputs` lacks.
     """
-    log_ratio = inputs.log_probs - inputs.old_log_probs
+    log_ratio = inputs.logprobs - inputs.old_logprobs
     ratio = log_ratio.exp()
     unclipped = ratio * inputs.advantages
     clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high) * inputs.advantages
@@ -81,21 +81,21 @@ def grpo_loss(inputs: GrpoInputs, config: Grpo) -> tuple[Tensor, GrpoStats]:
         "clip_high": removed & (inputs.advantages > 0),
     }
     if config.importance_cap is not None:
-        if inputs.inference_log_probs is None:
-            raise ValueError("grpo.importance_cap needs inference_log_probs, the engine's log-probs of its tokens")
-        weight = truncated_weights(inputs.old_log_probs, inputs.inference_log_probs, config.importance_cap)
+        if inputs.inference_logprobs is None:
+            raise ValueError("grpo.importance_cap needs inference_logprobs, the engine's log-probs of its tokens")
+        weight = truncated_weights(inputs.old_logprobs, inputs.inference_logprobs, config.importance_cap)
         token_loss = token_loss * weight
         per_token["importance_weight"] = weight
     if config.kl_beta > 0:
-        if inputs.ref_log_probs is None:
-            raise ValueError("grpo.kl_beta above 0 needs ref_log_probs, the reference policy's log-probs")
-        kl = kl_penalty(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator)
+        if inputs.ref_logprobs is None:
+            raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
+        kl = kl_penalty(inputs.logprobs, inputs.ref_logprobs, config.kl_estimator)
         token_loss = token_loss + config.kl_beta * kl
         per_token["kl"] = kl.detach()
     if config.entropy_coefficient > 0:
-        token_loss = token_loss + config.entropy_coefficient * inputs.log_probs.exp() * inputs.log_probs
-    if inputs.inference_log_probs is not None:
-        per_token["inference_difference"] = (inputs.old_log_probs - inputs.inference_log_probs).abs()
+        token_loss = token_loss + config.entropy_coefficient * inputs.logprobs.exp() * inputs.logprobs
+    if inputs.inference_logprobs is not None:
+        per_token["inference_difference"] = (inputs.old_logprobs - inputs.inference_logprobs).abs()
 
     return (token_loss * inputs.weights).sum(), _stats(per_token, trained=inputs.weights != 0)
 

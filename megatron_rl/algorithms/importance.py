@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def truncated_weights(old_log_probs: Tensor, inference_log_probs: Tensor, cap: float) -> Tensor:
+def truncated_weights(old_logprobs: Tensor, inference_logprobs: Tensor, cap: float) -> Tensor:
     """Weight min(exp(old - inference), cap) of each token: truncated importance sampling.
 
     The truncation (Ionides 2008, https://doi.org/10.1198/106186008X320456) bounds the variance that a token the
     engine found far less likely than the trainer would bring in; the price is a bias for just these tokens.
 
     Args:
-        old_log_probs: [tokens], by the trainer at the weights that sampled.
-        inference_log_probs: [tokens], by the engine that sampled.
+        old_logprobs: [tokens], by the trainer at the weights that sampled.
+        inference_logprobs: [tokens], by the engine that sampled.
         cap: largest weight, above 0.
 
     Returns:
         [tokens], without gradient.
     """
-    return (old_log_probs - inference_log_probs).exp().clamp(max=cap)
+    return (old_logprobs - inference_logprobs).exp().clamp(max=cap)

@@ -9,15 +9,15 @@ from torch import Tensor
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
-    """Penalty of each token for leaving the reference policy, with d = ref_log_probs - log_probs.
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """Penalty of each token for leaving the reference policy, with d = ref_logprobs - logprobs.
 
     As *values*, averaged over tokens sampled from the policy, k1 and k3 are unbiased for KL(policy || reference);
     k3 is never negative and varies less; k2 is biased by little where the policies are close
     (http://joschu.net/blog/kl-approx.html).
 
     As a *loss* they differ more than that, because the gradient of a sampled estimate leaves out how the
-    sampling itself would change. Per token, with g the gradient of log_probs, and what it is on average on policy:
+    sampling itself would change. Per token, with g the gradient of logprobs, and what it is on average on policy:
 
         k1 = -d              g              zero: noise that pulls nowhere. Useful as a value, not as a penalty
         k2 = d^2 / 2         -d g           the gradient of KL(policy || reference)
@@ -27,13 +27,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator)
     Off policy the averages are those of the policy that sampled: no importance ratio is applied here.
 
     Args:
-        log_probs: [tokens], of the policy; the gradient flows here.
-        ref_log_probs: [tokens], of the reference, without gradient.
+        logprobs: [tokens], of the policy; the gradient flows here.
+        ref_logprobs: [tokens], of the reference, without gradient.
 
     Returns:
         [tokens]
     """
-    d = ref_log_probs - log_probs
+    d = ref_logprobs - logprobs
     match estimator:
         case "k1":
             return -d

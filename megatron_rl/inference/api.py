@@ -16,7 +16,7 @@ class Beginning:
     """What there is of an answer that was interrupted, or of one that is being sampled; it may be all of it."""
 
     tokens: list[int]
-    log_probs: list[float]
+    logprobs: list[float]
     policy_version: int
     """Of the oldest weights that sampled any of it."""
 
@@ -40,7 +40,7 @@ class Completion:
 
     tokens: list[int]
     """The end token is included where `finish_reason` is `stop`."""
-    log_probs: list[float]
+    logprobs: list[float]
     """Of softmax(logits / temperature) before top-k, top-p and min-p; temperature 0 counts as 1."""
     finish_reason: FinishReason
     policy_version: int

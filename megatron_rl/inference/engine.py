@@ -77,7 +77,7 @@ class Engine:
         self._sampling = SamplingRows.empty(rows, self.device)
         self._uniforms = torch.zeros(rows, self.max_length, dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros(rows, self.max_length, **integers)
-        self._log_probs = torch.zeros(rows, self.max_length, device=self.device)
+        self._logprobs = torch.zeros(rows, self.max_length, device=self.device)
         self._first_place = torch.arange(rows, device=self.device) * self.max_length
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -100,13 +100,13 @@ class Engine:
         counts = self._count[:rows].tolist()
         longest = max(counts, default=0)
         tokens = self._tokens[:rows, :longest].tolist()
-        log_probs = self._log_probs[:rows, :longest].tolist()
+        logprobs = self._logprobs[:rows, :longest].tolist()
         decoded = [
             UnderWay(row.job.request, row.sample, Beginning(some[:count], theirs[:count], row.policy_version))
-            for row, count, some, theirs in zip(self._rows, counts, tokens, log_probs, strict=True)
+            for row, count, some, theirs in zip(self._rows, counts, tokens, logprobs, strict=True)
         ]
         finished = [
-            UnderWay(job.request, sample, Beginning(one.tokens, one.log_probs, one.policy_version))
+            UnderWay(job.request, sample, Beginning(one.tokens, one.logprobs, one.policy_version))
             for job in self._jobs()
             for sample, one in job.completions.items()
         ]
@@ -205,7 +205,7 @@ class Engine:
                 count = len(branch.known.tokens)
                 self._count[row] = count
                 self._tokens[row, :count] = torch.tensor(branch.known.tokens, device=self.device)
-                self._log_probs[row, :count] = torch.tensor(branch.known.log_probs, device=self.device)
+                self._logprobs[row, :count] = torch.tensor(branch.known.logprobs, device=self.device)
             row += len(branch.samples)
 
     def _set_sampling(self, rows: slice, admitted: list[Branch]) -> None:
@@ -240,7 +240,7 @@ class Engine:
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
         token, log_prob = sample(logits, self._sampling[rows], uniform)
         self._tokens[rows].scatter_(1, count[:, None], token[:, None])
-        self._log_probs[rows].scatter_(1, count[:, None], log_prob[:, None])
+        self._logprobs[rows].scatter_(1, count[:, None], log_prob[:, None])
         self._token[rows] = token
         self._position[rows] += 1
         self._count[rows] += 1
@@ -254,10 +254,10 @@ class Engine:
         counts = self._count[index].tolist()
         longest = max(counts)
         tokens = self._tokens[index, :longest].tolist()
-        log_probs = self._log_probs[index, :longest].tolist()
-        for place, count, row_tokens, row_log_probs in zip(ended, counts, tokens, log_probs, strict=True):
+        logprobs = self._logprobs[index, :longest].tolist()
+        for place, count, row_tokens, row_logprobs in zip(ended, counts, tokens, logprobs, strict=True):
             row = self._rows[place]
-            row.job.finish(row.sample, Beginning(row_tokens[:count], row_log_probs[:count], row.policy_version))
+            row.job.finish(row.sample, Beginning(row_tokens[:count], row_logprobs[:count], row.policy_version))
         self._close_gaps(ended)
 
     def _close_gaps(self, ended: list[int]) -> None:
@@ -275,6 +275,6 @@ class Engine:
         self._cache.move(source_rows, target_rows, length=int(self._position[source_rows].max()))
         self._sampling.move(source_rows, target_rows)
         for column in (
-            self._token, self._position, self._count, self._limit, self._uniforms, self._tokens, self._log_probs
+            self._token, self._position, self._count, self._limit, self._uniforms, self._tokens, self._logprobs
         ):  # fmt: skip
             column[target_rows] = column[source_rows]

@@ -33,7 +33,7 @@ class Job:
         """Sample `index` has its last token. With the last sample the caller has its answer."""
         reason = self._finish_reason(answer.tokens)
         assert reason is not None
-        self.completions[index] = Completion(answer.tokens, answer.log_probs, reason, answer.policy_version)
+        self.completions[index] = Completion(answer.tokens, answer.logprobs, reason, answer.policy_version)
         if len(self.completions) == self.request.num_samples and not self.done.done():
             self.done.set_result([self.completions[i] for i in range(self.request.num_samples)])
 

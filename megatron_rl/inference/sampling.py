@@ -45,21 +45,21 @@ class SamplingRows:
 def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    logits [rows, vocab], uniform [rows] in [0, 1) -> tokens [rows], log_probs [rows] fp32
+    logits [rows, vocab], uniform [rows] in [0, 1) -> tokens [rows], logprobs [rows] fp32
 
-    log_probs are of softmax(logits / temperature) over the whole vocabulary, whatever top-k, top-p or min-p then
+    logprobs are of softmax(logits / temperature) over the whole vocabulary, whatever top-k, top-p or min-p then
     cut away. Temperature 0 takes the likeliest token and counts as temperature 1 for the log-prob.
     """
     greedy = rows.temperature == 0
     temperature = rows.temperature.masked_fill(greedy, 1.0)
-    log_probs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
+    logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
     # fp32 running sums over 150k tokens would lose the tail
-    probs = keep_likely(log_probs.exp(), rows).double()
+    probs = keep_likely(logprobs.exp(), rows).double()
     cumulative = probs.cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
     tokens = drawn.squeeze(1).clamp_(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
 def keep_likely(probs: Tensor, rows: SamplingRows) -> Tensor:

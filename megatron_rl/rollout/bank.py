@@ -222,7 +222,7 @@ class Bank:
         found = [(id(each.request), each.sample, each.beginning) for each in self.engine.under_way()]
         for number, asked in self._asked.items():
             for sample, completion in enumerate(asked.completions or []):
-                beginning = Beginning(completion.tokens, completion.log_probs, completion.policy_version)
+                beginning = Beginning(completion.tokens, completion.logprobs, completion.policy_version)
                 found.append((number, sample, beginning))
         records = []
         for number, sample, beginning in found:

@@ -95,8 +95,8 @@ def group_record(group: RolloutGroup, version: int, newest: int, lineage: Lineag
         ],
         "line": asdict(lineage),
     }
-    log_probs = [rollout.log_probs for rollout in group.rollouts]
-    return head, b"".join([_packed(tokens, _TOKEN), _packed(log_probs, _LOG_PROB), *texts])
+    logprobs = [rollout.logprobs for rollout in group.rollouts]
+    return head, b"".join([_packed(tokens, _TOKEN), _packed(logprobs, _LOG_PROB), *texts])
 
 
 def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
@@ -108,18 +108,18 @@ def read_group(head: Head, body: bytes, problem: Problem) -> RolloutGroup:
     rows = head["rollouts"]
     tokens = _Reader(body)
     numbers = [(tokens.integers(row["prompt"]), tokens.integers(row["answer"])) for row in rows]
-    log_probs = [tokens.floats(row["answer"]) for row in rows]
+    logprobs = [tokens.floats(row["answer"]) for row in rows]
     rollouts = [
         Rollout(
             prompt_tokens=prompt,
             tokens=answer,
-            log_probs=theirs,
+            logprobs=theirs,
             text=tokens.text(row["text"]),
             reward=row["reward"],
             finish_reason=row["finish_reason"],
             policy_version=row["policy_version"],
         )
-        for row, (prompt, answer), theirs in zip(rows, numbers, log_probs, strict=True)
+        for row, (prompt, answer), theirs in zip(rows, numbers, logprobs, strict=True)
     ]
     return RolloutGroup(head["ordinal"], problem, rollouts, head["failures"])
 
@@ -148,7 +148,7 @@ def stretch_record(
         "policy_version": beginning.policy_version,
         "line": asdict(lineage),
     }
-    return head, tokens.tobytes() + np.array(beginning.log_probs[start:], _LOG_PROB).tobytes()
+    return head, tokens.tobytes() + np.array(beginning.logprobs[start:], _LOG_PROB).tobytes()
 
 
 def answer_of(head: Head) -> Answer:
@@ -162,7 +162,7 @@ def join(stretches: Iterable[tuple[Head, bytes | None]]) -> Beginning | None:
     that did not find the rest went on from there, and its tokens may be others.
     """
     tokens: list[int] = []
-    log_probs: list[float] = []
+    logprobs: list[float] = []
     oldest: int | None = None
     for head, body in stretches:
         start = head["start"]
@@ -170,9 +170,9 @@ def join(stretches: Iterable[tuple[Head, bytes | None]]) -> Beginning | None:
             continue
         reader = _Reader(body)
         tokens[start:] = reader.integers(head["count"])
-        log_probs[start:] = reader.floats(head["count"])
+        logprobs[start:] = reader.floats(head["count"])
         oldest = head["policy_version"] if start == 0 or oldest is None else min(oldest, head["policy_version"])
-    return None if oldest is None or not tokens else Beginning(tokens, log_probs, oldest)
+    return None if oldest is None or not tokens else Beginning(tokens, logprobs, oldest)
 
 
 class _Reader:

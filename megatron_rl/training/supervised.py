@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.agent.api import Demonstrator, Rollout
-from megatron_rl.algorithms.log_probs import token_log_probs
+from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import microbatches
 from megatron_rl.config import RunConfig, Supervised
 from megatron_rl.errors import ConfigurationError
@@ -79,7 +79,7 @@ def as_rollout(prompt: str, answer: str, tokenizer: Tokenizer) -> Rollout:
     return Rollout(
         prompt_tokens=tokenizer.encode(prompt),
         tokens=[*tokenizer.encode(answer), tokenizer.eos_id],
-        log_probs=[],
+        logprobs=[],
         text=answer,
         reward=1.0,
         finish_reason="stop",
@@ -97,9 +97,9 @@ def _train(policy: Policy, examples: Sequence[Rollout], config: Supervised, plat
         chosen = torch.randint(len(examples), (config.batch_size,), generator=generator).tolist()
         (batch,) = microbatches(examples, chosen, limit=2**62, device=platform.device)
         logits = policy(batch.tokens, batch.positions, batch.layout, batch.select)
-        log_probs, _ = token_log_probs(logits, targets[batch.answer_tokens], temperature=1.0)
+        logprobs, _ = token_logprobs(logits, targets[batch.answer_tokens], temperature=1.0)
         adam.zero_grad()
-        (-log_probs.mean()).backward()
+        (-logprobs.mean()).backward()
         adam.step()
     policy.zero_grad(set_to_none=True)
 

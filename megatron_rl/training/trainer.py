@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.agent.api import Rollout, RolloutGroup
 from megatron_rl.algorithms.advantages import group_advantages, has_signal
 from megatron_rl.algorithms.grpo import GrpoInputs, GrpoStats, grpo_loss
-from megatron_rl.algorithms.log_probs import token_log_probs
+from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.overlong import shaped_rewards, trained_mask
 from megatron_rl.algorithms.packing import MicroBatch, microbatches
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
@@ -50,7 +50,7 @@ class Answers:
     """[answer tokens]"""
     targets: Tensor
     """[answer tokens] the tokens."""
-    inference_log_probs: Tensor
+    inference_logprobs: Tensor
     """[answer tokens] of the engine."""
 
 
@@ -132,8 +132,8 @@ class Trainer:
             signal=has_signal(rewards, group, len(groups)),
             rollout_of_token=torch.repeat_interleave(torch.arange(len(rollouts), device=device), lengths),
             targets=torch.tensor([t for r in rollouts for t in r.tokens], dtype=torch.long, device=device),
-            inference_log_probs=torch.tensor(
-                [x for r in rollouts for x in r.log_probs], dtype=torch.float32, device=device
+            inference_logprobs=torch.tensor(
+                [x for r in rollouts for x in r.logprobs], dtype=torch.float32, device=device
             ),
         )
 
@@ -145,17 +145,17 @@ class Trainer:
     def score(self, policy: Policy, answers: Answers, packed: Sequence[MicroBatch]) -> Tensor:
         """[answer tokens] log-probs of all answers under `policy`, without gradient; not of all where this rank was
         asked to leave meanwhile."""
-        scores = torch.zeros_like(answers.inference_log_probs)
+        scores = torch.zeros_like(answers.inference_logprobs)
         for micro in packed:
             if self.pulse.beat():
                 break
-            log_probs, _ = self._log_probs(policy, answers, micro)
-            scores[micro.answer_tokens] = log_probs
+            logprobs, _ = self._logprobs(policy, answers, micro)
+            scores[micro.answer_tokens] = logprobs
         return scores
 
-    def _log_probs(self, policy: Any, answers: Answers, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, policy: Any, answers: Answers, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
-        return token_log_probs(logits, answers.targets[micro.answer_tokens], self.config.sampling.temperature)
+        return token_logprobs(logits, answers.targets[micro.answer_tokens], self.config.sampling.temperature)
 
     def _update(
         self,
@@ -183,15 +183,15 @@ class Trainer:
         for micro in packed:
             if self.pulse.beat() and unfinished_s is None:
                 break
-            log_probs, entropy = self._log_probs(self.optimizer.ddp, answers, micro)
+            logprobs, entropy = self._logprobs(self.optimizer.ddp, answers, micro)
             of_token = per_rollout[:, answers.rollout_of_token[micro.answer_tokens]]
             inputs = GrpoInputs(
-                log_probs=log_probs,
-                old_log_probs=log_probs.detach() if old is None else old[micro.answer_tokens],
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach() if old is None else old[micro.answer_tokens],
                 advantages=of_token[1],
                 weights=of_token[0],
-                inference_log_probs=answers.inference_log_probs[micro.answer_tokens],
-                ref_log_probs=None if reference is None else reference[micro.answer_tokens],
+                inference_logprobs=answers.inference_logprobs[micro.answer_tokens],
+                ref_logprobs=None if reference is None else reference[micro.answer_tokens],
             )
             loss, stats = grpo_loss(inputs, grpo)
             loss.backward()

@@ -117,7 +117,7 @@ def full_forward(policy: Policy, tokens: Sequence[int]) -> Tensor:
     return policy(torch.tensor(tokens), torch.arange(len(tokens)), layout)
 
 
-def answer_log_probs(policy: Policy, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
+def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
     """[answer] log-probs of the answer's tokens, by a full forward."""
     logits = full_forward(policy, [*prompt, *answer])[len(prompt) - 1 : -1].float() / temperature
     return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
@@ -127,7 +127,7 @@ def answer_log_probs(policy: Policy, prompt: Sequence[int], answer: Sequence[int
 
 
 def rollout(prompt: list[int], answer: list[int], reward: float = 0.0, **fields: Any) -> Rollout:
-    defaults = {"log_probs": [-1.0] * len(answer), "text": "", "finish_reason": "stop", "policy_version": 0}
+    defaults = {"logprobs": [-1.0] * len(answer), "text": "", "finish_reason": "stop", "policy_version": 0}
     return Rollout(prompt_tokens=prompt, tokens=answer, reward=reward, **(defaults | fields))
 
 
@@ -141,9 +141,9 @@ def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7)
     def answer(prompt: list[int]) -> Rollout:
         answer = tokens(1, longest)
         cut = len(answer) == longest
-        log_probs = [-draw.uniform(0.1, 4.0) for _ in answer]
+        logprobs = [-draw.uniform(0.1, 4.0) for _ in answer]
         return rollout(
-            prompt, answer, draw.choice([0.0, 0.5, 1.0]), log_probs=log_probs, finish_reason="length" if cut else "stop"
+            prompt, answer, draw.choice([0.0, 0.5, 1.0]), logprobs=logprobs, finish_reason="length" if cut else "stop"
         )
 
     made = []

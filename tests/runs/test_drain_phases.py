@@ -97,7 +97,7 @@ def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> N
     """score: the log-probs before the first update. _update: the micro-batches of an update."""
     from megatron_rl.training.trainer import Trainer
 
-    original, forward = getattr(Trainer, method), Trainer._log_probs
+    original, forward = getattr(Trainer, method), Trainer._logprobs
 
     def slowly(trainer: Trainer, *args: Any) -> Any:
         def pausing(*inputs: Any) -> Any:
@@ -106,11 +106,11 @@ def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> N
 
         if trainer.policy_version == policy_version:
             (folder / "here").touch()
-            trainer._log_probs = pausing  # type: ignore[assignment,method-assign]
+            trainer._logprobs = pausing  # type: ignore[assignment,method-assign]
         try:
             return original(trainer, *args)
         finally:
-            trainer.__dict__.pop("_log_probs", None)
+            trainer.__dict__.pop("_logprobs", None)
 
     setattr(Trainer, method, slowly)
 

@@ -109,8 +109,8 @@ def hold(held: Held) -> None:
 
     before(Pulse, "__init__", lambda pulse, *_: setattr(held, "pulse", pulse))
     before(Engine, "step", lambda _: at_phase(TOKENS))
-    before(trainer, "token_log_probs", lambda *_: at_phase(0))
-    before(supervised, "token_log_probs", lambda *_: held.arrive("teach", 0, skip=3))
+    before(trainer, "token_logprobs", lambda *_: at_phase(0))
+    before(supervised, "token_logprobs", lambda *_: held.arrive("teach", 0, skip=3))
     before(writer, "write_part", half_written)
 
 

@@ -92,7 +92,7 @@ def assert_equal(groups: list[RolloutGroup], expected: list[RolloutGroup]) -> No
     assert tokens(groups) == tokens(expected)
     for group, other in zip(groups, expected, strict=True):
         for one, two in zip(group.rollouts, other.rollouts, strict=True):
-            assert one.log_probs == pytest.approx(two.log_probs, rel=1e-6, abs=2e-6)
+            assert one.logprobs == pytest.approx(two.logprobs, rel=1e-6, abs=2e-6)
             assert (one.reward, one.finish_reason, one.text) == (two.reward, two.finish_reason, two.text)
 
 
@@ -259,7 +259,7 @@ def test_a_whole_share_is_not_generated_again_even_then(
     assert collect(run, bank_of(run, tmp_path, 2, REGENERATE)) == undisturbed
 
 
-def test_log_probs_do_depend_on_the_neighbours(run: Run, undisturbed: list[RolloutGroup]) -> None:
+def test_logprobs_do_depend_on_the_neighbours(run: Run, undisturbed: list[RolloutGroup]) -> None:
     """The reason for all or nothing. Should this fail one day, the rule can go."""
     (alone,) = collect(run, share=range(1))
     assert tokens([alone]) == tokens(undisturbed[:1])

@@ -45,7 +45,7 @@ def rollouts(draw: st.DrawFn) -> Any:
         draw(TOKENS),
         tokens,
         draw(st.floats(allow_nan=False, allow_infinity=False)),
-        log_probs=[draw(LOG_PROB) for _ in tokens],
+        logprobs=[draw(LOG_PROB) for _ in tokens],
         text=draw(st.text(st.characters())),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         policy_version=draw(st.integers(0, 2**40)),
@@ -58,10 +58,10 @@ def test_a_group_comes_back_as_it_was(answers: list[Any], failures: dict[str, in
     assert read_group(*group_record(group, 3, 4, line(1)), PROBLEM) == group
 
 
-def test_log_probs_of_the_engine_keep_every_bit() -> None:
-    log_probs = torch.log_softmax(torch.randn(1000, generator=torch.Generator().manual_seed(0)), 0).tolist()
-    group = RolloutGroup(0, PROBLEM, [rollout([1], list(range(1000)), log_probs=log_probs)], {})
-    assert read_group(*group_record(group, 0, 0, line(1)), PROBLEM).rollouts[0].log_probs == log_probs
+def test_logprobs_of_the_engine_keep_every_bit() -> None:
+    logprobs = torch.log_softmax(torch.randn(1000, generator=torch.Generator().manual_seed(0)), 0).tolist()
+    group = RolloutGroup(0, PROBLEM, [rollout([1], list(range(1000)), logprobs=logprobs)], {})
+    assert read_group(*group_record(group, 0, 0, line(1)), PROBLEM).rollouts[0].logprobs == logprobs
 
 
 # Answers in stretches

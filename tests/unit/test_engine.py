@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, VOCAB, answer_log_probs, full_forward, tiny_model, tiny_policy
+from core_helpers import END, VOCAB, answer_logprobs, full_forward, tiny_model, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,12 +82,12 @@ def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platf
 
 
 @pytest.mark.parametrize("sampling", [CUT, Sampling(max_new_tokens=12), GREEDY], ids=["cut", "plain", "greedy"])
-def test_log_probs_are_those_of_a_full_forward_before_any_cut(policy: Policy, sampling: Sampling) -> None:
+def test_logprobs_are_those_of_a_full_forward_before_any_cut(policy: Policy, sampling: Sampling) -> None:
     answers = answer(engine_of(policy), *(ask(prompt, 3, sampling, key) for key, prompt in enumerate(PROMPTS)))
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         for completion in completions:
-            expected = answer_log_probs(policy, prompt, completion.tokens, sampling.temperature or 1.0)
-            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=1e-5, atol=1e-5)
+            expected = answer_logprobs(policy, prompt, completion.tokens, sampling.temperature or 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_first_tokens_come_as_often_as_they_are_likely(policy: Policy) -> None:
@@ -150,8 +150,8 @@ def test_any_amount_of_work_goes_through_any_batch(
     assert [tokens_of(completions) for completions in answers] == [tokens_of(completions) for completions in reference]
     for request, completions in zip(requests, answers, strict=True):
         for completion in completions:
-            expected = answer_log_probs(policy, request.prompt_tokens, completion.tokens, 0.9)
-            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=1e-5, atol=1e-5)
+            expected = answer_logprobs(policy, request.prompt_tokens, completion.tokens, 0.9)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_keys_and_samples_differ_and_a_key_comes_again(policy: Policy) -> None:
@@ -182,7 +182,7 @@ def test_an_answer_ends_with_the_end_token_or_at_its_limit(policy: Policy) -> No
     reasons = {completion.finish_reason for completion in completions}
     assert reasons == {"stop", "length"}
     for completion in completions:
-        assert len(completion.log_probs) == len(completion.tokens)
+        assert len(completion.logprobs) == len(completion.tokens)
         assert END not in completion.tokens[:-1]
         assert (completion.finish_reason == "stop") == (completion.tokens[-1] == END)
         assert len(completion.tokens) == 12 or completion.finish_reason == "stop"

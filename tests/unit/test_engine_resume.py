@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, answer_log_probs, tiny_model, tiny_policy
+from core_helpers import END, answer_logprobs, tiny_model, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +71,7 @@ def assert_same(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Co
         assert [completion.tokens for completion in some] == [completion.tokens for completion in theirs]
         assert [completion.finish_reason for completion in some] == [each.finish_reason for each in theirs]
         for completion, expected in zip(some, theirs, strict=True):
-            assert completion.log_probs == pytest.approx(expected.log_probs, rel=1e-6, abs=2e-6)
+            assert completion.logprobs == pytest.approx(expected.logprobs, rel=1e-6, abs=2e-6)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -100,7 +100,7 @@ def test_answers_may_be_cut_anywhere_each_for_itself(
         replace(
             request,
             known={
-                i: Beginning(completion.tokens[:length], completion.log_probs[:length], 0)
+                i: Beginning(completion.tokens[:length], completion.logprobs[:length], 0)
                 for i, (completion, length) in enumerate(zip(completions, cuts[3 * request.key :], strict=False))
                 if length
             },
@@ -110,16 +110,16 @@ def test_answers_may_be_cut_anywhere_each_for_itself(
     assert_same(answers(engine_of(policy, max_batch, prefill_tokens), cut), undisturbed)
 
 
-def test_the_known_tokens_and_their_log_probs_are_handed_back_as_they_are(policy: Policy) -> None:
+def test_the_known_tokens_and_their_logprobs_are_handed_back_as_they_are(policy: Policy) -> None:
     """Even those that these weights would not sample; what follows has the log-probs of these weights."""
     known = Beginning([3, 3, 3], [-1.25, -2.5, -0.0625], 0)
     request = GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 5, {1: known})
     ((_, completion),) = answers(engine_of(policy), [request])
     assert completion.tokens[:3] == [3, 3, 3]
-    assert completion.log_probs[:3] == [-1.25, -2.5, -0.0625]
+    assert completion.logprobs[:3] == [-1.25, -2.5, -0.0625]
     assert len(completion.tokens) > 3
-    expected = answer_log_probs(policy, PROMPTS[0], completion.tokens)[3:]
-    torch.testing.assert_close(torch.tensor(completion.log_probs[3:]), expected, rtol=1e-5, atol=1e-5)
+    expected = answer_logprobs(policy, PROMPTS[0], completion.tokens)[3:]
+    torch.testing.assert_close(torch.tensor(completion.logprobs[3:]), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_resumed_answer_is_as_old_as_its_oldest_token(policy: Policy) -> None:

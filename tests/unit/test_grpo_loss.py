@@ -46,12 +46,12 @@ def random_inputs(tokens, seed=0, dtype=torch.float64):
     weights = torch.rand(tokens, generator=generator, dtype=torch.float64)
     weights[::5] = 0
     return GrpoInputs(
-        log_probs=(old + normal(0.3)).to(dtype).requires_grad_(),
-        old_log_probs=old.to(dtype),
+        logprobs=(old + normal(0.3)).to(dtype).requires_grad_(),
+        old_logprobs=old.to(dtype),
         advantages=normal(1).to(dtype),
         weights=weights.to(dtype),
-        inference_log_probs=(old + normal(0.1)).to(dtype),
-        ref_log_probs=(old + normal(0.3)).to(dtype),
+        inference_logprobs=(old + normal(0.1)).to(dtype),
+        ref_logprobs=(old + normal(0.3)).to(dtype),
     )
 
 
@@ -74,11 +74,11 @@ def token_loss_by_hand(logp, old, advantage, inference, ref, config):
 
 def loss_by_hand(inputs, config):
     columns = [
-        inputs.log_probs,
-        inputs.old_log_probs,
+        inputs.logprobs,
+        inputs.old_logprobs,
         inputs.advantages,
-        inputs.inference_log_probs,
-        inputs.ref_log_probs,
+        inputs.inference_logprobs,
+        inputs.ref_logprobs,
     ]
     rows = zip(*(column.tolist() for column in columns), strict=True)
     losses = [token_loss_by_hand(*row, config) for row in rows]
@@ -103,23 +103,23 @@ def test_fp32_is_close_to_float64(config):
 @with_every_option
 def test_gradient_is_that_of_the_loss(config):
     inputs = random_inputs(60)
-    ratio = (inputs.log_probs - inputs.old_log_probs).detach().exp()
+    ratio = (inputs.logprobs - inputs.old_logprobs).detach().exp()
     kinks = torch.tensor([1 - config.eps_low, 1 + config.eps_high])
     smooth = select(inputs, ((ratio[:, None] - kinks).abs() > 1e-3).all(dim=1))
     assert len(smooth.weights) > 50
 
-    def loss(log_probs):
-        return grpo_loss(replace(smooth, log_probs=log_probs), config)[0]
+    def loss(logprobs):
+        return grpo_loss(replace(smooth, logprobs=logprobs), config)[0]
 
-    assert torch.autograd.gradcheck(loss, smooth.log_probs.detach().requires_grad_())
+    assert torch.autograd.gradcheck(loss, smooth.logprobs.detach().requires_grad_())
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient():
     inputs = random_inputs(50)
-    inputs = replace(inputs, old_log_probs=inputs.log_probs.detach())
+    inputs = replace(inputs, old_logprobs=inputs.logprobs.detach())
     loss, stats = grpo_loss(inputs, Grpo())
     loss.backward()
-    assert torch.equal(inputs.log_probs.grad, -inputs.weights * inputs.advantages)
+    assert torch.equal(inputs.logprobs.grad, -inputs.weights * inputs.advantages)
     assert stats.maxima["ratio"] == 1
     assert stats.sums["ratio"] == stats.sums["tokens"] == 40
     assert stats.sums["clip_low"] == stats.sums["clip_high"] == 0
@@ -127,13 +127,13 @@ def test_on_policy_the_gradient_is_the_policy_gradient():
 
 def test_the_clip_binds_only_against_the_advantage():
     """Four ratios of 2 and 1/2, two advantages: only two of them are clipped, and these have no gradient."""
-    log_probs = torch.log(torch.tensor([2.0, 2.0, 0.5, 0.5])).requires_grad_()
+    logprobs = torch.log(torch.tensor([2.0, 2.0, 0.5, 0.5])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    inputs = GrpoInputs(log_probs, torch.zeros(4), advantages, torch.ones(4))
+    inputs = GrpoInputs(logprobs, torch.zeros(4), advantages, torch.ones(4))
     loss, stats = grpo_loss(inputs, Grpo(eps_low=0.2, eps_high=0.28))
     loss.backward()
     torch.testing.assert_close(loss.detach(), torch.tensor(-1.28 + 2 - 0.5 + 0.8))
-    torch.testing.assert_close(log_probs.grad, torch.tensor([0, 2, -0.5, 0]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0, 2, -0.5, 0]))
     assert stats.sums["clip_high"] == stats.sums["clip_low"] == 1
 
 
@@ -179,7 +179,7 @@ def test_tokens_without_weight_count_for_nothing():
     loss, stats = grpo_loss(inputs, OPTIONS[-1])
     loss.backward()
     assert loss == 0
-    assert inputs.log_probs.grad.tolist() == [0] * 20
+    assert inputs.logprobs.grad.tolist() == [0] * 20
     assert all(value == 0 for value in [*stats.sums.values(), *stats.maxima.values()])
 
 
@@ -198,11 +198,11 @@ def test_stats_are_sums_over_the_trained_tokens():
     trained = select(inputs, inputs.weights != 0)
     rows = list(
         zip(
-            trained.log_probs.tolist(),
-            trained.old_log_probs.tolist(),
+            trained.logprobs.tolist(),
+            trained.old_logprobs.tolist(),
             trained.advantages.tolist(),
-            trained.inference_log_probs.tolist(),
-            trained.ref_log_probs.tolist(),
+            trained.inference_logprobs.tolist(),
+            trained.ref_logprobs.tolist(),
             strict=True,
         )
     )
@@ -224,7 +224,7 @@ def test_stats_are_sums_over_the_trained_tokens():
 
 
 def test_stats_name_only_what_was_measured():
-    inputs = replace(random_inputs(5), inference_log_probs=None, ref_log_probs=None)
+    inputs = replace(random_inputs(5), inference_logprobs=None, ref_logprobs=None)
     _, stats = grpo_loss(inputs, Grpo())
     assert set(stats.sums) == {"tokens", "ratio", "clip_low", "clip_high"}
     assert set(stats.maxima) == {"ratio"}
@@ -237,14 +237,14 @@ def test_stats_carry_no_gradient():
 
 def test_without_beta_the_reference_is_not_looked_at():
     inputs = random_inputs(5)
-    loss, _ = grpo_loss(replace(inputs, ref_log_probs=torch.full((5,), math.nan, dtype=torch.float64)), Grpo())
+    loss, _ = grpo_loss(replace(inputs, ref_logprobs=torch.full((5,), math.nan, dtype=torch.float64)), Grpo())
     assert loss.item() == grpo_loss(inputs, Grpo())[0].item()
 
 
 @pytest.mark.parametrize(
     ("missing", "config"),
-    [("inference_log_probs", Grpo(importance_cap=2.0)), ("ref_log_probs", Grpo(kl_beta=0.1))],
+    [("inference_logprobs", Grpo(importance_cap=2.0)), ("ref_logprobs", Grpo(kl_beta=0.1))],
 )
-def test_an_option_without_its_log_probs_is_refused(missing, config):
+def test_an_option_without_its_logprobs_is_refused(missing, config):
     with pytest.raises(ValueError, match=f"needs {missing}"):
         grpo_loss(replace(random_inputs(5), **{missing: None}), config)

@@ -22,8 +22,8 @@ def policies():
 
 def mean_over_samples(logits, reference, estimator):
     """Expected penalty of a token sampled from the policy, the sampling itself without gradient."""
-    log_probs = logits.log_softmax(0)
-    return (log_probs.exp().detach() * kl_penalty(log_probs, reference, estimator)).sum()
+    logprobs = logits.log_softmax(0)
+    return (logprobs.exp().detach() * kl_penalty(logprobs, reference, estimator)).sum()
 
 
 def gradient(value, logits):
@@ -75,7 +75,7 @@ def test_k2_and_k3_are_never_negative(log_prob, reference, estimator):
 
 @settings(deadline=None)
 @given(LOG_PROBS, st.sampled_from(ESTIMATORS))
-def test_equal_log_probs_cost_nothing(log_prob, estimator):
+def test_equal_logprobs_cost_nothing(log_prob, estimator):
     assert kl_penalty(torch.tensor([log_prob]), torch.tensor([log_prob]), estimator).item() == 0
 
 

@@ -18,7 +18,7 @@ from core_helpers import (
     witness,
 )
 
-from megatron_rl.algorithms.log_probs import token_log_probs
+from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import microbatches
 from megatron_rl.config import Recompute
 from megatron_rl.errors import ConfigurationError
@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_published_model(platform: Any, group: Any, shap
     [({}, "none"), ({"tied_embeddings": False}, "selective"), ({}, "full"), (QWEN3, "full"), (LLAMA, "none")],
     ids=["tied", "untied, attention recomputed", "layers recomputed", "Qwen3, layers recomputed", "Llama 3.1"],
 )
-def test_packed_answers_have_the_log_probs_and_gradients_of_the_published_model(
+def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     platform: Any, group: Any, shape: dict[str, Any], recompute: Recompute
 ) -> None:
     """Prompts shared by answers of mixed lengths in one packed forward, against one sequence at a time."""
@@ -68,7 +68,7 @@ def test_packed_answers_have_the_log_probs_and_gradients_of_the_published_model(
     targets = torch.tensor([token for rollout in rollouts for token in rollout.tokens])
 
     logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
-    log_probs, _ = token_log_probs(logits, targets[micro.answer_tokens], 1.0)
+    logprobs, _ = token_logprobs(logits, targets[micro.answer_tokens], 1.0)
     alone = []
     for rollout in rollouts:
         start = len(rollout.prompt_tokens) - 1
@@ -76,10 +76,10 @@ def test_packed_answers_have_the_log_probs_and_gradients_of_the_published_model(
         their_logits = twin(tokens).logits[0, start:-1, :VOCAB]
         alone.append(torch.log_softmax(their_logits, -1).gather(1, torch.tensor(rollout.tokens)[:, None]).squeeze(1))
     expected = torch.cat(alone)[micro.answer_tokens]
-    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
 
     spread = torch.randn(len(targets), generator=torch.Generator().manual_seed(0))
-    (log_probs * spread).sum().backward()
+    (logprobs * spread).sum().backward()
     (expected * spread).sum().backward()
     gradients = in_their_names(policy, model, lambda weight: weight.grad)
     theirs = {name: weight.grad for name, weight in twin.named_parameters()}

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, VOCAB, answer_log_probs, rollout, tiny_policy
+from core_helpers import CPU, VOCAB, answer_logprobs, rollout, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.agent.api import Rollout
-from megatron_rl.algorithms.log_probs import token_log_probs
+from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, microbatches
 from megatron_rl.training.model import Policy
 
@@ -50,23 +50,23 @@ def targets_of(rollouts: list[Rollout]) -> Tensor:
     return torch.tensor([token for rollout in rollouts for token in rollout.tokens])
 
 
-def log_probs_of(policy: Policy, rollouts: list[Rollout], packed: list[MicroBatch]) -> Tensor:
+def logprobs_of(policy: Policy, rollouts: list[Rollout], packed: list[MicroBatch]) -> Tensor:
     """[answer tokens], in the order of the rollouts; NaN where no micro-batch holds the token."""
     targets = targets_of(rollouts)
     parts = torch.full((len(targets),), torch.nan)
     for micro in packed:
         logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
-        log_probs, _ = token_log_probs(logits, targets[micro.answer_tokens], 1.0)
-        parts = parts.index_put((micro.answer_tokens,), log_probs)
+        logprobs, _ = token_logprobs(logits, targets[micro.answer_tokens], 1.0)
+        parts = parts.index_put((micro.answer_tokens,), logprobs)
     return parts
 
 
 @settings(deadline=None, max_examples=40)
 @given(rollouts=batches(), limit=LIMIT)
-def test_log_probs_are_those_of_each_sequence_alone(policy: Policy, rollouts: list[Rollout], limit: int) -> None:
-    alone = torch.cat([answer_log_probs(policy, each.prompt_tokens, each.tokens) for each in rollouts])
+def test_logprobs_are_those_of_each_sequence_alone(policy: Policy, rollouts: list[Rollout], limit: int) -> None:
+    alone = torch.cat([answer_logprobs(policy, each.prompt_tokens, each.tokens) for each in rollouts])
     with torch.no_grad():
-        packed = log_probs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU))
+        packed = logprobs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU))
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
 
 
@@ -121,9 +121,7 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
 
     def loss_and_gradient(limit: int) -> tuple[Tensor, list[Tensor]]:
         policy.zero_grad()
-        loss = (
-            log_probs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU)) * weights
-        ).sum()
+        loss = (logprobs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU)) * weights).sum()
         loss.backward()
         return loss.detach(), [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
 
@@ -136,17 +134,15 @@ def test_nothing_chosen_makes_no_micro_batch() -> None:
 
 
 @given(st.floats(0.1, 3.0), st.integers(0, 1000))
-def test_log_probs_and_entropy_are_of_the_tempered_distribution(temperature: float, seed: int) -> None:
+def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature: float, seed: int) -> None:
     logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed))
     targets = torch.arange(6)
-    log_probs, entropy = token_log_probs(logits, targets, temperature)
+    logprobs, entropy = token_logprobs(logits, targets, temperature)
     probs = (logits.double() / temperature).softmax(-1)
-    torch.testing.assert_close(log_probs.double(), probs[torch.arange(6), targets].log(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs.double(), probs[torch.arange(6), targets].log(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), torch.special.entr(probs).sum(-1), rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_decoding_counts_as_temperature_one() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(
-        token_log_probs(logits, torch.arange(4), 0.0)[0], token_log_probs(logits, torch.arange(4), 1.0)[0]
-    )
+    assert torch.equal(token_logprobs(logits, torch.arange(4), 0.0)[0], token_logprobs(logits, torch.arange(4), 1.0)[0])

@@ -79,12 +79,12 @@ def test_reward_sees_text_without_special_tokens_golden_and_finish_reason() -> N
     assert agent.asked == [("12", PROBLEM.golden, "stop"), ("3", PROBLEM.golden, "length")]
 
 
-def test_rollouts_keep_the_engines_tokens_log_probs_and_policy_version() -> None:
+def test_rollouts_keep_the_engines_tokens_logprobs_and_policy_version() -> None:
     group = rollout_group(Scored(float), Scripted(["12", "3"]), 2)
     assert (group.ordinal, group.problem, group.failures) == (5, PROBLEM, {})
     first, second = group.rollouts
     assert first.prompt_tokens == TOKENIZER.encode("7=")
-    assert first.tokens == [1, 2, TOKENIZER.eos_id] and first.log_probs == [-0.5, -0.5, -0.5]
+    assert first.tokens == [1, 2, TOKENIZER.eos_id] and first.logprobs == [-0.5, -0.5, -0.5]
     assert (first.text, first.reward, first.finish_reason, first.policy_version) == ("12", 12.0, "stop", 9)
     assert (second.text, second.reward, second.finish_reason) == ("3", 3.0, "length")
 

@@ -100,19 +100,19 @@ def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_log_probs_are_tempered_and_uncut(temperature: float, cut: dict[str, float]) -> None:
+def test_logprobs_are_tempered_and_uncut(temperature: float, cut: dict[str, float]) -> None:
     draws = 50
     sampling = params(temperature=temperature, **cut)
     uniform = torch.arange(draws) / draws
-    tokens, log_probs = sample(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
-    torch.testing.assert_close(log_probs, torch.log_softmax(LOGITS / temperature, -1)[tokens])
+    tokens, logprobs = sample(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
+    torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS / temperature, -1)[tokens])
 
 
 def test_temperature_zero_takes_the_likeliest_and_counts_as_one() -> None:
     uniform = torch.tensor([0.0, 0.5, 0.999999])
-    tokens, log_probs = sample(LOGITS.expand(3, -1), rows_of(*[params(temperature=0.0)] * 3), uniform)
+    tokens, logprobs = sample(LOGITS.expand(3, -1), rows_of(*[params(temperature=0.0)] * 3), uniform)
     assert tokens.tolist() == [0, 0, 0]
-    torch.testing.assert_close(log_probs, torch.log_softmax(LOGITS, -1)[:1].expand(3))
+    torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS, -1)[:1].expand(3))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

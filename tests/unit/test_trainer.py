@@ -40,7 +40,7 @@ def trained(run: Run, groups: list[RolloutGroup], step: int = 1) -> dict[str, fl
     return dict(tally.reduce(run.group, CPU))
 
 
-def padded_log_probs(twin: Any, groups: list[RolloutGroup], temperature: float) -> tuple[Tensor, Tensor]:
+def padded_logprobs(twin: Any, groups: list[RolloutGroup], temperature: float) -> tuple[Tensor, Tensor]:
     """[rollouts, longest] log-probs of the answers' tokens and where they are: right-padded, prompts repeated."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rows = [[*rollout.prompt_tokens, *rollout.tokens] for rollout in rollouts]
@@ -48,17 +48,17 @@ def padded_log_probs(twin: Any, groups: list[RolloutGroup], temperature: float) 
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     logits = twin(tokens, attention_mask=attention).logits[:, :-1, :VOCAB] / temperature
-    log_probs = torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None]).squeeze(2)
-    mask = torch.zeros_like(log_probs)
+    logprobs = torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    mask = torch.zeros_like(logprobs)
     for row, rollout in enumerate(rollouts):
         mask[row, len(rollout.prompt_tokens) - 1 : len(rows[row]) - 1] = 1
-    return log_probs, mask
+    return logprobs, mask
 
 
 def naive_loss(twin: Any, reference: Any, groups: list[RolloutGroup], config: RunConfig) -> Tensor:
     """The on-policy loss of one update, written from the papers."""
     grpo = config.grpo
-    log_probs, mask = padded_log_probs(twin, groups, config.sampling.temperature)
+    logprobs, mask = padded_logprobs(twin, groups, config.sampling.temperature)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     advantages = []
     for group in groups:
@@ -73,19 +73,19 @@ def naive_loss(twin: Any, reference: Any, groups: list[RolloutGroup], config: Ru
     if grpo.overlong.mode == "mask":
         mask = mask * torch.tensor([[float(rollout.finish_reason == "stop")] for rollout in rollouts])
 
-    loss = -(log_probs - log_probs.detach()).exp() * torch.tensor(advantages)[:, None]
+    loss = -(logprobs - logprobs.detach()).exp() * torch.tensor(advantages)[:, None]
     if grpo.importance_cap is not None:
-        engine = torch.zeros_like(log_probs)
+        engine = torch.zeros_like(logprobs)
         for row, rollout in enumerate(rollouts):
             start = len(rollout.prompt_tokens) - 1
-            engine[row, start : start + len(rollout.tokens)] = torch.tensor(rollout.log_probs)
-        loss = loss * (log_probs.detach() - engine).exp().clamp(max=grpo.importance_cap)
+            engine[row, start : start + len(rollout.tokens)] = torch.tensor(rollout.logprobs)
+        loss = loss * (logprobs.detach() - engine).exp().clamp(max=grpo.importance_cap)
     if grpo.kl_beta:
         with torch.no_grad():
-            theirs, _ = padded_log_probs(reference, groups, config.sampling.temperature)
-        d = theirs - log_probs
+            theirs, _ = padded_logprobs(reference, groups, config.sampling.temperature)
+        d = theirs - logprobs
         loss = loss + grpo.kl_beta * (d**2 / 2 if grpo.kl_estimator == "k2" else d.exp() - d - 1)
-    loss = loss + grpo.entropy_coefficient * log_probs.exp() * log_probs
+    loss = loss + grpo.entropy_coefficient * logprobs.exp() * logprobs
     if grpo.reduction == "token":
         return (loss * mask).sum() / mask.sum()
     per_answer = (loss * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -136,8 +136,8 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
 
     def advantage_weighted() -> float:
         with torch.no_grad():
-            log_probs, mask = padded_log_probs(witness(run.policy, config.model), GROUPS, 1.0)
-        return float(((log_probs * mask).sum(1) * run.trainer.answers(GROUPS).advantages).sum())
+            logprobs, mask = padded_logprobs(witness(run.policy, config.model), GROUPS, 1.0)
+        return float(((logprobs * mask).sum(1) * run.trainer.answers(GROUPS).advantages).sum())
 
     before = advantage_weighted()
     for step in range(1, 4):
@@ -154,7 +154,7 @@ def test_updates_and_policy_version_are_counted(platform: Any, group: Any) -> No
     assert run.trainer.policy_version == 4
 
 
-def test_with_more_updates_the_old_log_probs_are_those_before_the_first(platform: Any, group: Any) -> None:
+def test_with_more_updates_the_old_logprobs_are_those_before_the_first(platform: Any, group: Any) -> None:
     """So the ratio leaves 1 from the second update on, and is exactly 1 with a single one."""
     single = trained(build_run(tiny_run(), platform, group), GROUPS)
     assert single["max/ratio"] == 1

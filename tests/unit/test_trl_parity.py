@@ -46,7 +46,7 @@ def batch():
 
     old = -normal(1).abs() - 0.1
     return SimpleNamespace(
-        log_probs=(old + normal(0.3)).requires_grad_(),
+        logprobs=(old + normal(0.3)).requires_grad_(),
         old=old,
         inference=old + normal(0.1),
         reference=old + normal(0.3),
@@ -61,7 +61,7 @@ def trl_loss(trainer, batch, loss_type, config):
     for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"):
         metrics["train"][f"clip_ratio/{name}"] = []
     stripped = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.log_probs, torch.zeros_like(batch.old), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.logprobs, torch.zeros_like(batch.old), None),
         _entropy_bonus_enabled=False,
         _metrics=metrics,
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
@@ -104,12 +104,12 @@ def our_loss(batch, config, normaliser=None):
         normaliser = local_normaliser(LENGTHS, trained, config.reduction)
     weights = token_weights(LENGTHS, trained, config.reduction, normaliser).double()
     inputs = GrpoInputs(
-        log_probs=batch.log_probs[batch.mask],
-        old_log_probs=batch.old[batch.mask],
+        logprobs=batch.logprobs[batch.mask],
+        old_logprobs=batch.old[batch.mask],
         advantages=batch.advantages.repeat_interleave(LENGTHS),
         weights=weights.repeat_interleave(LENGTHS),
-        inference_log_probs=batch.inference[batch.mask],
-        ref_log_probs=batch.reference[batch.mask],
+        inference_logprobs=batch.inference[batch.mask],
+        ref_logprobs=batch.reference[batch.mask],
     )
     return grpo_loss(inputs, config)
 
@@ -136,9 +136,9 @@ OPTIONS = {
 def test_loss_gradient_and_metrics_equal_trl(trl_trainer, batch, loss_type, reduction, normaliser, options):
     config = Grpo(reduction=reduction, **options)
     theirs, metrics = trl_loss(trl_trainer, batch, loss_type, config)
-    [their_gradient] = torch.autograd.grad(theirs, batch.log_probs)
+    [their_gradient] = torch.autograd.grad(theirs, batch.logprobs)
     ours, stats = our_loss(batch, config, normaliser)
-    [our_gradient] = torch.autograd.grad(ours, batch.log_probs)
+    [our_gradient] = torch.autograd.grad(ours, batch.logprobs)
 
     # Our weights are fp32, all else is float64.
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)

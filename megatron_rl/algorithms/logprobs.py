@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets under softmax(logits / temperature), and that distribution's entropy in nats.
 
-    logits [tokens, vocab], targets [tokens] -> log_probs [tokens] fp32 with gradient, entropy [tokens] without.
+    logits [tokens, vocab], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] without.
     Temperature 0, greedy decoding, counts as 1.
     """
     scaled = logits.float()
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature
-    all_log_probs = torch.log_softmax(scaled, dim=-1)
+    all_logprobs = torch.log_softmax(scaled, dim=-1)
     with torch.no_grad():
-        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    return all_log_probs.gather(1, targets[:, None]).squeeze(1), entropy
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropy
