@@ -45,7 +45,7 @@ STEP_METRICS = {
     "time/step_s": "seconds of the whole step, evaluation and saving aside; like all below the mean over the ranks",
     "time/generate_s": "seconds in generation",
     "time/reward_s": "seconds in which rewards were waited for and nothing was generated",
-    "time/logprobs_s": "seconds scoring old and reference log-probs",
+    "time/log_probs_s": "seconds scoring old and reference log-probs",
     "time/train_s": "seconds in forward, backward and update",
     "time/refit_s": "seconds until the engine had the new weights",
     "time/wait_s": "seconds waiting for other ranks",

@@ -60,7 +60,7 @@ def test_there_is_one_line_a_step_with_registered_names_and_finite_numbers(undis
     for line in lines:
         assert line.keys() - {"step"} <= STEP_METRICS.keys()
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, int | float))
-    expected = {"mean_reward", "loss", "grad_norm", "entropy", "kl", "importance_weight", "time/logprobs_s"}
+    expected = {"mean_reward", "loss", "grad_norm", "entropy", "kl", "importance_weight", "time/log_probs_s"}
     assert all(expected <= line.keys() for line in lines)
 
 
@@ -100,7 +100,7 @@ def test_evaluations_come_before_in_between_and_after(undisturbed: RunDir) -> No
         "throughput/tokens_per_s",
         "time/generate_s",
         "time/train_s",
-        "time/logprobs_s",
+        "time/log_probs_s",
     ],
 )
 def test_tensorboard_shows_what_the_record_holds(undisturbed: RunDir, scalars: EventAccumulator, name: str) -> None:

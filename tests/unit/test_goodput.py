@@ -59,7 +59,7 @@ TRACES = {
     1: Trace(
         [
             line(160.0, 0, {"began": 140.0, "ranks": 4, "resumed": 0}, start_up=40, load=40),
-            line(200.0, 1, generate=80, reward=20, logprobs=10, train=40, refit=10),
+            line(200.0, 1, generate=80, reward=20, log_probs=10, train=40, refit=10),
             line(240.0, 2, generate=80, train=60, save=20),
             line(250.0, 2, generate=20, train=12, drain=8),
         ],
@@ -94,7 +94,7 @@ TRACES = {
 def test_a_run_that_was_preempted_killed_and_finished():
     table = book(LEDGER, TRACES, now=700.0)
     first, second, third = map(booked, table.rows)
-    used = seconds(generate=180, reward=20, logprobs=10, train=100, refit=10)
+    used = seconds(generate=180, reward=20, log_probs=10, train=100, refit=10)
     assert first == used | seconds(queue=600, image=60, start_up=220, load=40, save=20, wait=220, drain=38, lost=12)
     used = seconds(generate=160, train=140)
     assert second == used | seconds(queue=600, image=12, start_up=124, load=24, save=40, wait=180, lost=340)
