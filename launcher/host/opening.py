@@ -112,6 +112,7 @@ def create(here: Here, options: argparse.Namespace) -> int:
 def open_attempt(here: Here, options: argparse.Namespace) -> int:
     """Begin an attempt and print its number."""
     attempt = here.run.attempt(here.run.last_attempt() + 1)
+    attempt.folder.mkdir(parents=True)
     try:
         _begin(here, attempt)
     except OSError:
@@ -140,7 +141,6 @@ def come_back_later(here: Here, error: OSError) -> int:
 
 def _begin(here: Here, attempt: Attempt) -> None:
     run, now = here.run, time.time()
-    attempt.folder.mkdir(parents=True)
     attempt.logs.mkdir(parents=True, exist_ok=True)
     hosts = slurm.hostnames(here.nodelist)
     submitted_at = (read_json(run.job) or {}).get("submitted_at", now)

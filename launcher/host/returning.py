@@ -71,7 +71,7 @@ def _nodes_to_avoid(here: Here, end: Dict[str, Any]) -> Tuple[List[str], List[st
     """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused."""
     if not end["excluded"] and not excluded_since(here.run):
         return [], []
-    patience = slurm.PATIENCE if end["then"] == BY_US else 0.0
+    patience = LIMIT if end["then"] == BY_US else 0.0  # not for long: the job may be short of time
     listed = slurm.patiently(lambda: slurm.avoided(slurm.show_job(here.job_id)), patience)
     return listed, slurm.patiently(lambda: nodes_to_avoid(here.run, end, listed, time.time()), patience)
 
