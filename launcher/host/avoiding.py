@@ -25,8 +25,9 @@ def nodes_to_avoid(run: RunDir, end: Dict[str, Any], listed: List[str], now: flo
     theirs = [host for host in listed if host not in since]
     # One of ours that is not listed was taken off by somebody.
     ours = [host for host in since if host in fresh or (host in listed and now < since[host] + EXCLUDED_FOR)]
-    known = slurm.node_states(theirs + ours) if ours else {}  # one that the cluster has no more makes Slurm refuse all
-    theirs, ours, fresh = ([host for host in hosts if host in known or not known] for hosts in (theirs, ours, fresh))
+    if ours:
+        known = slurm.node_states(theirs + ours)  # one that the cluster has no more makes Slurm refuse them all
+        theirs, ours, fresh = ([host for host in hosts if host in known] for hosts in (theirs, ours, fresh))
     for kept in (ours, fresh, []):
         if not kept or slurm.could_start(str(run.script), theirs + kept):
             break

@@ -92,6 +92,7 @@ def test_nodes_that_slurm_has_lost_are_not_enough(tmp_path: Path, cluster: Clust
 
 def test_a_node_that_the_cluster_has_no_more_is_forgotten(tmp_path: Path, cluster: Cluster) -> None:
     assert avoided(tmp_path, [(RECENT, "old1", "requeue")], "old2 n2", "old1 old3 n9") == "n2 n9"
+    assert avoided(tmp_path / "another", [], "old1", "") == ""
 
 
 NODES = st.lists(st.sampled_from([f"n{number}" for number in range(1, 10)]), unique=True)

@@ -42,7 +42,7 @@ class World:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         patch.setattr(slurm, "show_job", lambda job_id: dict(self.job))
         patch.setattr(slurm, "hostnames", lambda nodelist: ["n1"])
-        patch.setattr(slurm, "node_states", lambda hosts: {})
+        patch.setattr(slurm, "node_states", lambda hosts: dict.fromkeys(hosts, "idle"))
         patch.setattr(slurm, "ended_as", lambda job_id, began: None)
         patch.setattr(slurm, "alive", lambda job_id: False)  # job 7, where job 8 asks
         patch.setattr(slurm, "version", lambda: [22, 5, 8])
