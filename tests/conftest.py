@@ -44,6 +44,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A gloo group of this process alone, unless there is one."""
+    import torch.distributed as dist
+
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def platform() -> Any:
     from megatron_rl.config import Job

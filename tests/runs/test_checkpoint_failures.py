@@ -29,14 +29,7 @@ from megatron_rl.run_dir import RunDir
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if ours:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def big_state(value: float, mib: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:

@@ -19,14 +19,7 @@ from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
 from megatron_rl.run_dir import RunDir
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if ours:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
