@@ -228,10 +228,10 @@ def _refuse_owned(run: RunDir, my_job: str | None) -> None:
         raise BadInput(f"{run.root}: belongs to job {job_id}, and Slurm cannot be asked about it: {job.reason}")
     if job.owns:
         nodes = f" on {job.nodes}" if job.nodes else ""
-        raise BadInput(
-            f"{run.root}: belongs to job {job_id}, which is {job.word.lower()}{nodes}; "
-            f"see it with mrl status {run.root.name}, end it with mrl cancel --drain {run.root.name}"
-        )
+        what = f"see it with mrl status {run.root.name}, end it with mrl cancel --drain {run.root.name}"
+        if job.word == "COMPLETING":
+            what = "Slurm is ending what is left of it there; try again in a moment"
+        raise BadInput(f"{run.root}: belongs to job {job_id}, which is {job.word.lower()}{nodes}; {what}")
 
 
 def _accept_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:

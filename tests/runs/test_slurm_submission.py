@@ -203,12 +203,27 @@ def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
     assert read_json(tmp_path / "r" / "job.json")["job_id"] == "101"
 
 
-def test_one_job_owns_a_run(cluster, tmp_path):
+def queued(**facts: str) -> str:
+    """A squeue that knows one job."""
+    line = "".join(facts.get(name, "N/A").ljust(width) for name, width in SQUEUE_FIELDS.items())
+    return f"echo '{line}'"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "said"),
+    [
+        ("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", ", and Slurm cannot be asked"),
+        (queued(JobID="101", State="RUNNING", NodeList="n1"), ", which is running on n1; see it with mrl status r, end"),
+        (queued(JobID="101", State="COMPLETING", NodeList="n1"), ", which is completing on n1; Slurm is ending what"),
+    ],
+    ids=["silent", "running", "completing"],
+)
+def test_one_job_owns_a_run(cluster, tmp_path, squeue, said):
     submit("--run-dir", "r")
     record = tmp_path / "r" / "job.json"
     assert read_json(record)["job_id"] == "101"
-    cluster("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
-    assert "belongs to job 101, and Slurm cannot be asked" in submit("--run-dir", "r", code=2).stderr
+    cluster("squeue", squeue)
+    assert "belongs to job 101" + said in submit("--run-dir", "r", code=2).stderr
     assert len(calls(tmp_path)) == 1
 
 
@@ -238,9 +253,7 @@ def test_the_allocation_to_get_has_what_the_script_asks_for(cluster, monkeypatch
 
 def test_a_job_to_wait_for_counts_once_however_it_is_named(cluster, tmp_path):
     submit("--run-dir", "long")
-    facts = {"JobID": "101", "State": "RUNNING"}
-    line = "".join(facts.get(name, "N/A").ljust(width) for name, width in SQUEUE_FIELDS.items())
-    cluster("squeue", f"echo '{line}'")
+    cluster("squeue", queued(JobID="101", State="RUNNING"))
     said = submit("--after", "long", "--after", "101").stdout
     assert "submitted job 102 to lab after 101: " in said
     assert calls(tmp_path)[1].startswith("--parsable --dependency=afterany:101 ")
