@@ -2,12 +2,16 @@
 
 It decorates some seventy functions with torch.compile, which loads torch's compilers, and asks whether there is a
 wandb, which in a run of ours is another process's (metrics/mirror.py). Together half of what a rank takes to start.
+
+Nor are its warnings shown, nor those of torch.distributed about it, thirty at the head of every log: who starts a run
+can do nothing about them. PYTHONWARNINGS=default shows them.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -30,6 +34,9 @@ def _compiled_when_called(function: Callable[..., Any] | None = None, **options:
 
 _compile = torch.compile
 
+if not sys.warnoptions:
+    for module in (r"megatron\.", r"torch\.distributed\."):
+        warnings.filterwarnings("ignore", module=module)
 sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # as if it were not installed
 try:
     with mock.patch.object(torch, "compile", _compiled_when_called):
