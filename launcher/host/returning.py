@@ -50,7 +50,7 @@ def start_again(here: Here, end: Dict[str, Any]) -> Dict[str, Any]:
             # we ignore, and then SIGKILL.
             try:
                 listed, avoid = _nodes_to_avoid(here, end)
-            except slurm.SlurmRefused as error:
+            except (slurm.SlurmRefused, OSError) as error:  # it starts again all the same
                 problems.append(str(error))
             if end["then"] == BY_US:
                 slurm.patiently(lambda: slurm.requeue(here.job_id), OUTAGE)
@@ -68,7 +68,7 @@ def start_again(here: Here, end: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _nodes_to_avoid(here: Here, end: Dict[str, Any]) -> Tuple[List[str], List[str]]:
-    """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused."""
+    """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused, OSError."""
     if not end["excluded"] and not excluded_since(here.run):
         return [], []
     patience = LIMIT if end["then"] == BY_US else 0.0  # not for long: the job may be short of time

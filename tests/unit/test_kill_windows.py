@@ -151,6 +151,19 @@ def test_slurm_is_asked_all_there_is_to_ask_while_there_is_time(world, monkeypat
     assert world.told == ["ledger", "which nodes?", "which nodes?", "requeue", "postpone", "exclude", "confirm"]
 
 
+@pytest.mark.parametrize("problem", [slurm.SlurmRefused("no"), OSError(116, "Stale file handle")])
+def test_a_run_comes_back_though_nobody_knows_which_nodes_it_is_to_avoid(world, monkeypatch, problem):
+    def fail(*given: Any) -> None:
+        raise problem
+
+    monkeypatch.setattr(returning, "nodes_to_avoid", fail)
+    world.asked("bad nodes")
+    write_json(world.run.attempt(1).nodes, {"bad": {"n1": "has no GPU"}})
+    world.end(NEVER, code=75)
+    assert world.told == ["ledger", "requeue", "postpone", "confirm"]
+    assert read_json(world.run.attempt(1).requeued)["problem"] == str(problem)
+
+
 @CUTS
 @BY
 def test_a_run_that_was_preempted_comes_back(world, cut, by):
