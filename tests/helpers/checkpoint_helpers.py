@@ -7,7 +7,8 @@ import multiprocessing
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def outcome(checkpointer: Checkpointer) -> Published | SaveFailed:
     return only
 
 
+def ended(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
+    """Exit codes; those still there after `timeout_s` are killed."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
+
+
 class Ranks:
     """`function(rank, world_size, *args)` on ranks that are processes of a gloo group of their own."""
 
@@ -82,15 +94,9 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def join(self, timeout_s: float = 60.0) -> list[int]:
+    def join(self, timeout_s: float = 60.0) -> list[int | None]:
         """Exit codes; none of the processes outlives this call."""
-        deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        return [process.exitcode for process in self.processes]
+        return ended(self.processes, timeout_s)
 
     def results(self, timeout_s: float = 60.0) -> list[Any]:
         codes = self.join(timeout_s)

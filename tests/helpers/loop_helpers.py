@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from checkpoint_helpers import ended
 from core_helpers import tiny_model, tiny_run
 
 from megatron_rl.run_dir import RunDir, read_json_lines
@@ -81,13 +82,7 @@ class Attempt:
         assert self.exit_codes() == [-9] * len(self.processes), self.logs()
 
     def exit_codes(self, timeout_s: float = 90.0) -> list[int | None]:
-        deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        return [process.exitcode for process in self.processes]
+        return ended(self.processes, timeout_s)
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in sorted(self.run_dir.root.glob(f"log.{self.number}.*")))
