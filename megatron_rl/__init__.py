@@ -1,0 +1,1 @@
+"""What runs where the GPUs are: GRPO on a Megatron model. Never imports launcher."""

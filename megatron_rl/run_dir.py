@@ -49,7 +49,7 @@ class RunDir:
 
     @property
     def plan(self):
-        """Who does what: launcher.placement's plan as JSON."""
+        """Who does what: launcher.plan.placement's plan as JSON."""
         return self.root / "plan.json"
 
     @property

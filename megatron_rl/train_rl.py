@@ -22,29 +22,29 @@ import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
 
-import megatron_rl.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer, Published
 from megatron_rl.checkpoint.save import Outcome as SaveOutcome
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.config import RunConfig
 from megatron_rl.disk import once_there_is_room
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.metrics.mirror import check_installed
+from megatron_rl.leaving import finish, leave
 from megatron_rl.metrics.report import StepReport
-from megatron_rl.metrics.sinks import MetricsWriter, NoRecord
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.platform import select
-from megatron_rl.rollout.bank import open_bank
+from megatron_rl.metrics.wandb.mirror import check_installed
+from megatron_rl.metrics.writer import MetricsWriter, NoRecord
+from megatron_rl.platform.select import select
+from megatron_rl.rank.black_box import BlackBox
+from megatron_rl.rank.drain import Drain
+from megatron_rl.rank.progress import Progress
+from megatron_rl.rank.safe_points import LOOK_EVERY_S, Left, Pulse
+from megatron_rl.rank.world import World, die_with_parent
+from megatron_rl.rollout.bank.bank import open_bank
+from megatron_rl.run import Run, set_up
 from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED, Attempt, RunDir, write_json
 from megatron_rl.supported import check_supported
-from megatron_rl.training.diagnosis import BlackBox
-from megatron_rl.training.drain import Drain
-from megatron_rl.training.leaving import finish, leave
-from megatron_rl.training.progress import Progress
-from megatron_rl.training.pulse import LOOK_EVERY_S, Left, Pulse
-from megatron_rl.training.setup import Run, set_up
-from megatron_rl.training.world import World, die_with_parent
 
 logger = logging.getLogger("megatron_rl")
 

@@ -59,10 +59,10 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def platform() -> Any:
-    from megatron_rl.config import Job
-    from megatron_rl.platform import select
+    from megatron_rl.platform.select import select
+    from megatron_rl.rank.config import JobConfig
 
-    return select(Job(device="cpu", gpus_per_node=1, threads_per_rank=1))
+    return select(JobConfig(device="cpu", gpus_per_node=1, threads_per_rank=1))
 
 
 @pytest.fixture(scope="session")

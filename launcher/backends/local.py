@@ -16,8 +16,8 @@ from pathlib import Path
 from submitit import LocalExecutor, LocalJob
 from submitit.helpers import CommandFunction
 
-from launcher.host.processes import start_time
-from megatron_rl.config import Job
+from launcher.host.process.processes import start_time
+from megatron_rl.rank.config import JobConfig
 from megatron_rl.run_dir import Attempt, RunDir
 
 TEN_YEARS_MIN = 10 * 365 * 24 * 60  # submitit ends local jobs after two minutes unless told otherwise
@@ -47,7 +47,7 @@ class Submitted:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def command(run: RunDir, attempt: Attempt, job: Job, drain_limit_s: float, owner: int | None) -> list[str]:
+def command(run: RunDir, attempt: Attempt, job: JobConfig, drain_limit_s: float, owner: int | None) -> list[str]:
     """The command that supervises one attempt here.
 
     Args:

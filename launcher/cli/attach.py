@@ -41,11 +41,11 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     \b
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
-    from launcher.attach import command_line, container_flags, exports, place_of
     from launcher.errors import BadInput
-    from launcher.orders import Failed
-    from launcher.runs import find
-    from launcher.standing import look_all
+    from launcher.runs.attach import command_line, container_flags, exports, place_of
+    from launcher.runs.control import Failed
+    from launcher.runs.find import find
+    from launcher.runs.state import look_all
     from megatron_rl.run_dir import read_json
 
     (standing,) = look_all([find(run)])

@@ -21,9 +21,9 @@ def command(run: str | None, drain: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 asked for, or it had ended already  1 could not be done  2 there is no such run
     """
-    from launcher.orders import Failed, cancel
-    from launcher.runs import find
-    from launcher.standing import look_all
+    from launcher.runs.control import Failed, cancel
+    from launcher.runs.find import find
+    from launcher.runs.state import look_all
 
     (standing,) = look_all([find(run)])
     if standing.state == "unknown":

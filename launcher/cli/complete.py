@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Shipped recipes, and files."""
     names = sorted(
-        Path(entry.name).stem for entry in files("launcher.recipes").iterdir() if entry.name.endswith(".yaml")
+        Path(entry.name).stem for entry in files("launcher.recipe.shipped").iterdir() if entry.name.endswith(".yaml")
     )
     found = [CompletionItem(name) for name in names if name.startswith(begun)]
     return found or [CompletionItem(begun, type="file")]
@@ -20,7 +20,7 @@ def complete_recipe(context: click.Context, parameter: click.Parameter, begun: s
 
 def complete_override(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Keys of a recipe, each with what it means."""
-    from launcher.diagnosis import known_keys
+    from launcher.recipe.problems import known_keys
     from megatron_rl.config import RunConfig
 
     found = known_keys(RunConfig.model_json_schema()).items()
@@ -30,7 +30,7 @@ def complete_override(context: click.Context, parameter: click.Parameter, begun:
 
 def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Names of runs, the newest first, and directories."""
-    from launcher.runs import runs, submissions
+    from launcher.runs.find import runs, submissions
 
     found = [entry for entry in runs(submissions()) if entry.name.startswith(begun)]
     return [CompletionItem(entry.name, help=entry.cluster) for entry in found] or [CompletionItem(begun, type="dir")]

@@ -15,17 +15,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.backends import disk, machine, node_probe, slurm_facts, software
-from launcher.backends.slurm_text import settings
-from launcher.cluster_profile import Profile
-from launcher.doctor import Facts, examine, examine_local
+from launcher.backends.probe import disk, machine, software
+from launcher.backends.probe import node as compute_node
+from launcher.backends.slurm import facts as slurm_facts
+from launcher.backends.slurm.parse import settings
+from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.cluster.profile import Profile
+from launcher.doctor.examine import Facts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.errors import BadInput
-from launcher.memory import checkpoint_bytes, vocabulary
-from launcher.plan import make_plan
-from launcher.prefetch import Cache, Need, needs
-from launcher.profiles import LOCAL, load_clusters
-from launcher.recipe import Recipe, load_recipe
+from launcher.fetch.prefetch import Cache, Need, needs
+from launcher.plan.gpu_memory import checkpoint_bytes, vocabulary
+from launcher.plan.summary import make_plan
+from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
 from megatron_rl.supported import not_yet
@@ -91,7 +93,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
     node = None
     if deep and slurm.config.known and run_root.measured:
         gpus = config is None or config.job.device == "cuda"
-        node = node_probe.probe(profile, Path(run_root.measured.directory), gpus)
+        node = compute_node.probe(profile, Path(run_root.measured.directory), gpus)
     facts = Facts(
         slurm=slurm,
         software=software.inspect(profile.host_python, Path(plugstack) if plugstack else None),

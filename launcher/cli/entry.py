@@ -14,7 +14,7 @@ def mrl() -> NoReturn:
 
 
 def mrl_submit() -> NoReturn:
-    _run("launcher.cli.submit")
+    _run("launcher.cli.mrl_submit")
 
 
 def _run(module: str) -> NoReturn:

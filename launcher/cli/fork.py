@@ -41,8 +41,8 @@ def command(
     \b
     Exit codes: as of mrl-submit
     """
-    from launcher.cli.launch import Asked, launch
-    from launcher.forking import forked, plan_fork
+    from launcher.cli.submit.launch import Asked, launch
+    from launcher.job.fork import forked, plan_fork
 
     fork = plan_fork(run_at_step, overrides)
     where = f"{fork.source.root.name} after step {fork.step}" + "".join(f"\n  {one}" for one in fork.changes)

@@ -12,7 +12,7 @@ import click
 from launcher.cli.complete import complete_run
 
 if TYPE_CHECKING:
-    from launcher.cli.tail import Tail
+    from launcher.cli.show.tail import Tail
 
 TICK = 0.3  # seconds between looks at the files
 ASK_EVERY_S = 10.0  # seconds between questions whether the run is still alive
@@ -46,10 +46,10 @@ def command(
     \b
     Exit codes: 0 printed  1 there is no log yet  2 bad usage: no such run, attempt, role or rank
     """
-    from launcher.cli.tail import Tail, log_files, missing
+    from launcher.cli.show.tail import Tail, log_files, missing
     from launcher.errors import BadInput
-    from launcher.orders import Failed
-    from launcher.runs import find
+    from launcher.runs.control import Failed
+    from launcher.runs.find import find
 
     found = find(run)
     if attempt is not None and attempt > found.last_attempt():
@@ -76,7 +76,7 @@ def command(
 
 
 def _follow(tail: Tail, as_json: bool) -> None:
-    from launcher.standing import look_all
+    from launcher.runs.state import look_all
 
     asked_at = float("-inf")
     alive = True

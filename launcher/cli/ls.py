@@ -20,9 +20,9 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 listed  2 bad usage
     """
-    from launcher.cli.record import last_row
-    from launcher.runs import runs, submissions
-    from launcher.standing import look_all
+    from launcher.cli.show.progress import last_row
+    from launcher.runs.find import runs, submissions
+    from launcher.runs.state import look_all
     from megatron_rl.run_dir import RunDir
 
     entries = runs(submissions())

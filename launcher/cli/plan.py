@@ -7,9 +7,9 @@ import os
 
 import click
 
-from launcher.plan import make_plan, plan_json
-from launcher.profiles import LOCAL, load_clusters
-from launcher.recipe import load_recipe
+from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.plan.summary import make_plan, plan_json
+from launcher.recipe.load import load_recipe
 
 
 @click.command("plan", short_help="Draw which node and GPU each rank gets, and what fits there.")
@@ -31,6 +31,6 @@ def command(recipe: str, overrides: tuple[str, ...], cluster: str | None, as_jso
     if as_json:
         click.echo(json.dumps(record, indent=1))
         return
-    from launcher.cli.plan_view import show  # rich is slow to import
+    from launcher.cli.show.plan import show  # rich is slow to import
 
     show(asked.config, plan, record, name)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from launcher.prefetch import Cache, Need, fetch, needs
-from launcher.profiles import LOCAL, load_clusters
-from launcher.recipe import load_recipe
+from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.fetch.prefetch import Cache, Need, fetch, needs
+from launcher.recipe.load import load_recipe
 from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from launcher.changes import CHANGEABLE
 from launcher.cli.complete import complete_override, complete_run
+from launcher.recipe.changes import CHANGEABLE
 
 HELP = f"""Go on with RUN where it was saved: a new job (or local start) of the same run directory, the same recipe
 and, unless --update-code, the same snapshot of the code.
@@ -39,9 +39,9 @@ def command(
     follow: bool,
     as_json: bool,
 ) -> None:
-    from launcher.cli.launch import Asked, launch
-    from launcher.runs import find
-    from launcher.standing import resolved_values
+    from launcher.cli.submit.launch import Asked, launch
+    from launcher.runs.find import find
+    from launcher.runs.state import resolved_values
 
     if "=" in run:  # no RUN was given
         run, overrides = "-", (run, *overrides)

@@ -30,10 +30,10 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
     \b
     Exit codes: 0 told  2 there is no such run  3 Slurm cannot be asked: what the run's own files say is shown
     """
-    from launcher.cli.report import lines, report  # not needed to complete a command line
+    from launcher.cli.show.report import lines, report  # not needed to complete a command line
     from launcher.errors import BadInput
-    from launcher.runs import find, runs, submissions
-    from launcher.standing import look_all
+    from launcher.runs.find import find, runs, submissions
+    from launcher.runs.state import look_all
     from megatron_rl.run_dir import RunDir
 
     if every and run is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from launcher.backends.slurm_text import time_limit_s
-from launcher.cluster_profile import Profile
+from launcher.backends.slurm.parse import time_limit_s
+from launcher.cluster.profile import Profile
 from launcher.doctor.finding import count
 from megatron_rl.config import RunConfig
 

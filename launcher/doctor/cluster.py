@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from launcher.backends.slurm_facts import SlurmFacts
-from launcher.backends.slurm_text import Gres, Row, gres, options, records, settings, table, version
-from launcher.cluster_profile import Profile
+from launcher.backends.slurm.facts import SlurmFacts
+from launcher.backends.slurm.parse import Gres, Row, gres, options, records, settings, table, version
+from launcher.cluster.profile import Profile
 
 OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "maint", "unknown", "future", "error")
 

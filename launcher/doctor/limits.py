@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.backends.slurm_text import Row, number, time_limit_s, tres
-from launcher.cluster_profile import Profile
+from launcher.backends.slurm.parse import Row, number, time_limit_s, tres
+from launcher.cluster.profile import Profile
 from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Target
 from launcher.doctor.finding import Finding, count, error, note, ok, span, warning

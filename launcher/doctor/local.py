@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.backends.machine import Machine
+from launcher.backends.probe.machine import Machine
 from launcher.doctor.finding import Finding, count, error, note, ok
 from megatron_rl.config import RunConfig
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from launcher.cluster_profile import Profile
+from launcher.cluster.profile import Profile
 from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Node, Target
 from launcher.doctor.finding import Finding, count, error, note, ok, warning

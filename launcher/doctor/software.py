@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.backends.node_probe import NodeFacts
-from launcher.backends.slurm_facts import SlurmFacts
-from launcher.backends.slurm_text import number
-from launcher.backends.software import Software
-from launcher.cluster_profile import Profile
+from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.software import Software
+from launcher.backends.slurm.facts import SlurmFacts
+from launcher.backends.slurm.parse import number
+from launcher.cluster.profile import Profile
 from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster
 from launcher.doctor.finding import Finding, error, note, ok, span, warning
-from launcher.host.image_reference import ImageError, is_path, parse
+from launcher.host.image.reference import ImageError, is_path, parse
 
 OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
 OLDEST_PYTHON = (3, 6)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.backends.disk import Disk, over_quota
-from launcher.backends.node_probe import NodeFacts
+from launcher.backends.probe.disk import Disk, over_quota
+from launcher.backends.probe.node import NodeFacts
 from launcher.doctor.ask import Ask
 from launcher.doctor.finding import Finding, error, note, ok, size, span, warning
 

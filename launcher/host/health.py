@@ -4,7 +4,7 @@
 
 Looks at the GPUs, their errors, shared memory, and whether the shared file system takes a file and gives it back;
 writes Attempt.health(HOST) and leaves with 0 whatever it found. `judge` turns the reports of all nodes, and what the
-all-reduce between them said (megatron_rl.health), into the nodes that must not be used.
+all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not be used.
 """
 
 import argparse

@@ -14,14 +14,16 @@ import sys
 import time
 from typing import List, Optional
 
-from launcher.host import goodput, slurm, snapshot
-from launcher.host.choosing import choose_nodes, left
-from launcher.host.closing import close
-from launcher.host.draining import drain
-from launcher.host.here import Here, Refused
-from launcher.host.opening import come_back_later, create, open_attempt, own, pythonpath
-from launcher.host.saying import Saying
-from launcher.host.watching import watch
+from launcher.host.attempt.begin import come_back_later, create, open_attempt, own, pythonpath
+from launcher.host.attempt.close import close
+from launcher.host.attempt.context import Here, Refused
+from launcher.host.attempt.drain import drain
+from launcher.host.attempt.nodes import choose_nodes, left
+from launcher.host.attempt.watch import watch
+from launcher.host.code import snapshot
+from launcher.host.process.output import Saying
+from launcher.host.record import goodput
+from launcher.host.slurm import client
 from megatron_rl.run_dir import EXIT_FINISHED, EXIT_USAGE, FULL
 
 
@@ -58,7 +60,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
                 if error.errno not in FULL or command not in BEFORE_AN_ATTEMPT:
                     raise
                 return come_back_later(here, error)
-        except (Refused, snapshot.SnapshotError, slurm.SlurmRefused, OSError) as error:
+        except (Refused, snapshot.SnapshotError, client.SlurmRefused, OSError) as error:
             print("error: {}".format(error), file=sys.stderr)
             return EXIT_USAGE
 

@@ -15,14 +15,14 @@ import time
 from types import FrameType
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from launcher.host import goodput, ledger
-from launcher.host.concluding import conclude_lost
-from launcher.host.evidence import verdict_of
-from launcher.host.heartbeats import Vigil, record_hang
-from launcher.host.ledger import point_latest, record
-from launcher.host.lock import RunIsOwned, RunLock
-from launcher.host.processes import RankProcess, start_time
-from launcher.host.verdict import ASKED_FOR_STACKS, EXIT_CODES, FINISHED, Verdict
+from launcher.host.attempt.conclude import conclude_lost
+from launcher.host.judge.verdict import ASKED_FOR_STACKS, EXIT_CODES, FINISHED, Verdict
+from launcher.host.process.lock import RunIsOwned, RunLock
+from launcher.host.process.processes import RankProcess, start_time
+from launcher.host.record import goodput, ledger
+from launcher.host.record.evidence import verdict_of
+from launcher.host.record.heartbeats import Vigil, record_hang
+from launcher.host.record.ledger import point_latest, record
 from megatron_rl.run_dir import (
     EXIT_DRAINED,
     EXIT_FINISHED,

@@ -1,0 +1,1 @@
+"""What makes experience of a model: trajectories, agents, environments by name."""

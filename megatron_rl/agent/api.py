@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_rl.config import Sampling, Section
 from megatron_rl.inference.api import FinishReason, InferenceInterface
-from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.inference.config import Sampling
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import Section
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 from megatron_rl.agent.api import Environment
-from megatron_rl.config import Environment as EnvironmentConfig
-from megatron_rl.config import Section
-from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import Section
 
 GROUP = "mrl.environments"
 

@@ -19,10 +19,10 @@ from megatron_rl.agent.api import (
     Rollout,
     RolloutGroup,
 )
-from megatron_rl.config import Sampling
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface
+from megatron_rl.inference.config import Sampling
+from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rollout.stream import stable_key
-from megatron_rl.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Pure: GRPO's formulas on tensors and lists."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Overlong
+from megatron_rl.algorithms.config import OverlongConfig
 
 
 def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
@@ -26,7 +26,7 @@ def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalt
     return into_buffer.clamp(0, 1).mul(-penalty)
 
 
-def shaped_rewards(rewards: Tensor, length: Tensor, *, max_new_tokens: int, overlong: Overlong) -> Tensor:
+def shaped_rewards(rewards: Tensor, length: Tensor, *, max_new_tokens: int, overlong: OverlongConfig) -> Tensor:
     """The rewards advantages are computed from, [rollouts]: less the overlong penalty in `mode: penalty`."""
     if overlong.mode != "penalty":
         return rewards
@@ -35,7 +35,7 @@ def shaped_rewards(rewards: Tensor, length: Tensor, *, max_new_tokens: int, over
     )
 
 
-def trained_mask(cut: Tensor, overlong: Overlong) -> Tensor:
+def trained_mask(cut: Tensor, overlong: OverlongConfig) -> Tensor:
     """Which answers carry loss: all, or in `mode: mask` only those that were not cut.
 
     A masked answer still counts in its group's mean: it is a sample of the policy like the others.

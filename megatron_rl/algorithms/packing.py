@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.api import Rollout
-from megatron_rl.training.attention import PackedLayout, Tree, tree_layout
+from megatron_rl.model.attention import PackedLayout, Tree, tree_layout
 
 
 @dataclass(frozen=True, slots=True)

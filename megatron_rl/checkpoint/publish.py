@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Save
+from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.run_dir import RunDir, write_atomic, write_json
 
 MANIFEST = "manifest.json"
@@ -161,7 +161,7 @@ def find_latest(run_dir: RunDir) -> Latest:
     return Latest(None, tuple(passed_over))
 
 
-def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: Save) -> None:
+def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfig) -> None:
     """Turn the complete `folder` into the checkpoint of `manifest.step`, move `latest`, drop what is superseded.
 
     Raises OSError with the previous checkpoint and `latest` as they were. The rename is the moment of truth: a
@@ -207,7 +207,7 @@ def clean_up(run_dir: RunDir) -> None:
         shutil.rmtree(debris, ignore_errors=True)
 
 
-def _prune(run_dir: RunDir, newest: Manifest, config: Save) -> None:
+def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
     """Keep the newest `keep` good checkpoints of the line of training that ends with `newest`, and those that stay
     for good. Others that are newer than its parent were passed over when the run resumed: this one has replaced
     their line, and they must not be found by the next start."""

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.interval import Cost
 from megatron_rl.checkpoint.load import Verified, restore_newest
 from megatron_rl.checkpoint.publish import CheckpointError, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.checkpoint.writer import Outcome, Published, SaveFailed, SaveUnderWay, Writer
-from megatron_rl.config import Save
 from megatron_rl.run_dir import RunDir
 
 __all__ = ["Checkpointer", "Outcome", "Published", "SaveFailed"]
@@ -36,7 +36,7 @@ class Checkpointer:
     """Saves one run. Every rank makes one, after init_process_group; making it is collective and clears away what
     a crash left in the checkpoints folder."""
 
-    def __init__(self, run_dir: RunDir, config: Save) -> None:
+    def __init__(self, run_dir: RunDir, config: SaveConfig) -> None:
         self.run_dir = run_dir
         self.config = config
         rank = dist.get_rank()

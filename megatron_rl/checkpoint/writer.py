@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import Damaged, Manifest, discard, publish, read_manifest
 from megatron_rl.checkpoint.shards import Abandoned, Part, Snapshot, write_metadata, write_part
-from megatron_rl.config import Save
 from megatron_rl.run_dir import RunDir
 
 # Rank 0 ends a save at its deadline; the others give its verdict this long to arrive, and the training loop gives
@@ -104,7 +104,7 @@ class SaveUnderWay:
 class Writer:
     """This rank's part of every save of a run; one at a time."""
 
-    def __init__(self, run_dir: RunDir, config: Save, rank: int, world_size: int) -> None:
+    def __init__(self, run_dir: RunDir, config: SaveConfig, rank: int, world_size: int) -> None:
         self._run_dir = run_dir
         self._config = config
         self._rank = rank

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from megatron_rl.config import Sampling
+from megatron_rl.inference.config import Sampling
 
 FinishReason = Literal["stop", "length"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_rl.training.attention import PackedLayout
+from megatron_rl.model.attention import PackedLayout
 
 
 class KeyValueCache:

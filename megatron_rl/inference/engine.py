@@ -24,15 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Inference, Model
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
+from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.jobs import Branch, Job, Row
 from megatron_rl.inference.randomness import uniforms
 from megatron_rl.inference.sampling import SamplingRows, sample
-from megatron_rl.training.attention import packed_layout
-from megatron_rl.training.model import Policy
+from megatron_rl.model.attention import packed_layout
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.policy import Policy
 
 
 class PromptTooLong(ConfigurationError):
@@ -43,7 +44,7 @@ class Engine:
     """Implements `InferenceInterface` over a policy of this process."""
 
     def __init__(
-        self, policy: Policy, model: Model, config: Inference, end_token: int, max_length: int | None = None
+        self, policy: Policy, model: ModelConfig, config: InferenceConfig, end_token: int, max_length: int | None = None
     ) -> None:
         """max_length: of a prompt and its answer together; by default all positions of the model."""
         self.policy = policy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Sampling
+from megatron_rl.inference.config import Sampling
 
 
 @dataclass(slots=True)

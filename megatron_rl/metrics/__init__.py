@@ -1,0 +1,1 @@
+"""The record of a run: names, tallies, lines, TensorBoard, Weights & Biases."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.rollout.pipeline import RolloutBatch
+from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import Update
 
 OF_A_STEP = ("generate", "reward", "log-probs", "train", "refit", "wait")

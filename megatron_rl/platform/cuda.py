@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.platform import UnsupportedPlatform
+from megatron_rl.platform.select import UnsupportedPlatform
 
 
 class CudaPlatform:

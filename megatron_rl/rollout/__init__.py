@@ -1,0 +1,1 @@
+"""From prompts of the stream to scored groups: driver, stream, evaluation, bank."""

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
-from megatron_rl.config import Sampling
 from megatron_rl.inference.api import ResumableInference
+from megatron_rl.inference.config import Sampling
+from megatron_rl.rank.safe_points import Pulse
 from megatron_rl.rollout.stream import shares
-from megatron_rl.training.pulse import Pulse
 
 
 def evaluate(

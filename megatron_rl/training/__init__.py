@@ -1,0 +1,1 @@
+"""What trains: batches, forward and backward, optimizer."""

@@ -12,12 +12,14 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_rl.config import Model, Optimizer
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.training.adam_state import begin, get_step, set_step, sharded_adam_state
-from megatron_rl.training.model import DTYPES, Policy
+from megatron_rl.training.config import OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Update:
 class PolicyOptimizer:
     """The policy under data parallelism: gradients are summed over ranks, the caller weights the loss."""
 
-    def __init__(self, policy: Policy, model: Model, config: Optimizer, total_updates: int) -> None:
+    def __init__(self, policy: Policy, model: ModelConfig, config: OptimizerConfig, total_updates: int) -> None:
         self.config = config
         self.total_updates = total_updates
         self.ddp = DistributedDataParallel(
@@ -46,7 +48,7 @@ class PolicyOptimizer:
         )
         dtype = DTYPES[model.dtype]
         self.megatron: Any = get_megatron_optimizer(
-            OptimizerConfig(
+            MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=config.learning_rate,
                 weight_decay=config.weight_decay,
@@ -104,7 +106,7 @@ class PolicyOptimizer:
             set_step(part.optimizer, state["step"])
 
 
-def learning_rate(updates_done: int, total_updates: int, config: Optimizer) -> float:
+def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig) -> float:
     """Rate of the next update: linear warm-up over `warmup_steps`, then `decay` to `min_learning_rate` at the end."""
     if updates_done < config.warmup_steps:
         return config.learning_rate * (updates_done + 1) / config.warmup_steps

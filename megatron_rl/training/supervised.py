@@ -24,12 +24,13 @@ import torch
 from megatron_rl.agent.api import Demonstrator, Rollout
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import microbatches
-from megatron_rl.config import RunConfig, Supervised
+from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.platform import Platform
-from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.training.model import Policy
-from megatron_rl.training.pulse import Pulse
+from megatron_rl.model.config import SupervisedConfig
+from megatron_rl.model.policy import Policy
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.platform.select import Platform
+from megatron_rl.rank.safe_points import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,9 @@ def as_rollout(prompt: str, answer: str, tokenizer: Tokenizer) -> Rollout:
     )
 
 
-def _train(policy: Policy, examples: Sequence[Rollout], config: Supervised, platform: Platform, pulse: Pulse) -> None:
+def _train(
+    policy: Policy, examples: Sequence[Rollout], config: SupervisedConfig, platform: Platform, pulse: Pulse
+) -> None:
     adam = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     targets = torch.tensor([token for example in examples for token in example.tokens], device=platform.device)
     generator = torch.Generator().manual_seed(config.seed)

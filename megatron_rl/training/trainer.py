@@ -13,19 +13,20 @@ from torch import Tensor
 
 from megatron_rl.agent.api import Rollout, RolloutGroup
 from megatron_rl.algorithms.advantages import group_advantages, has_signal
-from megatron_rl.algorithms.grpo import GrpoInputs, GrpoStats, grpo_loss
+from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.loss import GrpoInputs, GrpoStats, grpo_loss
 from megatron_rl.algorithms.overlong import shaped_rewards, trained_mask
 from megatron_rl.algorithms.packing import MicroBatch, microbatches
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
 from megatron_rl.algorithms.updates import update_plan
-from megatron_rl.config import Grpo, RunConfig
+from megatron_rl.config import RunConfig
 from megatron_rl.metrics.tally import Tally
-from megatron_rl.platform import Platform
-from megatron_rl.rollout.pipeline import RolloutBatch
-from megatron_rl.training.model import Policy
+from megatron_rl.model.policy import Policy
+from megatron_rl.platform.select import Platform
+from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
-from megatron_rl.training.pulse import Pulse
 
 
 class GradientsNotFinite(RuntimeError):
@@ -226,7 +227,7 @@ def _tally_stats(stats: GrpoStats, tally: Tally) -> None:
         tally.maximum(f"max/{name}", value)
 
 
-def _tally_nothing(with_reference: bool, grpo: Grpo, tally: Tally) -> None:
+def _tally_nothing(with_reference: bool, grpo: GrpoConfig, tally: Tally) -> None:
     """The same names as a rank that had something to train, so that the ranks' tallies line up."""
     none = torch.zeros(0)
     inputs = GrpoInputs(none, none, none, none, none, none if with_reference else None)

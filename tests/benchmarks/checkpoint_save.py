@@ -26,8 +26,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.config import Save
 from megatron_rl.run_dir import RunDir
 
 Seconds = tuple[float, float]  # blocked, total
@@ -40,7 +40,7 @@ def sharded(tensors: list[torch.Tensor]) -> dict[str, ShardedTensor]:
 
 
 def ours(folder: Path) -> Callable[[list[torch.Tensor]], Seconds]:
-    saver = Checkpointer(RunDir(folder), Save(keep=1))
+    saver = Checkpointer(RunDir(folder), SaveConfig(keep=1))
     steps = iter(range(1, 1_000_000))
 
     def turn(tensors: list[torch.Tensor]) -> Seconds:

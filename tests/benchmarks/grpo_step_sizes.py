@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from launcher.recipe import load_recipe
-from megatron_rl.config import Model, RunConfig
+from launcher.recipe.load import load_recipe
+from megatron_rl.config import RunConfig
+from megatron_rl.model.config import ModelConfig
 
 # So small that the weights, and with them the lengths of the answers, stay what they were at the start, on both
 # sides and however many steps one of them takes. The arithmetic of an update does not depend on it.
@@ -59,7 +60,7 @@ SIZES = {
 }
 
 
-def floating_point_operations(model: Model, tokens: int, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
+def floating_point_operations(model: ModelConfig, tokens: int, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
     """Least operations of one GRPO step: two per multiply-add, matrix products and attention, nothing else.
 
     tokens: size of the vocabulary without padding.

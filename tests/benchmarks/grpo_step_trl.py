@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_rl.config import RunConfig
-from megatron_rl.training.world import die_with_parent
+from megatron_rl.rank.world import die_with_parent
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 END, PADDING = "$", "_"
@@ -104,7 +104,7 @@ def arguments(config: RunConfig, folder: Path) -> GRPOConfig:
 
 
 def characters(config: RunConfig) -> PreTrainedTokenizerFast:
-    """megatron_rl.tokenizer.CharacterTokenizer, as transformers wants it."""
+    """megatron_rl.model.tokenizer.CharacterTokenizer, as transformers wants it."""
     vocabulary = {character: index for index, character in enumerate(config.tokenizer.alphabet + END + PADDING)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PADDING))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

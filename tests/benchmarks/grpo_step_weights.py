@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Model
-from megatron_rl.training.model import Policy
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.policy import Policy
 
 
 def lengthen(policy: Policy, end_token: int, end_bias: float) -> None:
@@ -21,7 +21,7 @@ def lengthen(policy: Policy, end_token: int, end_bias: float) -> None:
         weight[end_token, 0] -= end_bias / weight.shape[1] ** 0.5
 
 
-def as_qwen2(policy: Policy, model: Model, tokens: int) -> dict[str, Tensor]:
+def as_qwen2(policy: Policy, model: ModelConfig, tokens: int) -> dict[str, Tensor]:
     """State of the equal Qwen2ForCausalLM with tied embeddings and `tokens` rows of them.
 
     megatron-core interleaves query, key and value by query group and stacks gate and up.

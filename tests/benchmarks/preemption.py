@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from launcher.recipe import load_recipe
+from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.publish import MANIFEST
 from megatron_rl.run_dir import EXIT_DRAINED, Attempt, RunDir, read_json_lines
 

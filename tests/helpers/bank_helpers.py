@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rollout.bank_file import Entry
-from megatron_rl.rollout.bank_records import Lineage
+from megatron_rl.rollout.bank.file import Entry
+from megatron_rl.rollout.bank.records import Lineage
 
 NOWHERE = Path("nowhere.bank")
 

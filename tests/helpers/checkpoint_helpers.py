@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.save import Checkpointer, Published, SaveFailed
-from megatron_rl.config import Save
 from megatron_rl.run_dir import RunDir
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 
 
 def checkpointer(folder: Path, **config: Any) -> Checkpointer:
-    return Checkpointer(RunDir(folder), Save(**config))
+    return Checkpointer(RunDir(folder), SaveConfig(**config))
 
 
 def sharded_state(value: float, rank: int = 0, world_size: int = 1, rows: int = 64) -> dict[str, Any]:

@@ -20,17 +20,18 @@ from transformers import (
 )
 
 from megatron_rl.agent.api import Problem, Rollout, RolloutGroup
-from megatron_rl.config import Model, Recompute, RunConfig
+from megatron_rl.config import RunConfig
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.platform import Platform
-from megatron_rl.rollout.pipeline import RolloutBatch
+from megatron_rl.model.attention import packed_layout
+from megatron_rl.model.config import ModelConfig, Recompute
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.select import Platform
+from megatron_rl.rank.drain import Drain
+from megatron_rl.rank.progress import Progress
+from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.run import Run, set_up
 from megatron_rl.run_dir import RunDir
-from megatron_rl.training.attention import packed_layout
-from megatron_rl.training.drain import Drain
-from megatron_rl.training.model import Policy, build_policy
-from megatron_rl.training.progress import Progress
-from megatron_rl.training.pulse import Pulse
-from megatron_rl.training.setup import Run, set_up
 
 CPU = torch.device("cpu")
 ALPHABET = "0123456789+-="
@@ -39,8 +40,8 @@ END = len(ALPHABET)
 PADDED_VOCAB = 16
 
 
-def tiny_model(**fields: Any) -> Model:
-    return Model(
+def tiny_model(**fields: Any) -> ModelConfig:
+    return ModelConfig(
         **{
             "num_layers": 2,
             "hidden_size": 32,
@@ -78,7 +79,7 @@ def tiny_run(**sections: dict[str, Any]) -> RunConfig:
 
 
 def tiny_policy(
-    platform: Platform, model: Model | None = None, scale: float = 0.3, recompute: Recompute = "none"
+    platform: Platform, model: ModelConfig | None = None, scale: float = 0.3, recompute: Recompute = "none"
 ) -> Policy:
     """Random weights, the biases and norms included; `scale` makes its distributions far from uniform."""
     platform.seed(5)
@@ -161,7 +162,7 @@ def batch_of(groups: list[RolloutGroup], first: int, last: int) -> RolloutBatch:
 # The same model in transformers
 
 
-def witness(policy: Policy, model: Model) -> PreTrainedModel:
+def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
     """The model of `transformers` that has this shape, with the policy's weights: Qwen3 where queries and keys are
     normed, Llama where there are no biases, else Qwen2."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
@@ -199,7 +200,7 @@ def witness(policy: Policy, model: Model) -> PreTrainedModel:
     return twin
 
 
-def in_their_names(policy: Policy, model: Model, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def in_their_names(policy: Policy, model: ModelConfig, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """`of(parameter)`, which may be the weight or its gradient, under the names and shapes of `transformers`."""
     ours = {name: of(weight) for name, weight in policy.named_parameters()}
     head = model.head_size

@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launcher.backends.commands import Fact
-from launcher.backends.disk import Disk, Measured
-from launcher.backends.slurm_facts import SlurmFacts
-from launcher.backends.software import Software
-from launcher.cluster_profile import Profile
-from launcher.doctor import Facts, examine
+from launcher.backends.probe.command import Fact
+from launcher.backends.probe.disk import Disk, Measured
+from launcher.backends.probe.software import Software
+from launcher.backends.slurm.facts import SlurmFacts
+from launcher.cluster.profile import Profile
+from launcher.doctor.examine import Facts, examine
 from launcher.doctor.finding import Finding
-from launcher.recipe import load_recipe
+from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 
 RECORDED = Path(__file__).parent / "slurm_output"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.host.index import note
-from launcher.recipe import dump_resolved, load_recipe
+from launcher.host.record.submissions import note
+from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.run_dir import RunDir, append_json_line, write_atomic, write_json
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))

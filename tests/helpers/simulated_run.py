@@ -38,25 +38,25 @@ from megatron_rl.agent.api import (
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
-from megatron_rl.metrics import sinks
+from megatron_rl.metrics import writer
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.rollout import bank_file
-from megatron_rl.rollout.pipeline import RolloutBatch, RolloutDriver
-from megatron_rl.rollout.settled import settled
+from megatron_rl.rank import safe_points as pulse_module
+from megatron_rl.rank.drain import Drain
+from megatron_rl.rank.progress import Progress
+from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rollout.bank import file
+from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
+from megatron_rl.rollout.exactly_once import settled
 from megatron_rl.rollout.stream import stable_key
+from megatron_rl.run import Run
 from megatron_rl.run_dir import RunDir, write_json
-from megatron_rl.training import pulse as pulse_module
-from megatron_rl.training.drain import Drain
 from megatron_rl.training.optimizer import Update
-from megatron_rl.training.progress import Progress
-from megatron_rl.training.pulse import Pulse
-from megatron_rl.training.setup import Run
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0
 """What the rest of a step is said to take; a save takes next to nothing."""
-EXECUTORS = (save_module, bank_file)
+EXECUTORS = (save_module, file)
 """Modules whose work behind the loop is put in order here."""
 
 Ending = Literal["finished", "drained", "killed"]
@@ -130,7 +130,7 @@ class Simulation:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_rl, "select", lambda job, local_rank: self.platform)
             patch.setattr(train_rl, "set_up", self._set_up)
-            patch.setattr(sinks, "SummaryWriter", _Silence)
+            patch.setattr(writer, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(pulse_module, "LOOK_EVERY_S", 0.0)
             for module in EXECUTORS:

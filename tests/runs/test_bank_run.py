@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from loop_helpers import Attempt, loop_recipe, prepare
 
-from megatron_rl.rollout.bank_file import bank_file, bank_files, scan
-from megatron_rl.run_dir import EXIT_DRAINED, RunDir, read_json_lines
+from megatron_rl.rollout.bank.file import bank_file
+from megatron_rl.rollout.bank.file import bank_files
+from megatron_rl.rollout.bank.file import scan
+from megatron_rl.run_dir import EXIT_DRAINED
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json_lines
 
 RECIPE: dict[str, Any] = {
     "model": {"init": "from-scratch"},

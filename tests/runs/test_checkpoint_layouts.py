@@ -17,11 +17,13 @@ from core_helpers import stir, tiny_model
 from megatron.core import parallel_state
 
 from megatron_rl.checkpoint.load import load
-from megatron_rl.config import Job, Model, Optimizer
-from megatron_rl.platform import select
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.platform.select import select
 from megatron_rl.run_dir import RunDir
 from megatron_rl.training.adam_state import _shares
-from megatron_rl.training.model import build_policy
+from megatron_rl.model.policy import build_policy
 from megatron_rl.training.optimizer import PolicyOptimizer
 
 SAVED, LAST = 3, 6
@@ -48,21 +50,21 @@ LAYOUTS = {
 }
 
 
-def a_model(dtype: str, tied: bool = False) -> Model:
+def a_model(dtype: str, tied: bool = False) -> ModelConfig:
     """A feed-forward size by which the ranges of three ranks end within rows."""
     return tiny_model(dtype=dtype, ffn_hidden_size=44, tied_embeddings=tied, qkv_bias=True)
 
 
 class Training:
-    def __init__(self, layout: Layout, model: Model) -> None:
+    def __init__(self, layout: Layout, model: ModelConfig) -> None:
         parallel_state.initialize_model_parallel(layout.tp, layout.pp)
-        platform = select(Job(device="cpu"))
+        platform = select(JobConfig(device="cpu"))
         platform.seed(1)
         self.policy = build_policy(model, 16, platform)
         stir(
             self.policy, 0.3, seed=torch.distributed.get_rank()
         )  # of nobody else, so none of it can be right by chance
-        config = Optimizer(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=layout.distributed)
+        config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=layout.distributed)
         self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
         self.megatron = self.optimizer.megatron.chained_optimizers[0]
 
@@ -122,7 +124,7 @@ class Training:
         }
 
 
-def _begin(rank: int, world_size: int, layout: Layout, model: Model, folder: Path) -> None:
+def _begin(rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path) -> None:
     training = Training(layout, model)
     for number in range(SAVED):
         training.update(number)
@@ -131,7 +133,7 @@ def _begin(rank: int, world_size: int, layout: Layout, model: Model, folder: Pat
 
 
 def _go_on(
-    rank: int, world_size: int, layout: Layout, model: Model, folder: Path, end: Path, with_optimizer: bool = True
+    rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path, end: Path, with_optimizer: bool = True
 ) -> bool:
     training = Training(layout, model)
     training.load(folder, SAVED, with_optimizer=with_optimizer)
@@ -142,13 +144,13 @@ def _go_on(
     return told
 
 
-def _read(rank: int, world_size: int, model: Model, end: Path) -> dict[str, torch.Tensor]:
+def _read(rank: int, world_size: int, model: ModelConfig, end: Path) -> dict[str, torch.Tensor]:
     training = Training(ONE, model)
     training.load(end, LAST)
     return training.everything()
 
 
-def ends(folder: Path, layout: Layout, model: Model, *, with_optimizer: bool = True) -> dict[str, torch.Tensor]:
+def ends(folder: Path, layout: Layout, model: ModelConfig, *, with_optimizer: bool = True) -> dict[str, torch.Tensor]:
     """The run in `folder` goes on in this layout: all there is of it after the last update, as one rank reads it."""
     end = folder / f"end-{time.monotonic_ns()}"
     told = run_ranks(folder, layout.ranks, _go_on, layout, model, folder, end, with_optimizer)
@@ -170,7 +172,7 @@ class OfOneRank(NamedTuple):
     """A run that one rank began, and all there is of it if the same rank goes on."""
 
     folder: Path
-    model: Model
+    model: ModelConfig
     end: dict[str, torch.Tensor]
 
 

@@ -14,8 +14,10 @@ from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_s
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import load as load_module
-from megatron_rl.checkpoint.load import Verified, read
-from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
+from megatron_rl.checkpoint.load import Verified
+from megatron_rl.checkpoint.load import read
+from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.run_dir import RunDir
 
 

@@ -12,10 +12,12 @@ from checkpoint_helpers import checkpointer, run_ranks
 from megatron.core import parallel_state
 
 from megatron_rl.checkpoint.load import load
-from megatron_rl.config import Job, Model, Optimizer
-from megatron_rl.platform import select
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.platform.select import select
 from megatron_rl.run_dir import RunDir
-from megatron_rl.training.model import build_policy
+from megatron_rl.model.policy import build_policy
 from megatron_rl.training.optimizer import PolicyOptimizer
 
 SAVED, LAST = 3, 7
@@ -27,7 +29,7 @@ class Training:
     def __init__(self, rank: int, world_size: int, distributed: bool, dtype: str) -> None:
         parallel_state.initialize_model_parallel()
         self.rank, self.world_size = rank, world_size
-        model = Model(
+        model = ModelConfig(
             num_layers=2,
             hidden_size=32,
             ffn_hidden_size=48,
@@ -39,9 +41,9 @@ class Training:
             init="from-scratch",
         )
         torch.manual_seed(1)
-        self.policy = build_policy(model, 16, select(Job(device="cpu")))
+        self.policy = build_policy(model, 16, select(JobConfig(device="cpu")))
         # Without clipping: the norm is summed over shards, so its last bit would depend on the number of ranks.
-        config = Optimizer(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=distributed)
+        config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=distributed)
         self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
 
     def update(self, number: int) -> str:

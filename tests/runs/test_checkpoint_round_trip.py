@@ -20,9 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.load import load
-from megatron_rl.checkpoint.publish import CheckpointError, find_latest, read_manifest
+from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.checkpoint.publish import find_latest
+from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.checkpoint.save import Published
-from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part
+from megatron_rl.checkpoint.shards import HostCopies
+from megatron_rl.checkpoint.shards import write_metadata
+from megatron_rl.checkpoint.shards import write_part
 from megatron_rl.run_dir import RunDir
 
 

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
-from megatron_rl.run_dir import EXIT_DRAINED, RunDir, read_json, read_json_lines, write_json
+from megatron_rl.run_dir import EXIT_DRAINED
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
+from megatron_rl.run_dir import read_json_lines
+from megatron_rl.run_dir import write_json
 
 STEPS = 6
 SLOW_S = 60.0
@@ -234,7 +238,7 @@ def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_tim
 
 def late_to_start(late: int, folder: Path, rank: int) -> None:
     """One rank has met the others and does not know it yet."""
-    from megatron_rl.training.drain import Drain
+    from megatron_rl.rank.drain import Drain
 
     original = Drain.started
 

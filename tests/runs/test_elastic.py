@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
-from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, RunDir, read_json
+from megatron_rl.run_dir import EXIT_DRAINED
+from megatron_rl.run_dir import EXIT_FINISHED
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
 
 RANKS = (2, 1, 3)
 UNTIL = (3, 6)

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_run import PROMPTS, STEPS, Record, Simulation, recipe
 
-from megatron_rl.rollout.settled import NotSettledOnce, settled
+from megatron_rl.rollout.exactly_once import NotSettledOnce
+from megatron_rl.rollout.exactly_once import settled
 from megatron_rl.run_dir import RunDir
 
 MakeRun = Callable[..., Simulation]

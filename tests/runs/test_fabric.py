@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
-from megatron_rl import health
-from megatron_rl.config import Job
-from megatron_rl.health import Limits, findings, whole_nodes
-from megatron_rl.run_dir import RunDir, read_json
+from megatron_rl.fabric import check
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.fabric.check import Limits
+from megatron_rl.fabric.check import findings
+from megatron_rl.fabric.check import whole_nodes
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
 
-JOB = Job(device="cpu", gpus_per_node=1)
+JOB = JobConfig(device="cpu", gpus_per_node=1)
 LIMITS = Limits(meet=20.0, stage=15.0, slack=10.0)
 
 
@@ -25,17 +28,17 @@ def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, l
     """One rank; `trouble` is what is wrong with its node."""
     os.environ["SLURMD_NODENAME"] = node
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    health.MEASURE_S, health.BYTES = 0.05, {"cpu": 1 << 16}
-    real = health.measure
+    check.MEASURE_S, check.BYTES = 0.05, {"cpu": 1 << 16}
+    real = check.measure
 
-    def measure(address: dict[str, Any], job: Job, stage: health.Stage, *who: int) -> dict[str, Any]:
+    def measure(address: dict[str, Any], job: JobConfig, stage: check.Stage, *who: int) -> dict[str, Any]:
         if trouble == "hangs":
             time.sleep(300)
         found = real(address, job, stage, *who)
         return found | {"gbps": 1.0 if trouble == "slow" else 100.0}
 
-    health.measure = measure
-    health.run(RunDir(root).attempt(1), JOB, rank, size, 0, 50.0, limits)
+    check.measure = measure
+    check.run(RunDir(root).attempt(1), JOB, rank, size, 0, 50.0, limits)
 
 
 def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS) -> Any:
@@ -95,10 +98,10 @@ def test_what_a_child_does_its_parent_survives():
     def fail() -> dict[str, Any]:
         raise RuntimeError("NCCL error\nin ncclCommInitRank")
 
-    assert health.in_child(lambda: {"gbps": 1.0}, 10.0) == {"gbps": 1.0}
-    assert health.in_child(lambda: os._exit(9), 10.0) == {"error": "its process ended with code 9"}
-    assert health.in_child(fail, 10.0)["error"].endswith(": RuntimeError: NCCL error")
-    assert health.in_child(lambda: time.sleep(60) or {}, 0.2) == {"error": "no end within 0 s"}
+    assert check.in_child(lambda: {"gbps": 1.0}, 10.0) == {"gbps": 1.0}
+    assert check.in_child(lambda: os._exit(9), 10.0) == {"error": "its process ended with code 9"}
+    assert check.in_child(fail, 10.0)["error"].endswith(": RuntimeError: NCCL error")
+    assert check.in_child(lambda: time.sleep(60) or {}, 0.2) == {"error": "no end within 0 s"}
 
 
 def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
@@ -106,7 +109,7 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
     assert found["bad"] == {}
     assert found["unexplained"]
     assert found["pairs"] == [{"hosts": ["a", "b"], "gbps": 1.0}]
-    assert health.summary(found) == [
+    assert check.summary(found) == [
         "all-reduce of 2 nodes: 1 GB/s (12 s for all of this check)",
         "  a and b: 1 GB/s",
         "no single node explains it: the fabric between them, or a threshold that is too high",
@@ -115,7 +118,7 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
 
 def test_the_parents_import_neither_megatron_core_nor_touch_a_device():
     program = (
-        "import sys, torch, megatron_rl.health; print('megatron.core' in sys.modules, torch.cuda.is_initialized())"
+        "import sys, torch, megatron_rl.fabric.check; print('megatron.core' in sys.modules, torch.cuda.is_initialized())"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.split() == ["False", "False"]

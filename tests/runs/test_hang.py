@@ -15,9 +15,12 @@ from run_helpers import FAKE_RANK
 from core_helpers import tiny_model
 from loop_helpers import loop_recipe, prepare
 
-from launcher.host.heartbeats import Vigil
-from launcher.host.processes import start_time
-from megatron_rl.run_dir import RunDir, read_json, read_json_lines, write_json
+from launcher.host.record.heartbeats import Vigil
+from launcher.host.process.processes import start_time
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
+from megatron_rl.run_dir import read_json_lines
+from megatron_rl.run_dir import write_json
 
 
 

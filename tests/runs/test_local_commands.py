@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from run_helpers import FAKE_RANK
 
-from launcher.host.lock import owner_of
-from launcher.standing import job_id_of
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_json
+from launcher.host.process.lock import owner_of
+from launcher.runs.state import job_id_of
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import append_json_line
+from megatron_rl.run_dir import read_json_lines
+from megatron_rl.run_dir import write_json
 
 DRIVER = """
 import sys

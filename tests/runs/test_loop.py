@@ -17,7 +17,12 @@ from loop_helpers import Attempt, loop_recipe, prepare, read_error, reproducible
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.metrics.names import STEP_METRICS
-from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, RunDir, read_json, read_json_lines
+from megatron_rl.run_dir import EXIT_CONFIG
+from megatron_rl.run_dir import EXIT_CRASHED
+from megatron_rl.run_dir import EXIT_DRAINED
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
+from megatron_rl.run_dir import read_json_lines
 
 STEPS = 24
 
@@ -271,6 +276,6 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
 
 
 def _expect_another_megatron_core(rank: int) -> None:
-    from megatron_rl import platform
+    from megatron_rl.platform import select
 
-    platform.SUPPORTED_MEGATRON = ((0, 1, 0), (0, 2, 0))
+    select.SUPPORTED_MEGATRON = ((0, 1, 0), (0, 2, 0))

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.slurm_state import SQUEUE_FIELDS
-from megatron_rl.run_dir import RunDir, read_json, write_json
+from launcher.backends.slurm.jobs import SQUEUE_FIELDS
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
+from megatron_rl.run_dir import write_json
 
 SQUEUE = "exit 0"  # knows no job: they have all ended
 
@@ -43,7 +45,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def submit(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from launcher.cli.submit import main; main(prog_name='mrl-submit')"]
+    command = [sys.executable, "-c", "from launcher.cli.mrl_submit import main; main(prog_name='mrl-submit')"]
     line = [*command, "demo", "--cluster", "lab", *words]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stdout + done.stderr

@@ -16,15 +16,17 @@ from pathlib import Path
 import pytest
 from run_helpers import FAKE_RANK
 
-from launcher.host.lock import owner_of
-from launcher.host.processes import start_time
-from megatron_rl.run_dir import RunDir, read_json, read_json_lines
+from launcher.host.process.lock import owner_of
+from launcher.host.process.processes import start_time
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
+from megatron_rl.run_dir import read_json_lines
 
 DRIVER = """
 import sys
 from launcher.backends import local
 local.RANK_COMMAND[:] = [sys.executable, {fake!r}, {script!r}]
-from launcher.cli.submit import main
+from launcher.cli.mrl_submit import main
 sys.argv[0] = "mrl-submit"
 main()
 """

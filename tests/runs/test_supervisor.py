@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 from run_helpers import FAKE_RANK
 
-from launcher.host.lock import owner_of
-from launcher.host.processes import start_time
-from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
+from launcher.host.process.lock import owner_of
+from launcher.host.process.processes import start_time
+from megatron_rl.run_dir import Attempt
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import read_json
+from megatron_rl.run_dir import read_json_lines
+from megatron_rl.run_dir import write_json
 
 
 

@@ -11,9 +11,9 @@ from core_helpers import CPU, batch_of, build_run, random_groups, tiny_run
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl.config import Job
+from megatron_rl.rank.config import JobConfig
 from megatron_rl.metrics.tally import Tally
-from megatron_rl.platform import select
+from megatron_rl.platform.select import select
 from megatron_rl.rollout.stream import shares
 
 STEPS = 3
@@ -52,7 +52,7 @@ def losses_and_weights(rank: int, ranks: int, group: Any, case: dict[str, Any]) 
     """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
     config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
-    run = build_run(config, select(Job(device="cpu")), group, scale=0.1)  # rounding must not grow over the steps
+    run = build_run(config, select(JobConfig(device="cpu")), group, scale=0.1)  # rounding must not grow over the steps
     tallied = []
     for step in range(1, STEPS + 1):
         groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)

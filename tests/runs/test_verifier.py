@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments.verifier import NoVerdict, Verifier
+from megatron_rl.environments.math.verifier import NoVerdict
+from megatron_rl.environments.math.verifier import Verifier
 
 pytest.importorskip("math_verify")
 
@@ -152,7 +153,7 @@ def test_nothing_outlives_a_rank_that_is_killed() -> None:
     """One process waits for work then, another hangs in it."""
     program = f"""
 import asyncio, sys
-from megatron_rl.environments.verifier import Verifier
+from megatron_rl.environments.math.verifier import Verifier
 verifier = Verifier(processes=2, timeout_s=1.0, memory_gib=4.0)
 async def main():
     await asyncio.gather(verifier.equal("3", "4"), verifier.equal("4", "5"))

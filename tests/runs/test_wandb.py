@@ -21,17 +21,23 @@ from hypothesis import strategies as st
 from run_helpers import make_run
 from wandb_server import Server, Shown
 
-from launcher.drafting import draft
-from launcher.forking import Fork, fill
-from launcher.profiles import load_clusters
-from launcher.recipe import load_recipe
-from megatron_rl.config import Logging, Wandb
+from launcher.job.draft import draft
+from launcher.job.fork import Fork
+from launcher.job.fork import fill
+from launcher.cluster.choice import load_clusters
+from launcher.recipe.load import load_recipe
+from megatron_rl.metrics.config import LoggingConfig
+from megatron_rl.metrics.config import WandbConfig
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.metrics import mirror
-from megatron_rl.metrics.mirror import check_installed
-from megatron_rl.metrics.rows import Record, Row
-from megatron_rl.metrics.sinks import MetricsWriter
-from megatron_rl.run_dir import RunDir, append_json_line, read_json, write_json
+from megatron_rl.metrics.wandb import mirror
+from megatron_rl.metrics.wandb.mirror import check_installed
+from megatron_rl.metrics.wandb.rows import Record
+from megatron_rl.metrics.wandb.rows import Row
+from megatron_rl.metrics.writer import MetricsWriter
+from megatron_rl.run_dir import RunDir
+from megatron_rl.run_dir import append_json_line
+from megatron_rl.run_dir import read_json
+from megatron_rl.run_dir import write_json
 
 KEY = "5ec2e7" * 7
 
@@ -53,7 +59,7 @@ def a_run(root: Path, mode: str = "online", **facts: str) -> RunDir:
 
 def record_of(run: RunDir, attempt: int, last_step: int = 0, evaluated: int = -1) -> MetricsWriter:
     run.attempt(attempt).folder.mkdir(parents=True, exist_ok=True)
-    return MetricsWriter(run, run.attempt(attempt), Logging(wandb=Wandb(project="p")), last_step, evaluated)
+    return MetricsWriter(run, run.attempt(attempt), LoggingConfig(wandb=WandbConfig(project="p")), last_step, evaluated)
 
 
 def step(record: MetricsWriter, number: int, loss: float) -> None:
@@ -230,15 +236,15 @@ def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path)
 
 
 def test_a_recipe_that_asks_for_it_where_it_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_installed(Logging(wandb=Wandb(project="p")))
+    check_installed(LoggingConfig(wandb=WandbConfig(project="p")))
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    check_installed(Logging())
+    check_installed(LoggingConfig())
     with pytest.raises(ConfigurationError, match=r"logging.wandb: .* pip install 'mrl\[wandb\]'"):
-        check_installed(Logging(wandb=Wandb(project="p")))
+        check_installed(LoggingConfig(wandb=WandbConfig(project="p")))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ def test_a_job_that_will_have_no_key_is_noted(tmp_path: Path, secrets: list[str]
 
 
 def test_the_rank_itself_never_imports_wandb() -> None:
-    program = "import sys, megatron_rl.metrics.mirror, megatron_rl.metrics.tell_wandb; print('wandb' in sys.modules)"
+    program = "import sys, megatron_rl.metrics.wandb.mirror, megatron_rl.metrics.wandb.tell; print('wandb' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "False\n"
 

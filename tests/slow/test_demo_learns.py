@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.recipe import load_recipe
+from launcher.recipe.load import load_recipe
 from megatron_rl.run_dir import RunDir, read_json_lines
 
 pytestmark = pytest.mark.slow

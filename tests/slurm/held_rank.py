@@ -51,7 +51,7 @@ class Held:
     def __init__(self, places: list[Place], run_dir: str, attempt: int) -> None:
         self.folder = RunDir(run_dir).attempt(attempt)
         self.rank = int(os.environ["SLURM_PROCID"])
-        self.pulse: Any = None  # megatron_rl.training.pulse.Pulse, once there is one
+        self.pulse: Any = None  # megatron_rl.rank.safe_points.Pulse, once there is one
         mine = {"attempt": attempt, "rank": self.rank}
         self._places = [place for place in places if all(place.get(key, mine[key]) == mine[key] for key in mine)]
         self._passed: Counter[tuple[str, int]] = Counter()
@@ -84,8 +84,8 @@ def hold(held: Held) -> None:
     """Put `held` in the way of the training."""
     from megatron_rl.checkpoint import writer
     from megatron_rl.inference.engine import Engine
+    from megatron_rl.rank.safe_points import IN_WORDS, Pulse
     from megatron_rl.training import supervised, trainer
-    from megatron_rl.training.pulse import IN_WORDS, Pulse
 
     phases = {words: phase for phase, words in IN_WORDS.items()}
 

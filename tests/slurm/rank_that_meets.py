@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.training.rendezvous import meet
+from megatron_rl.rank.rendezvous import meet
 
 LIMIT = timedelta(seconds=90)
 rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])

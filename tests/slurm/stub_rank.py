@@ -22,9 +22,9 @@ import sys
 import time
 
 from megatron_rl import run_dir as run_dir_module
+from megatron_rl.rank.black_box import BlackBox
+from megatron_rl.rank.progress import Progress
 from megatron_rl.run_dir import HEARTBEAT_WAIT, RunDir, append_json_line, read_json, read_json_lines, write_json
-from megatron_rl.training.diagnosis import BlackBox
-from megatron_rl.training.progress import Progress
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-m", dest="module")
@@ -129,4 +129,6 @@ seen = attempt.folder / "seen" / "{}.{}.json".format(os.environ["MRL_STEP"], ran
 seen.parent.mkdir(exist_ok=True)
 what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": run_dir_module.__file__}
 write_json(seen, dict(what, replica=options.replica, environment=dict(os.environ)))
-{"megatron_rl.train_rl": train, "megatron_rl.server.inference": serve, "megatron_rl.health": reduce}[options.module]()
+{"megatron_rl.train_rl": train, "megatron_rl.server.inference": serve, "megatron_rl.fabric.check": reduce}[
+    options.module
+]()

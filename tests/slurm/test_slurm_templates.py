@@ -10,9 +10,9 @@ import pytest
 from lab import wait_until
 from login import SECONDS, Login
 
-from launcher.placement import place
-from launcher.profiles import load_clusters
-from launcher.recipe import load_recipe
+from launcher.cluster.choice import load_clusters
+from launcher.plan.placement import place
+from launcher.recipe.load import load_recipe
 
 TEMPLATES = Path(__file__).parents[2] / "slurm"
 

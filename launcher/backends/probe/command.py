@@ -1,0 +1,41 @@
+"""Ask a command for a fact; that it is missing, refuses or stays silent is a fact too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.backends.slurm.call import SlurmSilent, asking_environment, call
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What a command said."""
+
+    text: str = ""
+    """Its standard output."""
+    failure: str | None = None
+    """Why there is no answer, in one line; None: there is."""
+    there: bool = True
+    """Whether the command could be started at all."""
+
+    @property
+    def known(self) -> bool:
+        return self.failure is None
+
+
+def ask(command: Sequence[str], limit_s: float = 20.0) -> Fact:
+    """Run a command that changes nothing.
+
+    Args:
+        limit_s: longest wait for its answer; Slurm's own commands mostly give up after MessageTimeout, 10 s by default.
+    """
+    environ = {name: value for name, value in asking_environment().items() if not name.startswith("SINFO_")}
+    try:
+        answer = call(command, limit_s, environ)
+    except SlurmSilent as silent:
+        return Fact(failure=str(silent), there=not isinstance(silent.__cause__, OSError))
+    if answer.code == 0:
+        return Fact(answer.out)
+    complaint = next((line.strip() for line in answer.err.splitlines() if line.strip()), "")
+    return Fact(answer.out, complaint or f"{command[0]} failed with exit code {answer.code}")

@@ -1,0 +1,157 @@
+"""Measure a directory that may be on a file system that hangs: in a child, which is left behind if it never answers.
+
+The child is this file: `python -m launcher.backends.probe.disk DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher.backends.probe.command import Fact, ask
+
+LIMIT_S = 20.0
+BLOCK = 1 << 20
+BLOCKS = 16
+_NETWORK = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph-fuse", "wekafs", "panfs", "cifs", "orangefs"}
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ramfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the child found."""
+
+    directory: str
+    """The directory itself, or the nearest one above it that exists."""
+    writable: bool
+    free_bytes: int
+    file_system: str
+    """Its type, such as lustre or ext4; empty where the kernel does not say."""
+    bytes_per_s: float | None
+    """Speed of writing and flushing 16 MiB; None: not writable."""
+    problem: str | None
+    """Why it cannot be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A directory as jobs will find it."""
+
+    path: Path
+    measured: Measured | None
+    failure: str | None
+    """Why nothing could be measured; the child was left behind."""
+    quota: Fact
+
+    @property
+    def shared(self) -> bool | None:
+        """Whether its file system spans machines by its kind; None: the kind does not tell."""
+        kind = self.measured.file_system if self.measured else ""
+        return True if kind in _NETWORK else False if kind in _LOCAL else None
+
+
+def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
+    """Look at `path` without leaving anything there; it need not exist yet."""
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "launcher.backends.probe.disk", str(path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, complaint = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        child.kill()  # and not waited for: one that hangs on a dead file system does not even die
+        return _unknown(path, f"no answer within {limit_s:.0f} s")
+    if child.returncode:
+        return _unknown(path, complaint.strip().rpartition("\n")[2])
+    measured = Measured(**json.loads(out))
+    return Disk(path, measured, None, _quota(measured))
+
+
+def _unknown(path: Path, why: str) -> Disk:
+    return Disk(path, None, why, Fact(failure=why))
+
+
+def over_quota(text: str, free_wanted: int) -> str | None:
+    """What `quota -wp` or `lfs quota` says against `free_wanted` more bytes; None: nothing.
+
+    Both print `name used quota limit grace files quota limit grace`, blocks of 1 KiB; a limit of 0 is none and `*`
+    marks what is over.
+    """
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) < 8 or not words[1].rstrip("*").isdigit() or not words[3].isdigit():
+            continue
+        used, limit = int(words[1].rstrip("*")) * 1024, (int(words[3]) or int(words[2])) * 1024
+        if "*" in words[1] or "*" in words[5]:
+            return f"{words[0]}: over quota"
+        if limit and used + free_wanted > limit:
+            return f"{words[0]}: {(limit - used) / 1e9:,.1f} GB are left of your quota of {limit / 1e9:,.1f} GB"
+    return None
+
+
+def _quota(measured: Measured) -> Fact:
+    command = ["quota", "-wp", "-f", measured.directory]
+    if measured.file_system == "lustre":
+        command = ["lfs", "quota", "-q", "-u", getpass.getuser(), measured.directory]
+    return ask(command) if shutil.which(command[0]) else Fact(failure=f"there is no command {command[0]} here")
+
+
+def _measure(path: Path) -> Measured:
+    directory = next(place for place in (path, *path.parents) if place.is_dir())
+    status = os.statvfs(directory)
+    speed, problem = None, None
+    if directory != path and path.exists():
+        problem = "is a file"
+    else:
+        try:
+            speed = _write(directory)
+        except OSError as error:
+            problem = error.strerror
+    return Measured(
+        directory=str(directory),
+        writable=problem is None,
+        free_bytes=status.f_bavail * status.f_frsize,
+        file_system=_file_system(directory),
+        bytes_per_s=speed,
+        problem=problem,
+    )
+
+
+def _write(directory: Path) -> float:
+    block = os.urandom(BLOCK)  # zeros would be compressed away
+    with tempfile.TemporaryFile(dir=directory) as file:  # unnamed: nothing is left if this is killed
+        began = time.perf_counter()
+        for _ in range(BLOCKS):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return BLOCK * BLOCKS / (time.perf_counter() - began)
+
+
+def _file_system(directory: Path) -> str:
+    """Type of the mount that holds the directory."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    real = directory.resolve()
+    holding = [(len(where), kind) for _, where, kind, *_ in mounts if real.is_relative_to(where)]
+    return max(holding)[1] if holding else ""
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(json.dumps(asdict(_measure(Path(sys.argv[1])))))
+    except OSError as refused:
+        sys.exit(f"{refused.filename or sys.argv[1]}: {refused.strerror}")

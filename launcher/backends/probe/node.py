@@ -1,0 +1,87 @@
+"""Look at a compute node from inside: one small srun step, which waits for a node no longer than a limit."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.backends.probe.command import ask
+from launcher.backends.probe.software import PYTHON_PROBE
+from launcher.cluster.profile import Profile
+
+WAIT_S = 60  # for a free node
+RUN_S = 60  # for the step itself
+
+# $1: python, $2: its program, $3: the canary. What the prolog prints beside these lines does no harm.
+SCRIPT = """
+echo "mrl.host=$(hostname)"
+if found=$("$1" -c "$2" 2>&1); then echo "mrl.python=$found"; else echo "mrl.no_python=$found"; fi
+if [ -r "$3" ]; then echo mrl.shared=yes; fi
+if command -v enroot >/dev/null; then echo "mrl.enroot=$(enroot version 2>/dev/null)"; fi
+if command -v nvidia-smi >/dev/null; then
+    echo "mrl.driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
+fi
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What one compute node said."""
+
+    failure: str | None = None
+    """Why it said nothing."""
+    host: str = ""
+    python: str | None = None
+    """Version of the profile's host_python there; None: not found or too broken to say."""
+    shared: bool = False
+    """Whether it sees a file that this machine wrote into the run root."""
+    enroot: str | None = None
+    """Version; None: not found."""
+    driver: str | None = None
+    """NVIDIA driver; None: no nvidia-smi."""
+
+
+def probe(profile: Profile, directory: Path, gpus: bool) -> NodeFacts:
+    """Start the step, with the profile's prolog as jobs have it, and wait for it.
+
+    Args:
+        directory: an existing directory of the run root; a small file is there while the step runs.
+        gpus: whether to ask for one, as partitions of GPUs often want.
+    """
+    canary = directory / f".mrl-doctor-{secrets.token_hex(6)}"
+    try:
+        canary.touch(mode=0o600)
+    except OSError as error:
+        return NodeFacts(failure=f"{canary.parent}: {error.strerror}")
+    try:
+        answer = ask(_command(profile, canary, gpus), WAIT_S + RUN_S)
+    finally:
+        canary.unlink(missing_ok=True)
+    return _read(answer.text) if answer.known else NodeFacts(failure=answer.failure)
+
+
+def _command(profile: Profile, canary: Path, gpus: bool) -> list[str]:
+    places = ("partition", "account", "qos", "constraint", "reservation")
+    flags = [f"--{place}={value}" for place in places if (value := getattr(profile, place))]
+    if gpus:
+        flags.append("--gpus-per-node=" + ("1" if profile.gres == "gpu" else f"{profile.gres}:1"))
+    step = ["srun", "--job-name=mrl-doctor", "--nodes=1", "--ntasks=1", "--time=2", f"--immediate={WAIT_S}", "--quiet"]
+    script = "\n".join([*profile.prolog, SCRIPT])
+    return [*step, *flags, "bash", "-c", script, "bash", profile.host_python, PYTHON_PROBE, str(canary)]
+
+
+def _read(text: str) -> NodeFacts:
+    found = dict(_pair(line) for line in text.splitlines() if line.startswith("mrl.") and "=" in line)
+    return NodeFacts(
+        host=found.get("host", ""),
+        python=found.get("python"),
+        shared=found.get("shared") == "yes",
+        enroot=found.get("enroot"),
+        driver=found.get("driver") or None,
+    )
+
+
+def _pair(line: str) -> tuple[str, str]:
+    key, _, value = line.removeprefix("mrl.").partition("=")
+    return key, value.strip()

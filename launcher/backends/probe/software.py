@@ -1,0 +1,92 @@
+"""What this login node has for containers and for the host side: pyxis, enroot's credentials, a python3."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from launcher.backends.probe.command import Fact, ask
+
+PYTHON_PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
+_DEPTH = 5  # of plug-in configurations that include others
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    host_python: Fact
+    """Version of the profile's `host_python`, such as 3.6.8."""
+    pyxis: str | None
+    """Its version, read from the plug-in that this machine's srun loads; None: not found."""
+    registries: frozenset[str] | None
+    """Machines that enroot has credentials for; the credentials themselves are never kept. None: no such file."""
+    credentials: Path
+    """Where enroot looks for them."""
+    exposed: bool
+    """Whether others may read that file."""
+
+
+def inspect(host_python: str, plugstack: Path | None) -> Software:
+    """
+    Args:
+        plugstack: Slurm's PlugStackConfig.
+    """
+    credentials = credentials_path()
+    found = _registries(credentials)
+    return Software(
+        host_python=ask([host_python, "-c", PYTHON_PROBE]),
+        pyxis=pyxis_version(plugstack) if plugstack else None,
+        registries=found,
+        credentials=credentials,
+        exposed=found is not None and bool(credentials.stat().st_mode & 0o077),
+    )
+
+
+def credentials_path() -> Path:
+    """enroot's netrc-like file; `ENROOT_CONFIG_PATH` of this shell, or enroot's default."""
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(os.environ.get("ENROOT_CONFIG_PATH") or Path(config) / "enroot") / ".credentials"
+
+
+def pyxis_version(plugstack: Path) -> str | None:
+    """Follow Slurm's plug-in configuration to pyxis and read the version that it would announce in slurmd's log."""
+    for library in _plugins(plugstack, _DEPTH):
+        try:
+            found = re.search(rb"pyxis: version v([0-9.]+)", library.read_bytes())
+        except OSError:
+            continue
+        if found:
+            return found[1].decode("ascii").rstrip(".")
+    return None
+
+
+def _plugins(config: Path, depth: int) -> list[Path]:
+    try:
+        lines = [
+            line.split("#")[0].split() for line in config.read_text(encoding="utf-8", errors="replace").splitlines()
+        ]
+    except OSError:
+        return []
+    found: list[Path] = []
+    for words in lines:
+        if len(words) > 1 and words[0] == "include" and depth:
+            base, pattern = _anchored(config.parent, words[1])
+            for included in sorted(base.glob(pattern)):
+                found += _plugins(included, depth - 1)
+        elif len(words) > 1 and words[0] in ("required", "optional"):
+            found.append(Path(words[1]))
+    return found
+
+
+def _anchored(folder: Path, pattern: str) -> tuple[Path, str]:
+    return (Path("/"), pattern.lstrip("/")) if pattern.startswith("/") else (folder, pattern)
+
+
+def _registries(credentials: Path) -> frozenset[str] | None:
+    try:
+        words = credentials.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return None
+    return frozenset(name for key, name in pairwise(words) if key == "machine")

@@ -1,0 +1,62 @@
+"""What this login node's Slurm says of itself: the texts of its own commands, not yet understood."""
+
+from __future__ import annotations
+
+import getpass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+from launcher.backends.probe.command import Fact, ask
+
+QOS_COLUMNS = (
+    "Name,GraceTime,Preempt,PreemptMode,PreemptExemptTime,Flags,MaxWall,GrpTRES,MaxTRES,MaxTRESPU,MaxTRESPA,"
+    "MaxJobsPU,MaxSubmitPU"
+)
+ASSOCIATION_COLUMNS = "Cluster,Account,User,Partition,QOS,DefaultQOS,MaxWall,GrpTRES,MaxTRES,MaxJobs"
+NODE_COLUMNS = (
+    "%N|%R|%T|%G|%c|%f"  # node, partition, state, gres, CPUs, features: a line for each partition of each node
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmFacts:
+    version: Fact
+    """sinfo --version"""
+    config: Fact
+    """scontrol show config"""
+    partitions: Fact
+    """scontrol --oneliner show partition, hidden ones included"""
+    nodes: Fact
+    """sinfo with NODE_COLUMNS"""
+    qos: Fact
+    """sacctmgr's QOS, with QOS_COLUMNS"""
+    associations: Fact
+    """sacctmgr's associations of this user, with ASSOCIATION_COLUMNS"""
+    sacct: Fact
+    """sacct of the jobs that started just now: only whether it works matters"""
+    reservations: Fact
+    """scontrol --oneliner show reservation"""
+    srun_help: Fact
+    """srun --help, in which loaded plug-ins list their options"""
+
+
+def collect() -> SlurmFacts:
+    """Ask everything at once; each command has its own time limit."""
+    commands = {
+        "version": ["sinfo", "--version"],
+        "config": ["scontrol", "show", "config"],
+        "partitions": ["scontrol", "--all", "--oneliner", "show", "partition"],
+        "nodes": ["sinfo", "--all", "--noheader", "--Node", "--format", NODE_COLUMNS],
+        "qos": ["sacctmgr", "--parsable2", "show", "qos", f"format={QOS_COLUMNS}"],
+        "associations": [
+            *("sacctmgr", "--parsable2", "show", "associations"),
+            *("where", f"user={getpass.getuser()}", f"format={ASSOCIATION_COLUMNS}"),
+        ],
+        "sacct": ["sacct", "--allocations", "--noheader", "--parsable2", "--starttime", "now", "--format", "JobID"],
+        "reservations": ["scontrol", "--all", "--oneliner", "show", "reservation"],
+        "srun_help": ["srun", "--help"],
+    }
+    assert set(commands) == {field.name for field in fields(SlurmFacts)}
+    with ThreadPoolExecutor(len(commands)) as pool:
+        answers = dict(zip(commands, pool.map(ask, commands.values()), strict=True))
+    return SlurmFacts(**answers)

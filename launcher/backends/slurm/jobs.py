@@ -1,0 +1,218 @@
+"""What Slurm knows of jobs, from squeue and sacct; correct with and without an accounting database.
+
+squeue knows a job until MinJobAge after its end (300 s by default), sacct for ever, where there is a
+slurmdbd. So a job that squeue does not list is looked up in sacct, and is gone when neither has it. A Slurm that cannot
+be asked makes a job "unknown", which is never "gone": its run may still be going on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from launcher.backends.slurm.call import SlurmSilent, call
+
+Kind = Literal["pending", "running", "ended", "gone", "unknown"]
+
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"), "pending"),
+    **dict.fromkeys(("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED"), "running"),
+    **dict.fromkeys(("SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
+    **dict.fromkeys(("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"), "ended"),
+    **dict.fromkeys(("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"), "ended"),
+}
+"""Slurm's word for a state -> what it means for the run. COMPLETING still has processes, or is about to be requeued."""
+
+ENDED_ITSELF = ("COMPLETED", "FAILED")
+
+# Fields of fixed width, cut apart by position: job names and reasons may hold any separator.
+SQUEUE_FIELDS = {
+    "JobID": 20,
+    "State": 20,
+    "Reason": 200,
+    "RestartCnt": 10,
+    "exit_code": 12,
+    "SubmitTime": 24,
+    "EligibleTime": 24,
+    "StartTime": 24,
+    "EndTime": 24,
+    "TimeLimit": 20,
+    "Dependency": 400,
+    "NodeList": 2000,
+    "Name": 300,
+    "BatchFlag": 4,
+}
+SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "JobName")
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job as Slurm sees it. Times are unix seconds."""
+
+    job_id: str
+    word: str
+    """Slurm's own: PENDING, RUNNING, ...; empty where it said nothing."""
+    kind: Kind
+    reason: str = ""
+    """Slurm's reason for a job that waits or has failed; why Slurm could not be asked (`unknown`)."""
+    name: str = ""
+    restarts: int = 0
+    """Times it was requeued."""
+    nodes: str = ""
+    """Slurm's host list: `node[01-08]`."""
+    dependency: str = ""
+    submitted_at: float | None = None
+    eligible_at: float | None = None
+    """Not before this time: the back-off of a requeue."""
+    started_at: float | None = None
+    """Expected start, for a pending job that the scheduler has planned."""
+    ended_at: float | None = None
+    """Time limit, for a running job that has one."""
+    exit_code: int | None = None
+    """Of the batch script, once it ended without Slurm's doing; negative: the signal that killed it."""
+    batch: bool = True
+    """Whether it has a batch script; an salloc has none."""
+
+    @property
+    def owns(self) -> bool:
+        """Whether the job may still write into its run directory."""
+        return self.kind in ("pending", "running", "unknown")
+
+
+def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
+    """The state of each job. Asks squeue once, and sacct once for those it does not know."""
+    ids = list(dict.fromkeys(job_ids))
+    if not ids:
+        return {}
+    try:
+        found = _ask_squeue(ids)
+        missing = [one for one in ids if one not in found]
+        found |= _ask_sacct(missing) if missing else {}
+    except SlurmSilent as error:
+        return {one: JobState(one, "", "unknown", reason=str(error)) for one in ids}
+    return {one: found.get(one, JobState(one, "", "gone")) for one in ids}
+
+
+def read_recorded(records: Sequence[Mapping[str, Any]]) -> list[JobState]:
+    """The state of the job that each of these job.json names. One of another Slurm cluster than the one that answers
+    here is unknown; a job that has its id here is not it."""
+    here = cluster_name() if any(record.get("slurm_cluster") for record in records) else None
+    foreign = [here is not None and record.get("slurm_cluster") not in (None, here) for record in records]
+    ids = [str(record["job_id"]) for record in records]
+    found = read_jobs([job_id for job_id, elsewhere in zip(ids, foreign, strict=True) if not elsewhere])
+    return [
+        JobState(job_id, "", "unknown", reason=f"it is a job of {record['slurm_cluster']}, and this is {here}")
+        if elsewhere
+        else found[job_id]
+        for record, job_id, elsewhere in zip(records, ids, foreign, strict=True)
+    ]
+
+
+def cluster_name() -> str | None:
+    """What the Slurm that answers here calls itself; None where it does not answer."""
+    try:
+        answer = call(["scontrol", "show", "config"])
+    except SlurmSilent:
+        return None
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", answer.out, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
+    form = ",".join(f"{name}:{width}" for name, width in SQUEUE_FIELDS.items())
+    answer = call(["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"])
+    if answer.code == 0:
+        return {job.job_id: job for job in parse_squeue(answer.out)}
+    if "Invalid job id" in answer.err:  # its answer where a single job is asked for and not known
+        return {}
+    raise SlurmSilent(_last_line(answer.err) or f"squeue failed with {answer.code}")
+
+
+def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
+    """Ended jobs only: one that accounting believes to be alive and the controller does not know is gone."""
+    form = ",".join(SACCT_FIELDS)
+    try:
+        answer = call(["sacct", "-X", "-P", "-D", "--noheader", f"--jobs={','.join(ids)}", f"--format={form}"])
+    except SlurmSilent:
+        return {}
+    jobs = parse_sacct(answer.out) if answer.code == 0 else []
+    return {job.job_id: job for job in jobs if job.kind == "ended"}
+
+
+def parse_squeue(text: str) -> list[JobState]:
+    """Lines of `squeue --Format` with SQUEUE_FIELDS."""
+    return [_from_squeue(line) for line in text.splitlines() if line.strip()]
+
+
+def _from_squeue(line: str) -> JobState:
+    field: dict[str, str] = {}
+    begin = 0
+    for name, width in SQUEUE_FIELDS.items():
+        value = line[begin : begin + width].strip()
+        field[name] = "" if value in ("N/A", "(null)", "None") and name != "Name" else value
+        begin += width
+    word = field["State"]
+    kind = KINDS.get(word, "unknown")
+    status = int(field["exit_code"] or 0)
+    return JobState(
+        job_id=field["JobID"],
+        word=word,
+        kind=kind,
+        reason=field["Reason"],
+        name=field["Name"],
+        restarts=int(field["RestartCnt"] or 0),
+        nodes=field["NodeList"],
+        dependency=field["Dependency"],
+        submitted_at=moment(field["SubmitTime"]),
+        eligible_at=moment(field["EligibleTime"]),
+        started_at=moment(field["StartTime"]),
+        # Slurm takes a job without a limit for one of a year.
+        ended_at=None if kind != "ended" and field["TimeLimit"] == "UNLIMITED" else moment(field["EndTime"]),
+        exit_code=_exit_code(word, status >> 8, status & 0x7F),
+        batch=field["BatchFlag"] != "0",
+    )
+
+
+def parse_sacct(text: str) -> list[JobState]:
+    """Lines of `sacct -XPD` with SACCT_FIELDS: one a job, of its newest attempt; earlier ones count as restarts."""
+    newest: dict[str, JobState] = {}
+    for line in filter(None, text.splitlines()):
+        job_id, state, code, submit, start, end, nodes, name = line.split("|", len(SACCT_FIELDS) - 1)
+        word = state.split()[0] if state else ""  # "CANCELLED by 1000"
+        left, _, signum = code.partition(":")
+        job = JobState(
+            job_id=job_id,
+            word=word,
+            kind=KINDS.get(word, "unknown"),
+            name=name,
+            nodes="" if nodes == "None assigned" else nodes,
+            submitted_at=moment(submit),
+            started_at=moment(start),
+            ended_at=moment(end),
+            exit_code=_exit_code(word, int(left), int(signum or 0)),
+        )
+        before = newest.get(job_id)
+        newest[job_id] = replace(job, restarts=before.restarts + 1) if before else job
+    return list(newest.values())
+
+
+def _exit_code(word: str, left: int, signum: int) -> int | None:
+    if word not in ENDED_ITSELF:
+        return None
+    return -signum if signum else left
+
+
+def moment(text: str) -> float | None:
+    """Slurm's local time `2026-11-21T07:02:32` as unix seconds; None for `Unknown`, `N/A` and the like."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -1,0 +1,283 @@
+"""How a plan looks in the terminal: nodes by GPUs, then the arithmetic. Reads as well without colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from launcher.plan.placement import Plan, Rank
+from megatron_rl.config import RunConfig
+from megatron_rl.supported import not_yet
+
+FOLD = 8
+"""Equal rows in a run beyond which most are left out."""
+TIGHT = 0.95
+"""Part of a GPU's memory beyond which an estimate is no promise."""
+MARGIN = 11
+"""Columns before the first GPU."""
+STYLES = {"training": ("cyan", "blue"), "colocated": ("cyan", "blue"), "inference": ("green", "yellow")}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring GPUs of one tensor-parallel group."""
+
+    role: str
+    group: int
+    """Replica, of training or inference."""
+    parts: tuple[tuple[str, int], ...]
+    """Letter and number of the other coordinates that tell it from its like."""
+    gpus: int
+
+    def label(self, short: bool) -> str:
+        name = "r" if self.role == "inference" else "dp"
+        return ("" if short else " ").join([f"{name}{self.group}", *(f"{key}{number}" for key, number in self.parts)])
+
+
+def show(config: RunConfig, plan: Plan, record: dict[str, Any], cluster: str) -> None:
+    """Print it all. record: as `launcher.plan.summary.plan_json` makes it."""
+    console = Console(highlight=False)
+    console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
+    console.print()
+    for line in drawing(plan, console.width, "GPU" if config.job.device == "cuda" else "process"):
+        console.print(line, no_wrap=True, crop=False, overflow="ignore")
+    console.print(Padding(Text(_legend(plan), style="dim"), (0, 0, 0, MARGIN)))
+    console.print()
+    if plan.smaller:
+        console.print(_counts(config, record))
+        console.print()
+    console.print(_facts(config, plan, record))
+    for memory in record["memory"]:
+        console.print()
+        console.print(_memory(config, plan, memory))
+    for warning in (*warnings(record), *not_yet(config)):
+        console.print(Text(f"warning: {warning}", style="bold yellow"))
+
+
+def drawing(plan: Plan, width: int, unit: str = "GPU") -> Iterator[Text]:
+    """One line a node, at most `width` columns; runs of like nodes are folded."""
+    rows = [list(_blocks(plan, ranks)) for _, ranks in groupby(plan.ranks, key=lambda rank: rank.node)]
+    cell, short, framed = _cell([block for row in rows for block in row], plan.gpus_per_node, width - MARGIN)
+    if cell:
+        numbers = "".join(f"{gpu:^{cell}}" for gpu in range(plan.gpus_per_node))
+        yield Text(f"{unit:>{MARGIN - 1}} {numbers}".rstrip(), style="dim")
+    for _, like in groupby(enumerate(rows), key=lambda row: [(block.role, block.gpus) for block in row[1]]):
+        run = list(like)
+        folded = len(run) > FOLD
+        for index, row in [*run[:3], run[-1]] if folded else run:
+            if folded and index == run[-1][0]:
+                yield Text(f"{'...':>{MARGIN - 1}} {len(run) - 4} more nodes like these", style="dim")
+            yield _line(index, row, cell, short, framed)
+    if plan.spare_nodes:
+        yield Text(f"{'spare':>{MARGIN - 1}} {plan.spare_nodes} more node{'s' * (plan.spare_nodes > 1)}, to stand in")
+
+
+def _blocks(plan: Plan, ranks: Iterator[Rank]) -> Iterator[Block]:
+    sizes = plan.sizes
+
+    def key(rank: Rank) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+        if rank.train is not None:
+            group, parts = rank.train.dp, [("p", rank.train.pp, sizes.pp), ("c", rank.train.cp, sizes.cp)]
+        else:
+            assert rank.infer is not None  # every rank trains or generates
+            group, parts = rank.infer.replica, [("p", rank.infer.pp, sizes.inference_pp)]
+        return rank.role, group, tuple((letter, number) for letter, number, of in parts if of > 1)
+
+    for (role, group, parts), members in groupby(ranks, key=key):
+        yield Block(role, group, parts, len(list(members)))
+
+
+def _cell(blocks: Sequence[Block], gpus: int, width: int) -> tuple[int, bool, bool]:
+    """(columns a GPU, short labels, brackets) that fit into `width`; 0 columns where nothing does."""
+    for short, framed in ((False, True), (True, True), (True, False)):
+        room = 3 if framed else 1
+        cell = max(4, *(-(-(len(block.label(short)) + room) // block.gpus) for block in blocks))
+        if cell * gpus <= width:
+            return cell, short, framed
+    return 0, True, False
+
+
+def _line(node: int, row: Sequence[Block], cell: int, short: bool, framed: bool) -> Text:
+    line = Text(f"{f'node {node}':>{MARGIN - 1}} ", style="")
+    if not cell:
+        ends = " ... ".join(dict.fromkeys((row[0].label(True), row[-1].label(True))))
+        return line.append(f"{sum(block.gpus for block in row)} ranks: {ends}")
+    for block in row:
+        width = cell * block.gpus - 1
+        text = f"[{block.label(short).center(width - 2)}]" if framed else block.label(short).center(width)
+        line.append(text, style=STYLES[block.role][block.group % 2]).append(" ")
+    line.rstrip()
+    return line
+
+
+def _headline(config: RunConfig, plan: Plan) -> str:
+    unit = "GPUs" if config.job.device == "cuda" else "processes"
+    nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
+    if plan.smaller:
+        nodes = f"{config.job.nodes} nodes, drawn for {plan.nodes}"
+    return f"{plan.mode}, {nodes} x {plan.gpus_per_node} {unit} = {plan.nodes * plan.gpus_per_node} ranks"
+
+
+def _legend(plan: Plan) -> str:
+    sizes = plan.sizes
+    what = ["dp: data-parallel replica"]
+    if sizes.partitioned:
+        what.append("r: inference replica")
+    if max(sizes.pp, sizes.inference_pp if sizes.partitioned else 1) > 1:
+        what.append("p: pipeline stage")
+    if sizes.cp > 1:
+        what.append("c: context-parallel part")
+    return ", ".join(what)
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="dim", justify="right", min_width=MARGIN - 1)
+    grid.add_column()
+    return grid
+
+
+def _counts(config: RunConfig, record: dict[str, Any]) -> Table:
+    """What an attempt does with each count of a range of nodes; long ranges are folded."""
+    grid, plans = _grid(), [record, *record["alternatives"]]
+    folded = len(plans) > FOLD
+    for index, plan in enumerate([*plans[:3], plans[-1]] if folded else plans):
+        if folded and index == 3:
+            grid.add_row("...", f"{len(plans) - 4} more counts")
+        ranks, (memory, *_) = plan["training"]["ranks"], plan["memory"]
+        grid.add_row(
+            f"{plan['nodes']} node{'s' * (plan['nodes'] > 1)}",
+            f"dp {plan['training']['dp']}, {ranks} ranks; {_share(plan['batch'])} prompts a replica, "
+            f"{size(memory['bytes'])} a {'GPU' if config.job.device == 'cuda' else 'process'}",
+        )
+    skipped = sorted(set(range(config.job.fewest_nodes, plans[0]["nodes"])) - {plan["nodes"] for plan in plans})
+    if skipped:
+        counts = ", ".join(map(str, skipped[:FOLD])) + ", ..." * (len(skipped) > FOLD)
+        grid.add_row("others", f"with {counts} nodes the next smaller count works, and the rest stands by")
+    return grid
+
+
+def _facts(config: RunConfig, plan: Plan, record: dict[str, Any]) -> Table:
+    grid, sizes = _grid(), plan.sizes
+    for name, text in (
+        ("training", _product({"tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "dp": sizes.dp}, sizes.training_world)),
+        ("experts", f"{sizes.ep} ranks share those of a layer" if sizes.ep > 1 else ""),
+        (
+            "inference",
+            _product({"tp": sizes.inference_tp, "pp": sizes.inference_pp, "replicas": sizes.replicas}, sizes.generating)
+            + ("" if sizes.partitioned else ": the same ranks, in turn"),
+        ),
+        *_batch(config, record["batch"]),
+        ("model", _parameters(record["model"])),
+        ("checkpoint", _checkpoint(record["checkpoint"])),
+    ):
+        if text:
+            grid.add_row(name, text)
+    return grid
+
+
+def _product(sizes: dict[str, int], ranks: int) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {ranks} ranks"
+
+
+def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield (
+        "a step",
+        f"{batch['prompts']:,} prompts x {batch['group_size']} answers = {batch['answers']:,} answers; "
+        f"{_share(batch)} prompts x {batch['group_size']} a replica",
+    )
+    passes = f", {config.grpo.iterations} passes over them" if config.grpo.iterations > 1 else ""
+    yield (
+        "updates",
+        f"{batch['updates']} a step, of {batch['answers_per_update']:,} answers{passes}; "
+        f"{batch['updates'] * config.training.steps:,} in {config.training.steps:,} steps",
+    )
+    yield (
+        "packing",
+        f"{batch['tokens_per_microbatch']:,} tokens a micro-batch, {batch['sequence_length']:,} the longest sequence: "
+        f"at most {batch['microbatches']:,} micro-batches an update",
+    )
+
+
+def _share(batch: dict[str, Any]) -> str:
+    fewest, most = batch["prompts_per_replica"]
+    return f"{most}" if fewest == most else f"{fewest} or {most}"
+
+
+def _parameters(model: dict[str, Any]) -> str:
+    note = f" (a vocabulary of {model['vocabulary']:,} assumed: model.vocab_size is not given)"
+    return f"{model['parameters']:,} parameters" + note * model["assumed"]
+
+
+def _checkpoint(checkpoint: dict[str, Any]) -> str:
+    time = f", {checkpoint['seconds']:.0f} s to write" if checkpoint["seconds"] else ""
+    return (
+        f"{size(checkpoint['bytes'])}{time}; {checkpoint['keep']} kept = {size(checkpoint['bytes_kept'])}, "
+        f"{size(checkpoint['bytes_while_saving'])} while one more is written"
+    )
+
+
+def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", justify="right", min_width=MARGIN - 1)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    stages = plan.sizes.inference_pp if memory["role"] == "inference" else plan.sizes.pp
+    where = f", stage {memory['stage']}, the fullest" if stages > 1 else ""
+    unit = "GPU" if config.job.device == "cuda" else "process"
+    table.add_row("", "", f"memory of one {memory['role']} {unit}{where}, estimated")
+    for term in memory["terms"]:
+        table.add_row(term["name"], size(term["bytes"]), term["formula"])
+    limit = memory["gpu_bytes"]
+    style = "bold red" if limit and memory["bytes"] > limit else "bold"
+    of = f"of {size(limit)}" if limit else ""
+    table.add_row(Text("together", style=style), Text(size(memory["bytes"]), style=style), of)
+    return table
+
+
+def warnings(record: dict[str, Any]) -> Iterator[str]:
+    """Where the memory that is needed comes close to what there is. Fewer nodes share the optimizer's states, so of a
+    range the fewest count."""
+    tightest = [record, *record["alternatives"]][-1]
+    where = f"with {tightest['nodes']} node{'s' * (tightest['nodes'] > 1)} " if record["alternatives"] else ""
+    for memory in tightest["memory"]:
+        needed, limit = memory["bytes"], memory["gpu_bytes"]
+        if limit and needed > TIGHT * limit:
+            verdict = f"and has {size(limit)}" if needed > limit else f"of {size(limit)}, too close for an estimate"
+            largest = max(memory["terms"], key=lambda term: term["bytes"])
+            yield (
+                f"{where}one {memory['role']} GPU needs about {size(needed)} {verdict}; "
+                f"the largest term is {largest['name']}: {CURES[largest['name']]}"
+            )
+
+
+CURES = {
+    "weights": "raise tp or pp",
+    "gradients": "raise tp or pp",
+    "optimizer": "raise tp or pp, or use more nodes (optimizer.distributed)",
+    "reference": "set grpo.kl_beta to 0, or raise tp",
+    "activations": "lower training.tokens_per_microbatch and training.sequence_length, or set training.recompute: full",
+    "logits": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp",
+    "inference weights": "give placement.inference the sizes of placement.training",
+    "KV cache": "lower inference.max_batch or training.sequence_length",
+    "prefill": "lower inference.prefill_tokens",
+    "context": "use larger GPUs",
+}
+"""What to do about a term that is too large."""
+
+
+def size(number: int) -> str:
+    """415 GiB, 7.63 GiB, 312 KiB."""
+    value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    unit = units[0]
+    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"

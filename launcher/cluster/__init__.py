@@ -1,0 +1,1 @@
+"""What clusters there are and which one a run goes to."""

@@ -1,0 +1,207 @@
+"""The cluster profiles that there are, and which one a run goes to.
+
+They live in ~/.config/mrl/clusters.yaml (or where MRL_CLUSTERS points), beside those that are shipped:
+
+    default: lab
+    clusters:
+      lab: {partition: gpu, gpus_per_node: 8, container: null, run_root: /lustre/$USER/mrl}
+
+`clusters:` may be left out: then every key but `default` is a profile.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from launcher.cluster.profile import Profile
+from launcher.errors import BadInput
+from launcher.recipe.documents import locator, parse, read_text
+from launcher.recipe.problems import Locate, diagnose
+
+LOCAL = "local"
+"""Not a profile: this machine, without Slurm."""
+
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+
+
+@dataclass(frozen=True, slots=True)
+class Clusters:
+    """The profiles that can be used, and which one is."""
+
+    file: str
+    """Where the user's own are, or would be."""
+    default: str | None
+    own: Mapping[str, Profile]
+    """As written; `profile` expands."""
+    shipped: tuple[str, ...]
+    environ: Mapping[str, str]
+    _locate: Locate
+
+    def names(self) -> list[str]:
+        return [*sorted({*self.own, *self.shipped}), LOCAL]
+
+    def choose(self, cli: str | None, environ: Mapping[str, str], recipe_cluster: str | None) -> str:
+        """The name of the cluster: --cluster, MRL_CLUSTER, the recipe's `cluster`, `default:` of the file, the only
+        profile in it, `local`; the first of these that there is.
+
+        Raises:
+            BadInput: no cluster is called that.
+        """
+        asked = (
+            ("--cluster", cli),
+            ("MRL_CLUSTER", environ.get("MRL_CLUSTER")),
+            ("the recipe's cluster", recipe_cluster),
+            ("default", self.default),
+        )
+        for source, name in asked:
+            if name:
+                self._check(source, name)
+                return name
+        return next(iter(self.own)) if len(self.own) == 1 else LOCAL
+
+    def profile(self, name: str) -> Profile:
+        """The profile called `name`, the user's own before a shipped one, with paths expanded.
+
+        Raises:
+            BadInput: there is none, or a variable in it is not set.
+        """
+        self._check("cluster", name)
+        if name in self.own:
+            return _expanded(self.own[name], self.environ, lambda path: self._locate((name, *path)))
+        file = f"{name}.yaml"
+        document = parse(file, (files("launcher.cluster.shipped") / file).read_text(encoding="utf-8"), "keys")
+        return _expanded(Profile.model_validate(document.value), self.environ, locator(file, document))
+
+    def _check(self, source: str, name: str) -> None:
+        names = self.names()
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}? There are" if close else "there are"
+            where = f"{self._locate(('default',))[0]}: default" if source == "default" else source
+            raise BadInput(f"{where}: no cluster is called {name!r}; {hint} {', '.join(names)} (yours: {self.file})")
+
+
+def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Clusters:
+    """Read the user's profiles; without a file there are only the shipped ones and `local`.
+
+    Args:
+        path: default: $MRL_CLUSTERS, else clusters.yaml in $XDG_CONFIG_HOME/mrl or ~/.config/mrl.
+        environ: what ~ and $NAME mean.
+
+    Raises:
+        BadInput: every problem of the file, each with its line.
+    """
+    asked = path or (Path(environ["MRL_CLUSTERS"]) if environ.get("MRL_CLUSTERS") else None)
+    file = asked or _config_home(environ) / "mrl" / "clusters.yaml"
+    entries = (entry.name for entry in files("launcher.cluster.shipped").iterdir())
+    shipped = tuple(sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml")))
+    if asked is None and not file.exists():
+        return Clusters(str(file), None, {}, shipped, environ, lambda path: (str(file), False))
+    document = parse(str(file), read_text(file), "cluster profiles, such as lab: {partition: gpu, ...}")
+    locate = locator(str(file), document)
+    nested = "clusters" in document.value
+    prefix = ("clusters",) if nested else ()
+    default, profiles, problems = _split(document.value, nested, locate)
+    own = {}
+    for name, values in profiles.items():
+        try:
+            own[name] = Profile.model_validate(values)
+        except ValidationError as error:
+            problems += diagnose(error, Profile, locate, prefix=(*prefix, name))
+    if problems:
+        raise BadInput(problems)
+    clusters = Clusters(str(file), default, own, shipped, environ, lambda path: locate(_in_file(path, prefix)))
+    if default is not None:
+        clusters._check("default", default)
+    return clusters
+
+
+def _in_file(path: tuple[str, ...], prefix: tuple[str, ...]) -> tuple[str, ...]:
+    return path if path == ("default",) else (*prefix, *path)
+
+
+def _split(values: Mapping[str, Any], nested: bool, locate: Locate) -> tuple[str | None, dict[str, Any], list[str]]:
+    """(default, profiles by name, problems) of the file."""
+    problems = []
+    default = values.get("default")
+    if default is not None and not isinstance(default, str):
+        problems.append(f"{locate(('default',))[0]}: default: expected the name of a cluster, got {default!r}")
+        default = None
+    rest = {name: value for name, value in values.items() if name != "default"}
+    profiles = rest.pop("clusters") if nested else rest
+    if nested and rest:
+        problems += [
+            f"{locate((name,))[0]}: {name}: unknown key beside clusters: and default: (a profile goes below clusters:)"
+            for name in rest
+        ]
+    if not isinstance(profiles, dict):
+        problems.append(f"{locate(('clusters',))[0]}: clusters: expected a mapping of names to profiles")
+        profiles = {}
+    for name in profiles:
+        where = locate(("clusters", name) if nested else (name,))[0]
+        if name == LOCAL:
+            problems.append(f"{where}: {LOCAL}: always means this machine without Slurm; give the profile another name")
+        elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            problems.append(f"{where}: {name!r}: names are letters, digits, dot, dash and underscore")
+    return default, profiles, problems
+
+
+def expand(text: str, environ: Mapping[str, str]) -> str:
+    """`text` with a leading ~ and every $NAME and ${NAME} replaced; anything else, $(...) too, is literal.
+
+    Raises:
+        KeyError: with the name of a variable that is not set.
+    """
+    if text == "~" or text.startswith("~/"):
+        text = _home(environ) + text[1:]
+    return _VARIABLE.sub(lambda found: environ[found[1] or found[2]], text)
+
+
+def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> Profile:
+    """The profile with its paths expanded, or every problem with them."""
+    problems = []
+
+    def expanded(text: str, *path: str) -> str:
+        try:
+            return expand(text, environ)
+        except KeyError as unset:
+            problems.append(
+                f"{locate(path)[0]}: {'.'.join(path)}: {text}: the variable {unset.args[0]} is not set in your shell"
+            )
+            return text
+
+    run_root = expanded(profile.run_root, "run_root")
+    if not problems and not re.fullmatch(r"/[^\x00-\x1f\x7f]*", run_root):
+        problems.append(
+            f"{locate(('run_root',))[0]}: run_root: expected an absolute path on one line, got {run_root!r}"
+        )
+    changed: dict[str, Any] = {"run_root": run_root}
+    if profile.container is not None:
+        image, mounts = profile.container.image, profile.container.mounts
+        container: dict[str, Any] = {
+            "mounts": [expanded(mount, "container", "mounts", str(i)) for i, mount in enumerate(mounts)]
+        }
+        # A reference may hold a dollar of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
+        if re.match(r"~?/|\$(\w+|\{\w+\})/", image):
+            container["image"] = expanded(image, "container", "image")
+        changed["container"] = profile.container.model_copy(update=container)
+    if problems:
+        raise BadInput(problems)
+    return profile.model_copy(update=changed)
+
+
+def _config_home(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CONFIG_HOME") or _home(environ) + "/.config")
+
+
+def _home(environ: Mapping[str, str]) -> str:
+    return environ.get("HOME") or str(Path.home())

@@ -1,0 +1,122 @@
+"""What a cluster has and how jobs are sent there: one profile."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_rl.rank.config import TimeLimit
+from megatron_rl.section import PositiveFloat, PositiveInt, Section
+
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"words": "one line of text"})]
+Variable = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", json_schema_extra={"words": "the name of an environment variable"})
+]
+
+_SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|SECRET|API_KEY)$")
+
+
+class Container(Section):
+    """How pyxis starts the ranks."""
+
+    image: Line
+    """[REGISTRY#]IMAGE[:TAG], or the path of a squashfs file."""
+    mounts: list[Line] = []
+    """SRC:DST[:FLAGS], flags joined by `+`. The run root is always mounted."""
+    workdir: Line | None = None
+    """Directory the ranks start in; default: the run directory's snapshot of the code."""
+    name: Line | None = None
+    """Keep the unpacked image on each node under this name during an attempt; default: unnamed, gone with the step."""
+    writable: bool = False
+    """Let the ranks write to the container's own root."""
+
+    @field_validator("mounts")
+    @classmethod
+    def _have_two_sides(cls, mounts: list[str]) -> list[str]:
+        for mount in mounts:
+            if not 1 <= mount.count(":") <= 2 or not all(mount.split(":")[:2]):
+                raise ValueError(f"{mount!r} is not SRC:DST or SRC:DST:FLAGS, such as /data:/data:ro")
+        return mounts
+
+
+class Mail(Section):
+    """Mail that Slurm sends."""
+
+    to: Line
+    """Address."""
+    when: list[Literal["BEGIN", "END", "FAIL", "REQUEUE", "ALL", "TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80"]] = [
+        "END",
+        "FAIL",
+    ]
+    """Slurm's --mail-type."""
+
+
+class Profile(Section):
+    """One cluster. In `run_root`, `container.mounts` and paths of `container.image`, ~, $NAME and ${NAME} are those of
+    whoever submits; every other value is literal."""
+
+    partition: Line | None = None
+    """Default: the cluster's own."""
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    """Node features, as for --constraint."""
+    reservation: Line | None = None
+    mail: Mail | None = None
+    gpus_per_node: PositiveInt
+    """GPUs that a node has."""
+    gres: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "gpu"
+    """Type that --gpus-per-node asks for: `h100` makes h100:8, `gpu` the plain number."""
+    gpu_memory_gib: PositiveFloat = 80.0
+    """Memory of one GPU; `mrl plan` warns above it."""
+    time_limit: TimeLimit | None = None
+    """Slurm's --time of one attempt where the recipe names none: minutes or 4:00:00; default: the partition's."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs of each rank; default: whatever an exclusive node gives."""
+    container: Container | None = None
+    """null: the ranks run on the nodes as they are."""
+    environment: dict[str, str] = {}
+    """Variables of every rank. Values are literal: nothing in them is expanded."""
+    secrets: list[Variable] = []
+    """Names of variables that travel from your shell to the ranks; their values are never written anywhere."""
+    run_root: str
+    """Absolute directory, seen by all nodes, of runs, images and caches."""
+    prolog: list[str] = []
+    """Commands of the batch script before anything else, such as `module load enroot`."""
+    sbatch: list[Line] = []
+    """Further flags of sbatch, such as --switches=1."""
+    python: Line | None = None
+    """Python of the ranks; default: python3 in a container, else the one that runs mrl-submit."""
+    host_python: Line = "python3"
+    """Python 3.6 or later of the batch host, for what runs beside the ranks."""
+    signal_s: PositiveInt = 120
+    """Seconds before the time limit at which the run is told to save; a save has to fit in."""
+    fs_bandwidth: PositiveFloat | None = None
+    """GB/s that one job can write to `run_root`; `mrl plan` says from it how long a checkpoint takes."""
+    health_check: bool = True
+    """Try every node before the ranks start on it."""
+    all_reduce_gbps: PositiveFloat | None = None
+    """GB/s of an all-reduce between nodes below which one counts as slow; default: nothing does."""
+
+    @field_validator("sbatch")
+    @classmethod
+    def _are_flags(cls, flags: list[str]) -> list[str]:
+        for flag in flags:
+            if not flag.startswith("-"):
+                raise ValueError(f"{flag!r} is no flag of sbatch: write --name=value, one a line")
+        return flags
+
+    @model_validator(mode="after")
+    def _environment_is_fit(self) -> Profile:
+        for name, value in self.environment.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"environment: {name!r} is not the name of an environment variable")
+            if name in self.secrets or _SECRET.search(name):
+                raise ValueError(
+                    f"environment.{name}: is a secret: list its name under secrets: and export its value in your shell"
+                )
+            if "\0" in value:
+                raise ValueError(f"environment.{name}: holds a zero byte, which no variable can")
+        return self

@@ -1,0 +1,1 @@
+"""Cluster profiles that come with mrl."""

@@ -1,0 +1,111 @@
+"""Pure: what will happen to a recipe on a cluster. (facts, recipe, profile) -> findings, in the order to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launcher.backends.probe.disk import Disk
+from launcher.backends.probe.machine import Machine
+from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.software import Software
+from launcher.backends.slurm.facts import SlurmFacts
+from launcher.cluster.profile import Profile
+from launcher.doctor import limits, local, nodes, preemption, software, storage
+from launcher.doctor.ask import Ask, wish
+from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
+from launcher.doctor.finding import Finding, error, note, ok, warning
+from launcher.fetch.prefetch import Need
+from launcher.host.image.reference import is_path
+from megatron_rl.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that was collected, on this machine and, with --deep, on a compute node."""
+
+    slurm: SlurmFacts
+    software: Software
+    run_root: Disk
+    node: NodeFacts | None
+    """None: not asked for."""
+    missing_secrets: tuple[str, ...]
+    """Names of the profile's secrets that are not set in this shell."""
+    missing_files: tuple[Need, ...]
+    """What the run reads and mrl prefetch has not brought yet, its image included."""
+    checkpoint_bytes: int | None
+    """Size of one checkpoint; None: no recipe, or a vocabulary that only the tokenizer knows."""
+    refusals: tuple[str, ...]
+    """Why mrl-submit would refuse the recipe there: a layout that does not fit, what the runtime cannot do yet."""
+
+
+def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Finding]:
+    """Every finding, most general first.
+
+    Args:
+        config: the recipe; None looks at the cluster for a run of one node.
+    """
+    asked = wish(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
+    cluster = read_cluster(facts.slurm)
+    found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
+    found += software.slurm(facts.slurm, cluster)
+    if facts.slurm.config.known:
+        found += _placed(cluster, profile, asked)
+        found.append(software.accounting(facts.slurm, cluster))
+        found += software.containers(facts.slurm, facts.software, asked)
+    if facts.node is not None:
+        found += software.compute_node(facts.node, profile, asked)
+    found += software.host_python(facts.software, facts.node, profile)
+    found += storage.run_root(facts.run_root, asked)
+    found += storage.shared(facts.run_root, facts.node, asked)
+    found += _belongings(facts, profile)
+    return list(dict.fromkeys(found))  # several partitions have much in common
+
+
+def examine_local(
+    machine: Machine, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
+) -> list[Finding]:
+    """Every finding of a run on this machine, without Slurm."""
+    here = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
+    return [
+        *local.machine(machine, config),
+        *storage.run_root(run_root, wish(config, here, checkpoint_bytes, _speed(run_root))),
+    ]
+
+
+def _speed(run_root: Disk) -> float | None:
+    return run_root.measured.bytes_per_s if run_root.measured else None
+
+
+def _placed(cluster: Cluster, profile: Profile, asked: Ask) -> Iterator[Finding]:
+    """What holds in each partition that the job may start in."""
+    names = partition_names(cluster, profile)
+    if not names:
+        yield limits.no_partition(cluster, None)
+    for name in names:
+        if name not in cluster.partitions:
+            yield limits.no_partition(cluster, name)
+            continue
+        place = target(cluster, profile, name)
+        yield from limits.access(cluster, place, profile)
+        yield from nodes.nodes(cluster, place, profile, asked)
+        yield from limits.sizes(cluster, place, asked)
+        yield from limits.time_limit(cluster, place, profile, asked)
+        yield from preemption.preemption(cluster, place, asked)
+        yield from preemption.requeue(cluster)
+
+
+def _belongings(facts: Facts, profile: Profile) -> Iterator[Finding]:
+    """Secrets and files that the job takes along."""
+    if facts.missing_secrets:
+        names = ", ".join(facts.missing_secrets)
+        yield warning("secrets", f"not set in this shell, so not in the job: {names}", "export them before mrl-submit")
+    elif profile.secrets:
+        yield ok("secrets", f"set: {', '.join(profile.secrets)}")
+    for need in facts.missing_files:
+        if need.kind != "image":
+            yield error("files", f"{need} is not there, and the job runs offline", "mrl prefetch RECIPE")
+        elif is_path(need.name):
+            yield error("files", f"{need} is not there, or is no whole squashfs file", "correct its path")
+        else:
+            yield note("files", f"{need} is imported first, which takes minutes", "mrl prefetch RECIPE does it now")

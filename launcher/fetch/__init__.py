@@ -1,0 +1,1 @@
+"""What a run reads from the internet, fetched where there is one."""

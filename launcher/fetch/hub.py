@@ -1,0 +1,88 @@
+"""Fetch one repository of the Hugging Face hub into HF_HOME; a process of its own, for `mrl prefetch`:
+
+    python -m launcher.fetch.hub model Qwen/Qwen2.5-32B
+
+The library is slow to import and an extra of mrl, so nothing else of the launcher imports this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+
+from launcher.fetch.prefetch import record_of
+from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE, write_json
+
+TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+NEVER = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "onnx/*", "original/*", "*.tflite"]
+"""The same weights once more, for other frameworks."""
+TORCH_PICKLES = ["*.bin", "*.pt", "*.pth"]
+"""The same weights once more, where there are safetensors."""
+
+
+def patterns(kind: str, files: Iterable[str]) -> tuple[list[str] | None, list[str] | None]:
+    """Pure: (only these files, not these) of a repository; None: all, or none."""
+    if kind == "dataset":
+        return None, None
+    if kind == "tokenizer":
+        return TOKENIZER_FILES, None
+    safe = any(file.endswith(".safetensors") for file in files)
+    return None, NEVER + (TORCH_PICKLES if safe else [])
+
+
+def fetch(kind: str, name: str, home: Path) -> Path:
+    """Download what is not there yet, and record it last. Raises whatever the library raises."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    repo_type = "dataset" if kind == "dataset" else "model"
+    # Asks the hub, where snapshot_download would settle for what is here.
+    only, never = patterns(kind, HfApi().list_repo_files(name, repo_type=repo_type))
+    path = Path(snapshot_download(name, repo_type=repo_type, allow_patterns=only, ignore_patterns=never))
+    record = record_of(home, kind, name)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_json(record, {"commit": path.name, "path": str(path.relative_to(home)), "at": time.time()})
+    return path
+
+
+def explain(kind: str, name: str, error: Exception) -> str:
+    """Pure: one line, from the library's exceptions by their names, which outlive its versions."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if "GatedRepoError" in names:
+        return (
+            f"{kind} {name}: its owner asks you to accept terms at https://huggingface.co/{name}, then export HF_TOKEN"
+        )
+    if "RepositoryNotFoundError" in names:
+        return f"{kind} {name}: the hub has none of that name, or it is private: export HF_TOKEN"
+    if "HFValidationError" in names:
+        return f"{kind} {name}: is no name of the hub, such as Qwen/Qwen2.5-32B"
+    if isinstance(error, OSError) and error.filename:
+        return f"{kind} {name}: {error.filename}: {error.strerror}"
+    said = str(error).strip().splitlines()
+    return f"{kind} {name}: {said[0] if said else type(error).__name__}; is there internet here? (HF_ENDPOINT, proxies)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launcher.fetch.hub", description="Fetch a repository of the hub.")
+    parser.add_argument("kind", choices=["model", "tokenizer", "dataset"])
+    parser.add_argument("name")
+    options = parser.parse_args(arguments)
+    try:
+        path = fetch(options.kind, options.name, Path(os.environ["HF_HOME"]))
+    except ImportError as error:
+        click.echo(f"error: fetching from the hub needs `pip install 'mrl[prefetch]'`: {error}", err=True)
+        return EXIT_USAGE
+    except Exception as error:  # noqa: BLE001 - the library's own, of many kinds, each told in a line
+        click.echo(f"error: {explain(options.kind, options.name, error)}", err=True)
+        return EXIT_CRASHED
+    click.echo(path)
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Which files of a directory are its code: what a snapshot holds and what it leaves out."""
+
+import os
+import shutil
+import socket
+import stat
+from fnmatch import fnmatch
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
+
+from launcher.host.code import git
+from megatron_rl.run_dir import RunDir
+
+T = TypeVar("T")
+CREDENTIALS = (".env", ".env.*", ".netrc", ".credentials", "*.pem", "*.key", "id_rsa", "id_ed25519")
+
+
+class SnapshotError(Exception):
+    """The code cannot be copied; the message says which, why and what to do."""
+
+
+class Listing(NamedTuple):
+    """Files and links to copy, relative to their source."""
+
+    files: List[str]
+    sizes: Dict[str, int]
+    untracked: List[str]
+    notes: List[str]
+
+
+def list_files(path: str, run: str) -> Listing:
+    """What a snapshot of the directory `path` holds, made into the run directory `run`. Raises SnapshotError."""
+    if not os.path.isdir(path):
+        raise SnapshotError(
+            "{}: no such directory on {}; the code must lie where the compute nodes see it, "
+            "or be copied by mrl-submit".format(path, socket.gethostname())
+        )
+    notes = []  # type: List[str]
+    tracked, untracked = _names(path, os.path.realpath(run), notes)
+    sizes = {}
+    for name in sorted(set(tracked + untracked)):
+        try:
+            found = os.lstat(os.path.join(path, name))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # tracked, and deleted in the work tree
+        if stat.S_ISLNK(found.st_mode):
+            _note_link(path, name, notes)
+        elif not stat.S_ISREG(found.st_mode):
+            notes.append("left out: {} (no file)".format(name))
+            continue
+        sizes[name] = found.st_size
+    return Listing(sorted(sizes), sizes, sorted(set(untracked) & set(sizes)), notes)
+
+
+def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]:
+    """(tracked, others) below `path`; outside git all count as tracked. What is left out is noted, if worth knowing."""
+    if tree_of(path) is None:
+        if git.below_a_repository(path) and shutil.which("git") is None:
+            notes.append("git is not on PATH: no commit recorded, ignored files taken too")
+        return _sensible(path, _walk(path), run, notes), []
+    tracked, untracked = [], []
+    for name in ask_git(git.tracked, path):
+        below = os.path.join(path, name)
+        if os.path.isdir(below) and not os.path.islink(below):  # a submodule
+            if not os.path.exists(os.path.join(below, ".git")):
+                notes.append("submodule {} is not checked out".format(name))
+                continue
+            inner_tracked, inner_untracked = _names(below, run, notes)
+            tracked += [os.path.join(name, one) for one in inner_tracked]
+            untracked += [os.path.join(name, one) for one in inner_untracked]
+        elif not _is_byte_code(name):
+            tracked.append(name)
+    others = []
+    for name in ask_git(git.untracked, path):
+        if name.endswith("/"):  # a repository of its own, no submodule
+            inner_tracked, inner_untracked = _names(os.path.join(path, name), run, notes)
+            others += [os.path.join(name, one) for one in inner_tracked + inner_untracked]
+        else:
+            others.append(name)
+    return tracked, untracked + _sensible(path, others, run, notes)
+
+
+def _walk(path: str) -> List[str]:
+    names = []
+    for folder, folders, files in os.walk(path):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        folders[:] = [name for name in folders if name not in links and name != ".git"]
+        names += [os.path.relpath(os.path.join(folder, name), path) for name in files + links if name != ".git"]
+    return names
+
+
+def _sensible(path: str, names: List[str], run: str, notes: List[str]) -> List[str]:
+    """Those of the untracked files that are code."""
+    reasons = {}  # type: Dict[str, Optional[str]]
+    kept = []
+    for name in names:
+        if _is_byte_code(name):
+            continue
+        if any(fnmatch(os.path.basename(name), pattern) for pattern in CREDENTIALS):
+            notes.append("left out: {} (its name says credentials)".format(name))
+        elif not _inside_no_code(path, os.path.dirname(name), run, reasons):
+            kept.append(name)
+    notes += ["left out: {}/ ({})".format(folder, why) for folder, why in sorted(reasons.items()) if why]
+    return kept
+
+
+def _inside_no_code(path: str, folder: str, run: str, reasons: Dict[str, Optional[str]]) -> bool:
+    """Whether `folder` or one above it is a virtual environment or a run directory; `reasons` remembers which."""
+    while folder:
+        if folder not in reasons:
+            here = os.path.join(path, folder)
+            reasons[folder] = None
+            other = RunDir(here)
+            if os.path.exists(os.path.join(here, "pyvenv.cfg")):
+                reasons[folder] = "a virtual environment"
+            elif os.path.realpath(here) == run or (other.resolved.exists() and other.recipe.exists()):
+                reasons[folder] = "a run directory"
+        if reasons[folder]:
+            return True
+        folder = os.path.dirname(folder)
+    return False
+
+
+def _is_byte_code(name: str) -> bool:
+    return name.endswith(".pyc") or "__pycache__" in name.split("/")
+
+
+def _note_link(path: str, name: str, notes: List[str]) -> None:
+    goal = os.readlink(os.path.join(path, name))
+    if os.path.isabs(goal) or os.path.normpath(os.path.join(os.path.dirname(name), goal)).startswith(".."):
+        notes.append("link {} leads outside, to {}".format(name, goal))
+
+
+def tree_of(path: str) -> Optional[git.WorkTree]:
+    """Where `path` stands in a repository; None: in none, or gone."""
+    return ask_git(git.work_tree, path) if os.path.isdir(path) else None
+
+
+def ask_git(question: Callable[[str], T], path: str) -> T:
+    """git's answer; what it refuses becomes a SnapshotError that names the directory."""
+    try:
+        return question(path)
+    except git.GitError as error:
+        raise SnapshotError("{}: {}".format(path, error)) from error

@@ -1,0 +1,1 @@
+"""The container image, imported once into the shared cache."""

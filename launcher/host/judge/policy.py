@@ -1,0 +1,182 @@
+"""Pure: what becomes of the job when an attempt has ended, by the ledger of the run and what is known of this end.
+
+    finished                         DONE; nothing starts again
+    configuration error              never started again: it would end the same way
+    asked to stop by the user        not started again, whatever else went on; mrl resume goes on
+    preempted, requeue, signal       started again; uses up nothing
+    node failure                     started again, without the dead nodes, in the same allocation where the others
+                                     suffice; uses up nothing
+    time limit, bad nodes            started again, until several in a row have come to nothing: held
+    crash, hang, end without a word  started again after a while, which doubles; held after the same error at the same
+                                     step twice, or three without a new checkpoint
+
+Held: the job ends as failed, and waits for somebody to look and to `mrl resume`.
+"""
+
+import re
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from launcher.host.judge.causes import BAD_NODES, CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
+from launcher.host.judge.verdict import CRASHED, FINISHED, LOST, MISCONFIGURED, Verdict
+from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
+
+STOPPED = "stopped"  # outcome of a drain that somebody wanted
+
+# What is done about the job: `then` of an end in the ledger
+BY_US = "requeue"  # scontrol requeue
+BY_SLURM = "slurm"  # it requeues the job by itself, or has
+SUCCESSOR = "successor"  # the job cannot be requeued: another one is submitted
+HERE = "here"  # the batch script goes on with the nodes that are left
+HELD = "held"  # nobody starts it again before somebody has looked
+OVER = "over"  # nothing, and nothing is amiss with that
+STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, HERE)
+
+# Attempts in a row with nothing to show, after which somebody should look. Preemptions do not count: nobody made a
+# mistake, and they end.
+IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3}
+CRASHES = 3  # without a new checkpoint
+LOSSES = 5  # of nodes in a row with which one allocation goes on
+LONGEST_BACKOFF = 900.0  # seconds
+EXIT_AGAIN = 4  # between `close` and the batch script: begin another attempt
+REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
+
+
+class Facts(NamedTuple):
+    """What is known when an attempt has ended, beside its own files."""
+
+    checkpoint: int = 0  # step of the newest, 0: none
+    can_return: bool = True  # neither an allocation that somebody works in, nor a job that is over already
+    requeueable: bool = True
+    returning: bool = False  # Slurm has it back in its queue already
+    slurm: Sequence[int] = ()  # version; empty: not known
+    preemption_cancels: bool = False
+    bad: Sequence[str] = ()  # nodes that failed the health check
+    dead: Sequence[str] = ()  # nodes that Slurm has lost
+    suffice: bool = False  # the allocation outlives them, and the others are enough
+    backoff_s: float = 30.0  # after the first crash
+
+
+class Decision(NamedTuple):
+    outcome: str  # for the ledger
+    cause: Optional[str]
+    then: str
+    exit_code: int
+    message: str  # why it is held, or what somebody can do; empty where there is nothing to add
+    delay_s: float = 0.0
+    exclude: Tuple[str, ...] = ()  # nodes that the job should not get again
+    crashes: int = 0  # how many there were without a new checkpoint, this one included
+
+
+def decide(
+    history: Sequence[Dict[str, Any]], verdict: Verdict, drain: Optional[Dict[str, Any]], facts: Facts
+) -> Decision:
+    """What to do with the job of an attempt that ended.
+
+    Args:
+        history: the ledger's lines of earlier attempts, oldest first.
+        drain: the attempt's drain file.
+    """
+    cause = drain["cause"] if drain else None
+    if verdict.outcome == FINISHED:
+        return Decision(FINISHED, cause, OVER, EXIT_FINISHED, "")
+    if verdict.outcome == MISCONFIGURED:
+        return Decision(MISCONFIGURED, cause, HELD, EXIT_CONFIG, "the configuration has to be changed")
+    if cause == CANCELLED:
+        if verdict.outcome == CRASHED:
+            return Decision(CRASHED, cause, OVER, EXIT_CRASHED, "it was asked to stop")
+        return Decision(STOPPED, cause, OVER, EXIT_FINISHED, "")
+    hung_elsewhere = verdict.hung and verdict.node not in facts.dead
+    if facts.dead and cause in (None, REQUEUE, SIGNALLED) and not hung_elsewhere:
+        cause = NODE_FAILURE
+    if verdict.outcome == CRASHED and cause != NODE_FAILURE or verdict.outcome == LOST and cause is None:
+        return _after_crash(since_held(history), verdict, cause, facts)
+    outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
+    exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
+    if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
+        return Decision(outcome, cause, HERE, EXIT_AGAIN, "goes on with the nodes that are left", exclude=exclude)
+    again = Decision(outcome, cause, who_starts_it(cause, facts), EXIT_DRAINED, "", exclude=exclude)
+    if again.then == OVER:
+        return again._replace(message="submit the run again to go on")
+    this = {"cause": cause, "step": verdict.step, "checkpoint": facts.checkpoint}
+    in_vain = _in_vain([*since_held(history), this])
+    if in_vain >= IN_VAIN.get(str(cause), in_vain + 1):
+        said = "{} attempts in a row ended with nothing new saved".format(in_vain)
+        return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=said)
+    return again
+
+
+def _after_crash(history: List[Dict[str, Any]], verdict: Verdict, cause: Optional[str], facts: Facts) -> Decision:
+    before = [end for end in history if is_crash(end)]
+    crashes = 1 + len([end for end in before if end.get("checkpoint", 0) >= facts.checkpoint])
+    last = before[-1] if before else {}
+    again = bool(verdict.node and verdict.node == last.get("node"))
+    suspects = {str(verdict.node)} if again else set()
+    decision = Decision(
+        verdict.outcome,
+        cause,
+        who_starts_it(cause, facts),
+        EXIT_CRASHED,
+        "",
+        delay_s=min(facts.backoff_s * 2 ** (crashes - 1), LONGEST_BACKOFF),
+        exclude=tuple(sorted(suspects | set(facts.bad) | set(facts.dead))),
+        crashes=crashes,
+    )
+    if decision.then == OVER:
+        return decision
+    if verdict.step is not None and verdict.step == last.get("step") and _same(verdict.error, last.get("error")):
+        return decision._replace(then=HELD, message="the same error at the same step twice")
+    if crashes >= CRASHES:
+        return decision._replace(then=HELD, message="{} crashes without a new checkpoint".format(crashes))
+    return decision
+
+
+def is_crash(end: Dict[str, Any]) -> bool:
+    """Whether the end of an attempt, as the ledger has it, is one that the run itself has to answer for."""
+    return end["outcome"] == CRASHED or (end["outcome"] == LOST and end.get("cause") is None)
+
+
+def who_starts_it(cause: Optional[str], facts: Facts) -> str:
+    """Who starts the job again."""
+    if not facts.can_return:
+        return OVER
+    if facts.returning:
+        return BY_SLURM
+    if not facts.requeueable:
+        return SUCCESSOR
+    by_itself = list(facts.slurm) >= REQUEUES_PREEMPTED_ITSELF and not facts.preemption_cancels
+    return BY_SLURM if cause == PREEMPTED and by_itself else BY_US
+
+
+def since_held(history: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """The ends since somebody last had a look: whoever resumes a run grants it all its tries again."""
+    ends = [line for line in history if line["event"] == "end"]
+    final = [number for number, end in enumerate(ends) if end.get("then") not in STARTS_AGAIN]
+    return ends[final[-1] + 1 :] if final else ends
+
+
+def _in_vain(ends: List[Dict[str, Any]]) -> int:
+    """Attempts at the end of these that ended for the same cause with nothing new saved. Ranks that did not leave in
+    time name no step, though they may have saved before."""
+    cause = ends[-1]["cause"]
+    checkpoints = [end.get("checkpoint", 0) for end in ends]
+    older = [checkpoints[0]] + checkpoints  # what was there before the first is not known
+    vain = [
+        end.get("cause") == cause and end.get("step") is None and newest <= before
+        for end, newest, before in zip(ends, checkpoints, older)
+    ]
+    return (vain[::-1] + [False]).index(False)
+
+
+def _losses(history: Sequence[Dict[str, Any]]) -> int:
+    """Attempts just before this one after which the same allocation went on."""
+    here = [end.get("then") == HERE for end in reversed(history) if end["event"] == "end"]
+    return (here + [False]).index(False)
+
+
+def _same(error: Optional[str], other: Optional[str]) -> bool:
+    """Addresses, ports, ranks and losses in a message differ from one time to the next."""
+    return error is not None and other is not None and _gist(error) == _gist(other)
+
+
+def _gist(error: str) -> str:
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", error)

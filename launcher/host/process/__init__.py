@@ -1,0 +1,1 @@
+"""Locks, processes that leave nothing behind, output that may come to nothing."""

@@ -1,0 +1,1 @@
+"""What is written down about attempts, and read back: ledger, evidence, goodput, submissions."""

@@ -1,0 +1,1 @@
+"""The only client of Slurm's commands."""

@@ -1,0 +1,122 @@
+"""From a recipe to a job that could be submitted: place, render, look what stands in the way. Writes nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from launcher import __file__ as launcher_file
+from launcher.backends.slurm.parse import time_limit_s
+from launcher.cluster.profile import Profile
+from launcher.errors import BadInput
+from launcher.fetch import prefetch
+from launcher.host.code import snapshot
+from launcher.host.code.listing import SnapshotError
+from launcher.job.script import Job, render
+from launcher.job.sources import code_sources
+from launcher.plan.summary import make_plan, plan_json
+from launcher.recipe.load import Recipe
+from megatron_rl.run_dir import RunDir, read_json
+from megatron_rl.supported import not_yet
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A job that could be submitted."""
+
+    job: Job
+    notes: tuple[str, ...]
+    """What the user should know and does not stop the job."""
+    obstacles: tuple[str, ...]
+    """What a submission is refused for; a dry run shows them."""
+    script: str
+
+
+def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_code: bool = False) -> Draft:
+    """Everything that a submission to `cluster` does before it writes anything.
+
+    Args:
+        recipe: with `config.cluster` already `cluster`.
+        root: the run directory, absolute.
+        update_code: take a new snapshot of the code where there is one already.
+
+    Raises:
+        BadInput: the recipe does not fit the cluster, or cannot be put into a script.
+    """
+    if not root.name:
+        raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
+    if root.exists() and not root.is_dir():
+        raise BadInput(f"{root}: is a file, not a directory")
+    config = recipe.config
+    plan = make_plan(recipe, profile)
+    job = Job(
+        recipe=recipe,
+        plan=plan,
+        plan_json=plan_json(config, plan, profile),
+        cluster=cluster,
+        profile=profile,
+        run_dir=root,
+        sources=_sources(recipe, RunDir(root), update_code),
+        installed=Path(launcher_file).absolute().parents[1],
+        version=version("mrl"),
+    )
+    return Draft(job, tuple(_notes(job, update_code)), tuple(_obstacles(job)), render(job))
+
+
+def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, Any]]:
+    """Where the code comes from; for a run that has a snapshot, the same places, wherever it is resumed from."""
+    record = read_json(run.code_record)
+    if record is None:
+        return code_sources(recipe, Path.cwd())
+    before = record["sources"]
+    if not update_code:
+        return [{key: source[key] for key in ("path", "name", "kind", "commit", "dirty")} for source in before]
+    ours = [source["path"] for source in before if source["kind"] in ("package", "metadata")]
+    included = [source["path"] for source in before if source["path"] not in ours]
+    try:
+        return snapshot.plan_sources(ours, included)
+    except SnapshotError as error:
+        raise BadInput(f"--update-code: {error}") from error
+
+
+def _notes(job: Job, update_code: bool) -> list[str]:
+    unset = [name for name in job.profile.secrets if not os.environ.get(name)]
+    notes = [f"{name} is not set here, so the job will not have it (secrets of {job.cluster})" for name in unset]
+    wandb = job.recipe.config.logging.wandb
+    if wandb and wandb.mode == "online" and "WANDB_API_KEY" not in job.profile.secrets:
+        notes.append(
+            f"logging.wandb: WANDB_API_KEY is not among the secrets of {job.cluster}: "
+            "the job has no key, unless the nodes' ~/.netrc has one"
+        )
+    if not job.run_dir.parent.is_dir():
+        notes.append(f"{job.run_dir.parent} does not exist here; Slurm writes the job's log there before it starts")
+    fresh = update_code or read_json(RunDir(job.run_dir).code_record) is None
+    for source in job.sources if fresh else ():
+        if source["dirty"]:
+            notes.append(f"code: {source['path']} has uncommitted changes; they are part of the snapshot")
+    return [*notes, *prefetch.missing(job.recipe.config, job.profile)]
+
+
+def _obstacles(job: Job) -> list[str]:
+    found = not_yet(job.recipe.config)
+    config, profile = job.recipe.config.job, job.profile
+    limit = time_limit_s(config.time_limit or profile.time_limit)
+    if limit is not None and limit <= profile.signal_s:
+        found.append(
+            f"job.time_limit {limit} s: the run is told to save {profile.signal_s} s before it (signal_s of "
+            f"{job.cluster}), so there is no time to train; a longer limit or a smaller signal_s"
+        )
+    container = job.profile.container
+    image = job.recipe.config.image.reference or (container.image if container else None)
+    if container and image and image.startswith("/") and not Path(image).is_file():
+        found.append(
+            f"image: {image} does not exist (image.reference of the recipe, or container.image of {job.cluster})"
+        )
+    return found
+
+
+def default_root(profile: Profile, name: str) -> Path:
+    return Path(profile.run_root) / name  # Slurm opens the log beside it, before the job can make a directory

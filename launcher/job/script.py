@@ -1,0 +1,358 @@
+"""Pure: recipe, plan and profile -> the text of the sbatch script, through the templates in slurm/.
+
+Every value that a template prints is quoted for the shell, unless this module made shell text of it (`Shell`).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from launcher.cluster.profile import Container, Profile
+from launcher.errors import BadInput
+from launcher.plan.placement import Plan, Step
+from launcher.recipe.load import Recipe, asked_text, dump_resolved
+from megatron_rl.run_dir import SILENCE_VARIABLE, RunDir
+from megatron_rl.supported import not_yet
+
+MAX_REPLICA_RESTARTS = 5
+END_S = 30  # seconds that an srun has to leave in order
+
+OURS = (
+    "MRL_RUN_DIR",
+    "MRL_CLUSTER",
+    "MRL_ATTEMPT",
+    "MRL_STEP",
+    "PYTHONPATH",
+    "PYTHONNOUSERSITE",
+    "PYTHONUNBUFFERED",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+)
+"""Variables of the ranks that come from the script. Named to pyxis, or a value that the image sets would win."""
+
+
+class Shell(str):
+    """Text that is shell already: not quoted again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that a script is made of."""
+
+    recipe: Recipe
+    plan: Plan
+    plan_json: dict[str, Any]
+    """What plan.json will hold."""
+    cluster: str
+    profile: Profile
+    run_dir: Path
+    sources: Sequence[dict[str, Any]]
+    """What the snapshot of the code is taken of (launcher.host.code.snapshot.plan_sources)."""
+    installed: Path
+    """Directory that holds the packages launcher and megatron_rl: the host side of the first attempt."""
+    version: str
+    """Of mrl."""
+
+
+def render(job: Job) -> str:
+    """The script.
+
+    Raises:
+        BadInput: something cannot be written into a script, such as a path with a line break.
+    """
+    documents = _documents(job)
+    _refuse_unspeakable(job, documents)
+    config, profile = job.recipe.config, job.profile
+    container = profile.container
+    reference = config.image.reference or (container and container.image)
+    return (
+        _templates()
+        .get_template("job.sbatch.j2")
+        .render(
+            unsupported=not_yet(config),
+            header=[Shell(option) for option in header(job)],
+            title=Shell(f"mrl {job.version}: {config.name} on {job.cluster}"),
+            run_dir=str(job.run_dir),
+            cluster=job.cluster,
+            host_python=profile.host_python,
+            environment=[(Shell(name), value) for name, value in _variables(job).items()],
+            prolog=[Shell(command) for command in profile.prolog],
+            source=str(job.installed),
+            notice=profile.signal_s,
+            backoff=config.job.backoff_s,
+            cpus_per_task=profile.cpus_per_task,
+            ranks_per_node=config.job.gpus_per_node,
+            image={"reference": reference, "cache": f"{profile.run_root}/cache/images"} if container else None,
+            container_name=container and container.name and f"pyxis_{container.name}",
+            health=_health(job),
+            outlives_nodes=_outlives_nodes(job),
+            replicas=Shell(" ".join(step.name for step in job.plan.steps if step.replica is not None)),
+            max_restarts=MAX_REPLICA_RESTARTS,
+            steps=list(_steps(job)),
+            limited=_limited,
+            documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
+        )
+    )
+
+
+def header(job: Job) -> list[str]:
+    """The options of sbatch, `--name=value`, quoted as sbatch reads them."""
+    config, profile = job.recipe.config.job, job.profile
+    log = str(RunDir(job.run_dir).batch_log).replace("%", "%%")  # sbatch expands %
+    options = {
+        "job-name": job.run_dir.name,
+        "partition": profile.partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "constraint": profile.constraint,
+        "reservation": profile.reservation,
+        "nodes": _asked_nodes(job),
+        # Slurm keeps the number of tasks over a requeue, and with it the number of nodes (seen on 22.05).
+        "ntasks-per-node": None if job.plan.smaller else config.gpus_per_node,
+        "gpus-per-node": _gpus(job),
+        "time": config.time_limit or profile.time_limit,
+        "signal": f"B:USR1@{profile.signal_s}",
+        "output": log,
+        "open-mode": "append",
+        "mail-user": profile.mail and profile.mail.to,
+        "mail-type": profile.mail and ",".join(profile.mail.when),
+        "mem": 0,
+    }
+    flags = ["--exclusive", "--requeue", *(["--no-kill"] if _outlives_nodes(job) else [])]
+    valued = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    return [*valued, *flags, *profile.sbatch]
+
+
+def _asked_nodes(job: Job) -> str:
+    """What --nodes asks for. Spare nodes come on top at both ends of a range, so that with the fewest nodes too there
+    is one to stand in; of more than the fewest, all but the spare ones work."""
+    config = job.recipe.config.job
+    ends = {str(count + config.spare_nodes) for count in (config.fewest_nodes, config.most_nodes)}
+    return "-".join(sorted(ends, key=int))
+
+
+def _outlives_nodes(job: Job) -> bool:
+    """Whether the job can go on, in what is left of its allocation, when a node dies."""
+    return job.plan.mode == "partitioned" or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A function of the script that becomes one srun."""
+
+    function: Shell
+    name: Shell
+    """Of the step: text, or the function's first argument."""
+    options: list[Shell]
+    """Lines of options of srun."""
+    command: Shell
+    nodes: bool = True
+    """Whether its nodes are the plan's."""
+    counted: bool = False
+    """Whether their number is known only when the attempt starts."""
+    limit_s: int | None = None
+    """Seconds after which it is ended."""
+
+
+def _steps(job: Job) -> Iterator[_Step]:
+    config, plan = job.recipe.config, job.plan
+    container = _container(job)
+    python = shlex.quote(job.profile.python or ("python3" if job.profile.container else sys.executable))
+    run = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
+    if _all_reduce(job):
+        limit = job.profile.all_reduce_gbps
+        slow = f" --slower-than {limit}" if limit else ""
+        yield _Step(
+            function=Shell("fabric"),
+            name=Shell("fabric"),
+            options=[
+                Shell(f'--nodes="$1" --nodelist="$2" --ntasks="$(($1 * {config.job.gpus_per_node}))"'),
+                Shell(_per_node(job, config.job.gpus_per_node)),
+                # A rank of a bad node may die: the others have to find out whose it was.
+                Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
+                *container,
+            ],
+            command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
+            nodes=False,
+            limit_s=900,
+        )
+    train = next(step for step in plan.steps if step.replica is None)
+    yield _Step(
+        function=Shell("train"),
+        name=Shell("train"),
+        options=[*_geometry(job, train, "train"), *container],
+        command=Shell(f"{python} -m megatron_rl.train_rl {run}"),
+        counted=bool(plan.smaller),
+    )
+    replicas = [step for step in plan.steps if step.replica is not None]
+    if replicas:
+        first = replicas[0]  # they are all alike
+        shared = first.tasks_per_node < plan.gpus_per_node
+        lines = [*_geometry(job, first, '"$1"'), *([Shell("--overlap")] if shared else []), *container]
+        # Slurm would show every replica on a node the same first GPUs.
+        mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(first, plan.gpus_per_node)} " if shared else ""
+        yield _Step(
+            function=Shell("infer"),
+            name=Shell('"$1"'),
+            options=lines,
+            command=Shell(f'{mine}{python} -m megatron_rl.server.inference {run} --replica "${{1#infer-}}"'),
+        )
+
+
+def _limited(seconds: int) -> Shell:
+    """What goes before an srun: its --time begins with the step, for which it waits without end while a node is busy or
+    does not answer."""
+    return Shell(f"timeout --kill-after={END_S} {seconds}")
+
+
+def _geometry(job: Job, step: Step, name: str) -> list[Shell]:
+    tasks = step.tasks_per_node
+    log = f"{name}.%t.log" if name == step.name else "$1.%t.log"
+    count, ranks = str(len(step.nodes)), str(len(step.nodes) * tasks)
+    if job.plan.smaller:
+        count, ranks = '"${#hosts[@]}"', f'"$((${{#hosts[@]}} * {tasks}))"'
+    return [
+        Shell(f'--nodes={count} --nodelist="$nodes" --ntasks={ranks}'),
+        Shell(_per_node(job, tasks)),
+        Shell(f'--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/{log}"'),
+    ]
+
+
+def _per_node(job: Job, tasks: int) -> str:
+    gpus = _gpus(job)
+    return f"--ntasks-per-node={tasks}" + (f" --gpus-per-node={gpus}" if gpus else "")
+
+
+def _gpus(job: Job) -> str | None:
+    """What --gpus-per-node asks for; nothing for processes on CPUs."""
+    config, gres = job.recipe.config.job, job.profile.gres
+    if config.device == "cpu":
+        return None
+    return str(config.gpus_per_node) if gres == "gpu" else f"{gres}:{config.gpus_per_node}"
+
+
+def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
+    """Shell that prints the GPUs of the replica `infer-K` in $1, which shares its node with others."""
+    first = f"${{1#infer-}} * {step.tasks_per_node} % {gpus_per_node}"
+    return f'"$(seq -s, $(({first})) $(({first} + {step.tasks_per_node - 1})))"'
+
+
+def _container(job: Job) -> list[Shell]:
+    """Options of a step that runs in the container."""
+    container = job.profile.container
+    if container is None:
+        return []
+    names = [*dict.fromkeys([*OURS, *_variables(job), *job.profile.secrets])]
+    mounts = ",".join(_mounts(job, container))
+    workdir = shlex.quote(container.workdir) if container.workdir else '"$PWD"'
+    flags = ["--no-container-mount-home", f"--container-workdir={workdir}"]
+    flags += ["--container-writable"] if container.writable else []
+    flags += [f"--container-name={shlex.quote(container.name)}"] if container.name else []
+    return [
+        Shell(f'--container-image="$image" --container-mounts={shlex.quote(mounts)}'),
+        Shell(" ".join(flags)),
+        Shell(f"--container-env={','.join(names)}"),
+    ]
+
+
+def _mounts(job: Job, container: Container) -> list[str]:
+    """The profile's, and what the run itself needs, each at its own place."""
+    needed = [job.profile.run_root]
+    if not job.run_dir.is_relative_to(job.profile.run_root):
+        needed.append(str(job.run_dir))
+    return [*(f"{path}:{path}" for path in needed), *container.mounts]
+
+
+def _variables(job: Job) -> dict[str, str]:
+    """Exported by the script, for everything that it starts."""
+    config, profile = job.recipe.config.job, job.profile
+    threads = str(config.threads_per_rank)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.device == "cpu" else {}
+    return {
+        "PYTHONNOUSERSITE": "1",  # packages in a home directory would come before those of the image
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        SILENCE_VARIABLE: str(config.silence_limit_s),
+        "HF_HOME": f"{profile.run_root}/cache/huggingface",
+        "HF_HUB_OFFLINE": "1",
+        **hidden,
+        **profile.environment,
+    }
+
+
+def _all_reduce(job: Job) -> bool:
+    config = job.recipe.config.job
+    return job.profile.health_check and config.device == "cuda" and config.most_nodes > 1
+
+
+def _health(job: Job) -> dict[str, Any] | None:
+    if not job.profile.health_check:
+        return None
+    config = job.recipe.config.job
+    return {
+        "gpus": config.gpus_per_node if config.device == "cuda" else 0,
+        "per_node": Shell(_per_node(job, 1)),
+        "all_reduce": _all_reduce(job),
+    }
+
+
+def _documents(job: Job) -> dict[str, str]:
+    """What the first attempt makes the run directory of, by the name of the function that prints it."""
+    ranks = job.plan_json["ranks"]
+    head = {key: value for key, value in job.plan_json.items() if key != "ranks"}
+    rows = ",\n".join(json.dumps(row) for row in ranks)  # one line a rank, or a thousand nodes would be unreadable
+    return {
+        "recipe_yaml": asked_text(job.recipe).rstrip("\n"),
+        "resolved_yaml": dump_resolved(job.recipe.config).rstrip("\n"),
+        "plan_json": f'{json.dumps(head)[:-1]}, "ranks": [\n{rows}\n]}}',
+        "sources_json": json.dumps(list(job.sources), indent=1),
+    }
+
+
+def _refuse_unspeakable(job: Job, documents: dict[str, str]) -> None:
+    problems = []
+    if job.profile.container is not None:
+        for path in (job.profile.run_root, str(job.run_dir)):
+            if set(path) & set(":,"):
+                problems.append(f"{path}: pyxis cannot mount a path with a colon or a comma; choose another one")
+    for path in (str(job.run_dir), str(job.installed), job.profile.run_root):
+        if not path.isprintable():
+            problems.append(f"{path!r}: a path with a line break or control character cannot stand in a script")
+    for name, text in documents.items():
+        if f"{name}_ends_here" in text.splitlines():
+            problems.append(f"{name}_ends_here: the recipe must not hold this line: it ends a part of the script")
+    if problems:
+        raise BadInput(problems)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    beside, packaged = Path(__file__).parents[2] / "slurm", Path(__file__).parents[1] / "slurm"
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([packaged, beside]),
+        undefined=jinja2.StrictUndefined,
+        finalize=_quoted,
+        comment_start_string="{##",  # bash has a use for {#
+        comment_end_string="##}",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _quoted(value: object) -> str:
+    """A value as one shell word, whatever it holds."""
+    return value if isinstance(value, Shell) else shlex.quote(str(value))

@@ -1,0 +1,102 @@
+"""Which code a job needs: mrl as it is installed here, the package of the recipe's environment, and `code.include`."""
+
+from __future__ import annotations
+
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+from launcher.errors import BadInput
+from launcher.host.code.git import GitError, work_tree
+from launcher.host.code.listing import SnapshotError
+from launcher.host.code.snapshot import plan_sources
+from launcher.recipe.load import Recipe, refusal
+from megatron_rl.agent.registry import registered
+from megatron_rl.config import RunConfig
+
+OURS = ("launcher", "megatron_rl")
+HEAVY_BYTES = 20 * 10**6  # code seldom is; data that git does not ignore is
+
+
+def code_sources(recipe: Recipe, here: Path) -> list[dict[str, Any]]:
+    """What the snapshot of this run is taken from; see launcher.host.code.snapshot.plan_sources.
+
+    Args:
+        here: the current directory, whose repository is taken along when the recipe's file lies in it.
+
+    Raises:
+        BadInput: included directories do not exist, or git refuses to look at one.
+    """
+    include = _included(recipe, here)
+    missing = [path for path in include if not path.is_dir()]
+    if missing:
+        raise refusal(recipe, [f"code.include: {path}: no such directory on {gethostname()}" for path in missing])
+    try:
+        installed = _installed(recipe.config, include)
+        return plan_sources([str(path) for path in installed], [str(path) for path in include])
+    except SnapshotError as error:
+        raise refusal(recipe, [f"code.include: {error}"]) from error
+
+
+def heavy(snapshot: Path) -> str | None:
+    """A note where a snapshot is large for code: how large, and by which file."""
+    sizes = {path: path.lstat().st_size for path in snapshot.rglob("*") if path.is_symlink() or path.is_file()}
+    total = sum(sizes.values())
+    if total < HEAVY_BYTES:
+        return None
+    biggest = max(sizes, key=lambda path: sizes[path])
+    return (
+        f"code: the snapshot is {total / 1e6:.0f} MB; the biggest file is {biggest.relative_to(snapshot)} "
+        f"({sizes[biggest] / 1e6:.0f} MB). Have git ignore what is data, or name smaller directories in code.include"
+    )
+
+
+def _included(recipe: Recipe, here: Path) -> list[Path]:
+    if recipe.config.code.include is not None:
+        return [Path(path) for path in recipe.config.code.include]
+    file = Path(recipe.asked)
+    if not file.exists():  # a shipped one
+        return []
+    try:
+        tree = work_tree(str(here))
+    except GitError as error:
+        raise BadInput(f"{here}: {error}; or say what to take along with code.include (`[]`: nothing)") from error
+    return [Path(tree.top)] if tree and file.resolve().is_relative_to(Path(tree.top).resolve()) else []
+
+
+def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
+    """Packages, and the metadata by which their entry points are found."""
+    packages = {name: _package(name) for name in OURS}
+    metadata = [_metadata(_distribution("mrl"))]
+    for entry in registered(config.environment.name):
+        top = entry.module.partition(".")[0]
+        metadata.append(_metadata(entry.dist))
+        package = _package(top)
+        if package and not any(package.is_relative_to(path) for path in include):
+            packages[top] = package
+    found = [*packages.values(), *metadata]
+    return list(dict.fromkeys(path for path in found if path is not None))
+
+
+def _package(name: str) -> Path | None:
+    """Directory of an importable package; None for a single module."""
+    spec = find_spec(name)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]).resolve() if places else None
+
+
+def _distribution(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _metadata(dist: Distribution | None) -> Path | None:
+    """The dist-info directory of an installed distribution."""
+    for file in (dist.files if dist else None) or ():
+        if file.name == "METADATA" and file.parent.suffix == ".dist-info":
+            return Path(str(file.locate())).parent.resolve()
+    return None

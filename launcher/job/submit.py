@@ -1,0 +1,137 @@
+"""From a draft to a Slurm job: prepare the run directory, hand the script to sbatch. Nothing is left half-done."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
+
+from launcher.backends.slurm import submit as sbatch
+from launcher.backends.slurm.call import SlurmSilent
+from launcher.backends.slurm.jobs import cluster_name
+from launcher.backends.slurm.refusal import translate
+from launcher.errors import BadInput, Unsure
+from launcher.fetch import prefetch
+from launcher.host.code import snapshot
+from launcher.host.code.listing import SnapshotError
+from launcher.host.record import submissions
+from launcher.job.draft import Draft
+from launcher.job.run_directory import opened, run_directory
+from launcher.job.script import Job, header, render
+from launcher.recipe.changes import Change
+from megatron_rl.run_dir import RunDir, read_json, write_atomic, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    run: RunDir
+    job_id: str | None
+    """None: the run is finished and there was nothing to submit."""
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+
+def submit(
+    drafted: Draft,
+    *,
+    given: Path | None,
+    change: bool = False,
+    after: Sequence[str] = (),
+    update_code: bool = False,
+) -> Submission:
+    """Prepare the run directory and hand its script to sbatch.
+
+    Args:
+        given: the run directory that the user named; None: a new one of the draft's name.
+        change: accept other values than those of a run that has begun.
+        after: ids of jobs that must have ended before this one starts.
+        update_code: take a new snapshot of the code where there is one already.
+
+    Raises:
+        BadInput: anything, Slurm included, does not accept it; the disk is as it was before.
+        Unsure: Slurm did not say whether it takes it.
+    """
+    if drafted.obstacles:
+        raise BadInput(drafted.obstacles)
+    if which("sbatch") is None:
+        raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
+    prefetch.import_image_here(drafted.job.recipe.config, drafted.job.profile)
+    name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
+    with run_directory(given, name, parent) as root:
+        job = replace(drafted.job, run_dir=root.absolute())
+        with opened(job.recipe, job.run_dir, change) as found:
+            run = found.run
+            if found.finished:
+                return Submission(run, None, (), drafted.notes)
+            write_files(run, job, update_code)
+            found.keep = True  # from here on there may be a job that needs it
+            try:
+                job_id = _hand_over(job, run, after)
+            except sbatch.SubmissionRefused as error:
+                found.keep = False
+                said = translate(str(error), flags_by_name(header(job)))
+                raise BadInput(f"cluster {job.cluster}: {said}") from error
+    complaint = submissions.note(run, job.cluster, job_id)
+    return Submission(run, job_id, found.changes, (*drafted.notes, *([complaint] if complaint else [])))
+
+
+def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
+    """Submit the script and record its job; the job's id.
+
+    Raises:
+        SubmissionRefused: there is no job.
+        Unsure: there may be one.
+    """
+    flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+    record = {"cluster": job.cluster, "slurm_cluster": cluster_name(), "by": os.environ.get("USER", "")}
+    try:
+        job_id = str(sbatch.submit(run.script, flags).job_id)
+        write_json(run.job, {"job_id": job_id, "submitted_at": time.time(), **record})
+    except (SlurmSilent, OSError, KeyboardInterrupt) as error:
+        raise Unsure(
+            f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "
+            f"`squeue --me` before you try again; the job would run {run.root}, which stays"
+        ) from error
+    return job_id
+
+
+def write_files(run: RunDir, job: Job, update_code: bool) -> None:
+    """All that the job's first attempt would otherwise make from its script."""
+    write_json(run.plan, job.plan_json)
+    write_atomic(run.script, render(job))
+    try:
+        if update_code and read_json(run.code_record) is not None:
+            snapshot.update(list(job.sources), run.code)
+        else:
+            snapshot.take(list(job.sources), run.code)
+    except SnapshotError as error:
+        raise BadInput(str(error)) from error
+
+
+def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
+    """When Slurm thinks it would start the job: (time, nodes, partition). Submits and keeps nothing.
+
+    Raises:
+        BadInput: Slurm would not take it.
+    """
+    flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+    with TemporaryDirectory(prefix="mrl-test-only-") as folder:
+        script = Path(folder) / "job.sbatch"
+        script.write_text(drafted.script, encoding="utf-8")
+        try:
+            return sbatch.estimate(script, flags)
+        except sbatch.SubmissionRefused as error:
+            text = translate(str(error), flags_by_name(header(drafted.job)))
+            raise BadInput(f"cluster {drafted.job.cluster}: {text}") from error
+        except SlurmSilent as error:
+            raise BadInput(f"cluster {drafted.job.cluster}: {error}") from error
+
+
+def flags_by_name(options: Sequence[str]) -> dict[str, str]:
+    """`--nodes=8` -> {"nodes": "8"}."""
+    parts = (option.removeprefix("--").partition("=") for option in options)
+    return {name: value for name, _, value in parts}

@@ -1,0 +1,1 @@
+"""Pure: who does what on which GPU, and whether it fits."""

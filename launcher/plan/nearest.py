@@ -1,0 +1,128 @@
+"""Pure: the layouts nearest to an impossible one that work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+from launcher.plan.sizes import Sizes, check
+from megatron_rl.model.config import ModelConfig
+
+NAMED = 3
+
+_KEYS = {
+    "nodes": "job.nodes",
+    "gpus_per_node": "job.gpus_per_node",
+    "partitioned": "placement.mode",
+    "tp": "placement.training.tp",
+    "pp": "placement.training.pp",
+    "cp": "placement.training.cp",
+    "ep": "placement.training.ep",
+    "sequence_parallel": "placement.training.sequence_parallel",
+    "inference_nodes": "placement.inference.nodes",
+    "asked_inference_tp": "placement.inference.tp",
+    "inference_pp": "placement.inference.pp",
+    "tp_across_nodes": "placement.tp_across_nodes",
+}
+
+
+def nearest(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> list[str]:
+    """The cheapest changes that make the layout possible, as overrides: `placement.training.tp=4 (dp 6, 6 replicas)`.
+
+    Tries changes of one and two keys, and of three only where none of these works.
+    """
+    moves = {name: _moves(name, sizes, node_gpus) for name in _KEYS}
+    found: list[tuple[float, dict[str, Any]]] = []
+    for keys, most in ((1, 100), (2, 12), (3, 5)):
+        if keys == 3 and found:
+            break
+        for names in combinations(_KEYS, keys):
+            for values in product(*(moves[name][:most] for name in names)):
+                changes: dict[str, Any] = dict(zip(names, values, strict=True))
+                candidate = replace(sizes, **changes)
+                if not check(candidate, node_gpus, model):
+                    found.append((_distance(sizes, candidate), changes))
+    found.sort(key=lambda entry: entry[0])
+    kept: list[dict[str, Any]] = []
+    for _, changes in found:
+        # More than what suffices is worth saying only where a rank then holds less of the model, or more ranks work.
+        sufficient = [less for less in kept if less.items() <= changes.items()]
+        variant = len(changes) > 1 and any(other.keys() == changes.keys() for other in kept)
+        if not variant and all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
+            kept.append(changes)
+        if len(kept) == NAMED:
+            break
+    kept = kept or [_simplest(sizes, node_gpus)]
+    return [_as_overrides(changes, replace(sizes, **changes)) for changes in kept]
+
+
+def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:
+    """How much more of the model a rank holds, and how many fewer ranks work, than was asked for; in doublings."""
+    new = replace(sizes, **changes)
+    ranks = sizes.nodes * sizes.gpus_per_node / (new.nodes * new.gpus_per_node)
+    return max(0.0, math.log2(sizes.tp * sizes.pp / (new.tp * new.pp))) + max(0.0, math.log2(ranks))
+
+
+def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
+    """Other values of one key that are worth trying, the nearest first."""
+    value = getattr(sizes, name)
+    others: Iterable[int | bool]
+    if value is None:
+        others = ()
+    elif isinstance(value, bool):
+        others = (not value,) if name != "partitioned" or sizes.nodes > 1 else ()
+    elif name == "nodes":
+        others = range(max(1, value - 8), value + 9)
+    elif name == "gpus_per_node":
+        others = range(1, (node_gpus or value) + 1)
+    elif name == "inference_nodes":
+        others = range(max(0, value - 8), min(value + 17, sizes.nodes))
+    else:
+        others = (*range(1, 17), 32, 64, 128)
+
+    def distance(other: int | bool) -> float:
+        changes: dict[str, Any] = {name: other}
+        return _distance(sizes, replace(sizes, **changes))
+
+    return sorted((other for other in others if other != value), key=distance)
+
+
+def _simplest(sizes: Sizes, node_gpus: int | None) -> dict[str, Any]:
+    """Everything that differs from data parallelism alone, which always works."""
+    plain: dict[str, Any] = dict.fromkeys(("tp", "pp", "cp", "ep", "inference_pp"), 1)
+    plain |= {"sequence_parallel": False, "partitioned": False, "inference_nodes": 0}
+    plain["gpus_per_node"] = min(sizes.gpus_per_node, node_gpus or sizes.gpus_per_node)
+    plain["asked_inference_tp"] = sizes.asked_inference_tp and 1
+    return {name: value for name, value in plain.items() if value != getattr(sizes, name)}
+
+
+def _distance(old: Sizes, new: Sizes) -> float:
+    """How unlike what was asked: the ratios of the sizes, of all ranks, and of what each then holds of the model."""
+    total = 0.0
+    for name in _KEYS:
+        before, after = getattr(old, name), getattr(new, name)
+        if isinstance(before, bool):
+            total += (4.0 if name == "tp_across_nodes" else 2.0) * (before != after)
+        elif before != after:
+            if name == "inference_nodes":  # half of the nodes where none were asked for
+                before, after = before or old.nodes / 2, after or 1
+            odd = name not in ("nodes", "inference_nodes") and after & (after - 1) != 0
+            total += abs(math.log2(after / before)) + 0.1 + odd / 2
+    ranks = new.nodes * new.gpus_per_node / (old.nodes * old.gpus_per_node)
+    return total + abs(math.log2(new.tp * new.pp / (old.tp * old.pp))) / 2 + abs(math.log2(ranks)) * 1.5
+
+
+def _as_overrides(changes: dict[str, Any], new: Sizes) -> str:
+    shown = []
+    for name, value in changes.items():
+        if name == "partitioned":
+            text = "partitioned" if value else "colocated"
+        elif name == "inference_nodes" and not value:
+            text = "null"
+        else:
+            text = str(value).lower()
+        shown.append(f"{_KEYS[name]}={text}")
+    return f"{' '.join(shown)} (dp {new.dp}, {new.replicas} inference replica{'s' * (new.replicas != 1)})"

@@ -1,0 +1,204 @@
+"""Pure: nodes x GPUs x {colocated, partitioned} -> role, node, GPU and parallel coordinates of every rank.
+
+Ranks are numbered node by node. Within the training world, and within the worlds that generate, coordinates are
+those that megatron-core gives (its rank order tp-cp-ep-dp-pp): tensor parallel neighbours are adjacent ranks, pipeline
+stages are furthest apart.
+
+    colocated     all ranks train, and generate in between with the layout `placement.inference`: replica k is the k-th
+                  data-parallel rank of that layout over the same world. One step.
+    partitioned   the first nodes train, the last `placement.inference.nodes` generate. Each inference replica is a
+                  world of its own and a step of its own, so that losing one takes no other along. A replica is whole
+                  nodes, or one of several that share a node (`Step.gpu_offset`).
+
+Spare nodes have no ranks: they stand in for others when an attempt starts.
+
+Where `job.nodes` is a range, there is a plan for every count of it that gives a layout; an attempt follows the largest
+for which its nodes suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from launcher.plan.nearest import nearest
+from launcher.plan.sizes import LayoutError, Sizes, check
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.rank.config import JobConfig, PlacementConfig
+
+__all__ = ["Infer", "LayoutError", "Plan", "Rank", "Step", "Train", "place", "rank_rows"]
+
+Role = Literal["colocated", "training", "inference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Place in the training world."""
+
+    rank: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Infer:
+    """Place among the inference replicas."""
+
+    replica: int
+    rank: int
+    """Within the replica."""
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One GPU (one process, on CPUs)."""
+
+    rank: int
+    """Of the whole job, node by node."""
+    node: int
+    gpu: int
+    role: Role
+    train: Train | None
+    infer: Infer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one srun starts."""
+
+    name: str
+    """`train`, `infer-0`, `infer-1`, ..."""
+    role: Role
+    nodes: tuple[int, ...]
+    """Indices into the plan's nodes."""
+    tasks_per_node: int
+    gpu_offset: int
+    """First GPU of the node that is the step's; 0 unless replicas share a node."""
+    replica: int | None
+    """Of an inference step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    mode: Literal["colocated", "partitioned"]
+    nodes: int
+    """Without the spare ones."""
+    gpus_per_node: int
+    spare_nodes: int
+    sizes: Sizes
+    """Parallel sizes, those left out in the recipe included."""
+    steps: tuple[Step, ...]
+    smaller: tuple[Plan, ...] = ()
+    """For the lower counts of a range `job.nodes`, those that give a layout, the largest first."""
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        return tuple(_ranks(self.sizes))
+
+
+def place(
+    job: JobConfig, placement: PlacementConfig, node_gpus: int | None = None, model: ModelConfig | None = None
+) -> Plan:
+    """Who does what; where `job.nodes` is a range, on the most nodes.
+
+    Args:
+        node_gpus: GPUs that a node of the cluster has; None where unknown, and for CPU processes.
+        model: also refuse sizes that do not divide it.
+
+    Raises:
+        LayoutError: impossible; says the arithmetic and the nearest layouts that work.
+    """
+    limit = node_gpus if job.device == "cuda" else None
+    counts = range(job.most_nodes, job.fewest_nodes - 1, -1)
+    sizes = [Sizes.of(job, placement, nodes) for nodes in counts]
+    problems = {each.nodes: check(each, limit, model) for each in sizes}
+    possible = [each for each in sizes if not problems[each.nodes]]
+    for end in (sizes[0], sizes[-1]):
+        if said := problems[end.nodes]:
+            raise LayoutError((*said[:-1], f"{said[-1]}; {_advice(job, end, possible, limit, model)}"))
+    most, *smaller = (_plan(job, placement, each) for each in possible)
+    return replace(most, smaller=tuple(smaller))
+
+
+def _advice(
+    job: JobConfig, wrong: Sizes, possible: Sequence[Sizes], node_gpus: int | None, model: ModelConfig | None
+) -> str:
+    if possible:
+        counts = ", ".join(str(each.nodes) for each in reversed(possible))
+        return f"job.nodes {job.nodes} has to begin and end with a count that works: {counts}"
+    return "nearest that work: " + ", or ".join(nearest(wrong, node_gpus, model))
+
+
+def _plan(job: JobConfig, placement: PlacementConfig, sizes: Sizes) -> Plan:
+    partitioned = placement.mode == "partitioned"
+    return Plan(
+        mode=placement.mode,
+        nodes=sizes.nodes,
+        gpus_per_node=job.gpus_per_node,
+        spare_nodes=job.spare_nodes,
+        sizes=sizes,
+        steps=(_training_step(sizes), *_inference_steps(sizes)) if partitioned else (_training_step(sizes),),
+    )
+
+
+def _training_step(sizes: Sizes) -> Step:
+    role: Role = "training" if sizes.inference_nodes else "colocated"
+    return Step("train", role, tuple(range(sizes.training_nodes)), sizes.gpus_per_node, 0, None)
+
+
+def _inference_steps(sizes: Sizes) -> Iterator[Step]:
+    first = sizes.training_nodes * sizes.gpus_per_node
+    for replica in range(sizes.replicas):
+        node, gpu = divmod(first + replica * sizes.replica_size, sizes.gpus_per_node)
+        tasks = min(sizes.replica_size, sizes.gpus_per_node)
+        nodes = tuple(range(node, node + sizes.replica_size // tasks))
+        yield Step(f"infer-{replica}", "inference", nodes, tasks, gpu, replica)
+
+
+def _ranks(sizes: Sizes) -> Iterator[Rank]:
+    training = sizes.training_world
+    for rank in range(sizes.nodes * sizes.gpus_per_node):
+        node, gpu = divmod(rank, sizes.gpus_per_node)
+        if rank >= training:
+            yield Rank(rank, node, gpu, "inference", None, _infer_apart(rank - training, sizes))
+        elif sizes.inference_nodes:
+            yield Rank(rank, node, gpu, "training", _train(rank, sizes), None)
+        else:
+            yield Rank(rank, node, gpu, "colocated", _train(rank, sizes), _infer_colocated(rank, sizes))
+
+
+def _train(rank: int, sizes: Sizes) -> Train:
+    """megatron-core orders dense weights as tp-cp-dp-pp, experts as tp-ep-dp-pp."""
+    tp, cp, ep, dp = sizes.tp, sizes.cp, sizes.ep, sizes.dp
+    return Train(
+        rank=rank,
+        tp=rank % tp,
+        cp=rank // tp % cp,
+        dp=rank // (tp * cp) % dp,
+        pp=rank // (tp * cp * dp),
+        ep=rank // tp % ep,
+    )
+
+
+def _infer_colocated(rank: int, sizes: Sizes) -> Infer:
+    tp, replicas = sizes.inference_tp, sizes.replicas
+    tp_rank, pp_rank = rank % tp, rank // (tp * replicas)
+    return Infer(replica=rank // tp % replicas, rank=pp_rank * tp + tp_rank, tp=tp_rank, pp=pp_rank)
+
+
+def _infer_apart(rank: int, sizes: Sizes) -> Infer:
+    """rank: among those that generate."""
+    replica, within = divmod(rank, sizes.replica_size)
+    pp_rank, tp_rank = divmod(within, sizes.inference_tp)
+    return Infer(replica=replica, rank=within, tp=tp_rank, pp=pp_rank)
+
+
+def rank_rows(plan: Plan) -> list[dict[str, Any]]:
+    """One JSON object a GPU."""
+    return [asdict(rank) for rank in plan.ranks]

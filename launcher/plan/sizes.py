@@ -1,0 +1,200 @@
+"""Pure: which parallel sizes are possible, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.rank.config import JobConfig, PlacementConfig
+
+
+class LayoutError(Exception):
+    """The layout is impossible. `problems` are sentences that name recipe keys in full, the one to blame first: what
+    does not fit, with the arithmetic; the last one ends with the nearest layouts that work."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What `job` and `placement` say, as numbers, for one count of nodes."""
+
+    nodes: int
+    gpus_per_node: int
+    partitioned: bool
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    sequence_parallel: bool
+    inference_nodes: int
+    """Nodes that only generate; 0 where all ranks do both."""
+    asked_inference_tp: int | None
+    inference_pp: int
+    tp_across_nodes: bool
+
+    @classmethod
+    def of(cls, job: JobConfig, placement: PlacementConfig, nodes: int) -> Sizes:
+        training, inference = placement.training, placement.inference
+        return cls(
+            nodes=nodes,
+            gpus_per_node=job.gpus_per_node,
+            partitioned=placement.mode == "partitioned",
+            tp=training.tp,
+            pp=training.pp,
+            cp=training.cp,
+            ep=training.ep,
+            sequence_parallel=training.sequence_parallel,
+            inference_nodes=inference.nodes or 0,
+            asked_inference_tp=inference.tp,
+            inference_pp=inference.pp,
+            tp_across_nodes=placement.tp_across_nodes,
+        )
+
+    @property
+    def inference_tp(self) -> int:
+        return self.asked_inference_tp or self.tp
+
+    @property
+    def training_nodes(self) -> int:
+        return self.nodes - self.inference_nodes
+
+    @property
+    def training_world(self) -> int:
+        return self.training_nodes * self.gpus_per_node
+
+    @property
+    def generating(self) -> int:
+        """Ranks that generate."""
+        return (self.inference_nodes or self.nodes) * self.gpus_per_node
+
+    @property
+    def model_size(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        return self.training_world // self.model_size
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.training_world // (self.tp * self.ep * self.pp)
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one inference replica."""
+        return self.inference_tp * self.inference_pp
+
+    @property
+    def replicas(self) -> int:
+        return self.generating // self.replica_size
+
+
+def check(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> tuple[str, ...]:
+    """Why the layout is impossible; empty where it is not. Later rules presuppose the earlier ones."""
+    for rules in (_node(sizes, node_gpus), _split(sizes), _training(sizes), _generating(sizes), _fits(sizes, model)):
+        problems = tuple(rules)
+        if problems:
+            return problems
+    return ()
+
+
+def _node(s: Sizes, node_gpus: int | None) -> Iterator[str]:
+    if node_gpus is not None and s.gpus_per_node > node_gpus:
+        ranks = s.nodes * s.gpus_per_node
+        yield (
+            f"job.gpus_per_node {s.gpus_per_node} is more than the {node_gpus} GPUs that a node of this cluster has; "
+            f"{s.nodes} x {s.gpus_per_node} = {ranks} ranks need {-(-ranks // node_gpus)} such nodes"
+        )
+
+
+def _split(s: Sizes) -> Iterator[str]:
+    if not s.partitioned and s.inference_nodes:
+        yield (
+            f"placement.inference.nodes {s.inference_nodes} belongs to placement.mode partitioned: "
+            "colocated, all nodes train and generate"
+        )
+    elif s.partitioned and not s.inference_nodes:
+        yield f"placement.mode partitioned needs placement.inference.nodes: how many of the {s.nodes} only generate"
+    elif s.training_nodes < 1:
+        yield (
+            f"placement.inference.nodes {s.inference_nodes} of job.nodes {s.nodes} leaves "
+            f"{s.nodes} - {s.inference_nodes} = {s.training_nodes} to train"
+        )
+
+
+def _training(s: Sizes) -> Iterator[str]:
+    key, world = "placement.training", s.training_world
+    if world % s.model_size:
+        yield (
+            f"{key}.tp {s.tp} x pp {s.pp} x cp {s.cp} = {s.model_size} does not divide the "
+            f"{s.training_nodes} x {s.gpus_per_node} = {world} ranks that train ({_remainder(world, s.model_size)})"
+        )
+    elif s.cp * s.dp % s.ep:
+        yield (
+            f"{key}.ep {s.ep} does not divide cp x dp = {s.cp} x {s.dp} = {s.cp * s.dp}, the ranks that share experts "
+            f"({_remainder(s.cp * s.dp, s.ep)})"
+        )
+    if s.training_nodes > 1:
+        yield from _across_nodes(f"{key}.tp", s.tp, s)
+    if s.sequence_parallel and s.tp == 1:
+        yield f"{key}.sequence_parallel splits activations between tensor-parallel ranks, and {key}.tp is 1"
+
+
+def _generating(s: Sizes) -> Iterator[str]:
+    key, size = "placement.inference", s.replica_size
+    if s.generating % size:
+        nodes = s.inference_nodes or s.nodes
+        yield (
+            f"{key}.tp {s.inference_tp} x pp {s.inference_pp} = {size} does not divide the "
+            f"{nodes} x {s.gpus_per_node} = {s.generating} ranks that generate ({_remainder(s.generating, size)})"
+        )
+    elif s.partitioned and s.gpus_per_node % size and size % s.gpus_per_node:
+        yield (
+            f"{key}.tp {s.inference_tp} x pp {s.inference_pp} = {size} is neither whole nodes nor an equal share of "
+            f"one, of {s.gpus_per_node} GPUs ({_remainder(max(size, s.gpus_per_node), min(size, s.gpus_per_node))})"
+        )
+    yield from _across_nodes(f"{key}.tp", s.inference_tp, s)
+
+
+def _across_nodes(key: str, tp: int, s: Sizes) -> Iterator[str]:
+    if s.gpus_per_node % tp and not s.tp_across_nodes:
+        yield (
+            f"{key} {tp} does not divide job.gpus_per_node {s.gpus_per_node} "
+            f"({_remainder(s.gpus_per_node, tp)}): tensor-parallel groups would cross nodes"
+        )
+
+
+def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
+    """megatron-core shards weights evenly, or not at all."""
+    if model is None:
+        return
+    for key, tp in (("placement.training.tp", s.tp), ("placement.inference.tp", s.inference_tp)):
+        if key.endswith("inference.tp") and tp == s.tp:
+            continue
+        for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple"):
+            yield from _divides(key, tp, f"model.{name}", getattr(model, name))
+        if model.expert_ffn_hidden_size:
+            yield from _divides(key, tp, "model.expert_ffn_hidden_size", model.expert_ffn_hidden_size)
+        if tp % model.num_query_groups:  # more ranks than key/value heads: each is on several
+            yield from _divides(key, tp, "model.num_query_groups", model.num_query_groups)
+    for key, pp in (("placement.training.pp", s.pp), ("placement.inference.pp", s.inference_pp)):
+        yield from _divides(key, pp, "model.num_layers", model.num_layers)
+    if model.num_experts:
+        yield from _divides("placement.training.ep", s.ep, "model.num_experts", model.num_experts)
+    elif s.ep > 1:
+        yield f"placement.training.ep {s.ep} needs model.num_experts: there are no experts to share"
+
+
+def _divides(key: str, size: int, of: str, value: int) -> Iterator[str]:
+    if value % size:
+        yield f"{key} {size} does not divide {of} {value} ({_remainder(value, size)})"
+
+
+def _remainder(value: int, size: int) -> str:
+    return f"{value} = {value // size} x {size} + {value % size}"

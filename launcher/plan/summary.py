@@ -1,0 +1,137 @@
+"""From a recipe to its plan: the placement, and what follows from it in batches, memory and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launcher.cluster.profile import Profile
+from launcher.plan.gpu_memory import (
+    answers_per_update,
+    checkpoint_bytes,
+    longest_sequence,
+    memory,
+    vocabulary,
+    whole_model,
+)
+from launcher.plan.placement import Plan, place, rank_rows
+from launcher.plan.sizes import LayoutError
+from launcher.recipe.load import Recipe, refusal
+from megatron_rl.config import RunConfig
+
+ASSUMED_VOCABULARY = 152064
+"""Rows of the embedding where neither the recipe nor an alphabet says: those of Qwen2.5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Arithmetic of one step."""
+
+    prompts: int
+    group_size: int
+    answers: int
+    """prompts x group_size"""
+    prompts_per_replica: tuple[int, int]
+    """Fewest and most prompts of one data-parallel replica."""
+    updates: int
+    """Optimizer steps per step of the run."""
+    answers_per_update: int
+    sequence_length: int
+    """Tokens of the longest prompt and answer together."""
+    tokens_per_microbatch: int
+    microbatches: int
+    """Of one replica in one update, if every answer were of full length."""
+
+
+def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
+    """Who does what.
+
+    Args:
+        profile: None where the cluster is this machine.
+
+    Raises:
+        BadInput: the layout is impossible; each problem with its file and line, or override.
+    """
+    config = recipe.config
+    try:
+        return place(config.job, config.placement, profile.gpus_per_node if profile else None, config.model)
+    except LayoutError as error:
+        raise refusal(recipe, error.problems) from error
+
+
+def batch(config: RunConfig, plan: Plan) -> Batch:
+    grpo, training = config.grpo, config.training
+    length, replicas = longest_sequence(config), plan.sizes.dp
+    answers_of_replica = answers_per_update(config, replicas)
+    return Batch(
+        prompts=grpo.prompts_per_step,
+        group_size=grpo.group_size,
+        answers=grpo.prompts_per_step * grpo.group_size,
+        prompts_per_replica=(grpo.prompts_per_step // replicas, -(-grpo.prompts_per_step // replicas)),
+        updates=grpo.updates_per_pass * grpo.iterations,
+        answers_per_update=grpo.samples_per_update,
+        sequence_length=length,
+        tokens_per_microbatch=training.tokens_per_microbatch,
+        microbatches=-(-answers_of_replica // max(1, training.tokens_per_microbatch // length)),
+    )
+
+
+def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
+    """What plan.json holds and `mrl plan --json` prints. Sizes in bytes; `ranks` has one row a GPU; `alternatives` are
+    the smaller plans of a range `job.nodes`, in what they may differ."""
+    rows = vocabulary(config)
+    vocab = rows or ASSUMED_VOCABULARY
+    gpu_bytes = int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
+    one, kept = checkpoint_bytes(config, vocab), config.save.most_kept(config.training.steps)
+    return {
+        "mode": plan.mode,
+        "gpus_per_node": plan.gpus_per_node,
+        "spare_nodes": plan.spare_nodes,
+        **_of_count(config, plan, vocab, gpu_bytes),
+        "alternatives": [_of_count(config, smaller, vocab, gpu_bytes) for smaller in plan.smaller],
+        "model": {"parameters": whole_model(config.model, vocab), "vocabulary": vocab, "assumed": rows is None},
+        "checkpoint": {
+            "bytes": one,
+            "keep": kept,
+            "bytes_kept": one * kept,
+            "bytes_while_saving": one * (kept + 1),
+            "seconds": one / (profile.fs_bandwidth * 1e9) if profile and profile.fs_bandwidth else None,
+        },
+        "ranks": rank_rows(plan),
+    }
+
+
+def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) -> dict[str, Any]:
+    """What follows from the number of nodes."""
+    sizes = plan.sizes
+    return {
+        "nodes": plan.nodes,
+        "training": {
+            "nodes": sizes.training_nodes,
+            "ranks": sizes.training_world,
+            "tp": sizes.tp,
+            "pp": sizes.pp,
+            "cp": sizes.cp,
+            "ep": sizes.ep,
+            "dp": sizes.dp,
+        },
+        "inference": {
+            "nodes": sizes.inference_nodes or sizes.nodes,
+            "ranks": sizes.generating,
+            "replicas": sizes.replicas,
+            "tp": sizes.inference_tp,
+            "pp": sizes.inference_pp,
+        },
+        "steps": [asdict(step) for step in plan.steps],
+        "batch": asdict(batch(config, plan)),
+        "memory": [
+            {
+                "role": each.role,
+                "stage": each.stage,
+                "terms": [asdict(term) for term in each.terms],
+                "bytes": each.total,
+                "gpu_bytes": gpu_bytes,
+            }
+            for each in memory(config, sizes, vocab)
+        ],
+    }

@@ -1,0 +1,80 @@
+"""Recipe keys of GRPO."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class OverlongConfig(Section):
+    """What happens to answers that hit `sampling.max_new_tokens`."""
+
+    mode: Literal["none", "mask", "penalty"] = "none"
+    """none: as scored. mask: their tokens carry no loss. penalty: DAPO's soft punishment (arXiv 2503.14476 eq. 13)."""
+    buffer: NonNegativeInt = 0
+    """Tokens before the limit over which the penalty grows linearly (`mode: penalty`)."""
+    penalty: NonNegativeFloat = 1.0
+    """Reward taken away at the limit (`mode: penalty`)."""
+
+    @model_validator(mode="after")
+    def _has_buffer(self) -> OverlongConfig:
+        if self.mode == "penalty" and self.buffer == 0:
+            raise ValueError("mode: penalty needs buffer, the tokens over which the penalty grows")
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    """Draw further prompts in place of groups whose rewards are all equal (DAPO)."""
+
+    enabled: bool = False
+    max_rounds: PositiveInt = 8
+    """Rounds of generation per step at most; then the step trains with the groups without signal it has."""
+
+
+class GrpoConfig(Section):
+    prompts_per_step: PositiveInt = 32
+    group_size: Annotated[int, Field(ge=2)] = 16
+    """Answers per prompt; their rewards are each other's baseline."""
+    global_batch: PositiveInt | None = None
+    """Answers per optimizer step; default prompts_per_step * group_size. A multiple of group_size."""
+    iterations: PositiveInt = 1
+    """Passes over each batch of rollouts."""
+    eps_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Importance ratios are clipped to [1 - eps_low, 1 + eps_high]."""
+    eps_high: NonNegativeFloat = 0.2
+    advantage_std: bool = True
+    """Divide advantages by the group's standard deviation; false is Dr. GRPO (arXiv 2503.20783)."""
+    reduction: Literal["token", "sequence"] = "token"
+    """token: mean over all answer tokens of the global batch. sequence: mean over answers of their token means."""
+    kl_beta: NonNegativeFloat = 0.0
+    """Weight of the KL penalty to the initial weights; at 0 the reference model is neither kept nor run."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """http://joschu.net/blog/kl-approx.html"""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Bonus on -p log p of the sampled tokens."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling against the engine's log-probs: weight min(exp(old - inference), cap)."""
+    overlong: OverlongConfig = OverlongConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> GrpoConfig:
+        rollouts = self.prompts_per_step * self.group_size
+        if self.samples_per_update % self.group_size:
+            raise ValueError(f"global_batch {self.global_batch} is not a multiple of group_size {self.group_size}")
+        if rollouts % self.samples_per_update:
+            raise ValueError(
+                f"prompts_per_step * group_size = {rollouts} is not divisible by global_batch {self.global_batch}"
+            )
+        return self
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.global_batch or self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_pass(self) -> int:
+        return self.prompts_per_step * self.group_size // self.samples_per_update

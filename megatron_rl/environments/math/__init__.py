@@ -1,0 +1,1 @@
+"""Competition mathematics: problems of a data set, answers checked by math-verify."""

@@ -1,0 +1,297 @@
+"""Do the nodes reach each other, and fast? One process a GPU, before the ranks start:
+
+    srun ... python -m megatron_rl.fabric.check --run-dir RUN_DIR --attempt N [--slower-than GBPS]
+
+All ranks reduce together for some seconds. When that fails or is slow, neighbouring nodes do so in pairs, which tells
+which of them it is. Rank 0 writes Attempt.fabric; launcher.host.health judges it together with the nodes' own reports.
+
+Every all-reduce runs in a child process that its parent ends at a deadline: a collective that hangs in a driver cannot
+be called back. Parents talk through a TCP store and touch no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from megatron_rl.config import RunConfig
+from megatron_rl.fabric.ring import culprits, rounds
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.rank.rendezvous import meet
+from megatron_rl.run_dir import Attempt, RunDir, read_json, write_json
+
+logger = logging.getLogger("megatron_rl.fabric.check")
+
+MEASURE_S = 10.0  # of all-reduces that are timed
+BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # of the reduced tensor, in fp32
+FORK = multiprocessing.get_context("fork")  # torch is imported already, and this process has not touched CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds."""
+
+    meet: float = 120.0
+    """From the first rank's arrival to the last one's: containers start at different speeds."""
+    stage: float = 90.0
+    """One group's first communication and its all-reduces."""
+    slack: float = 30.0
+    """What a parent needs to end its child and say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One group of ranks that reduces together."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+def run(
+    attempt: Attempt, job: JobConfig, rank: int, size: int, local_rank: int, slower_than: float | None, limits: Limits
+) -> None:
+    """Take part as one rank. Rank 0 writes the findings. Raises dist.DistError when rank 0 has gone."""
+    address = attempt.address("fabric")
+    store = meet(address, rank, size, timedelta(seconds=limits.meet))
+    board = Board(store, rank, size)
+    hosts = board.exchange("host", os.environ.get("SLURMD_NODENAME") or socket.gethostname(), range(size), limits.meet)
+    nodes = whole_nodes(hosts)
+    members = tuple(member for ranks in nodes.values() for member in ranks)
+    if rank not in members and rank != 0:  # whose board the others need
+        return
+    began = time.monotonic()
+
+    def reduce(stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
+        """Findings of stages that share no rank, the same on every rank."""
+        mine = next((stage for stage in stages if rank in stage.members), None)
+        found = mine and in_child(lambda: measure(read_json(address), job, mine, rank, local_rank), limits.stage)
+        key = "+".join(stage.name for stage in stages)
+        answers = board.exchange(key, found, members, limits.stage + limits.slack)
+        return {stage.name: worst([answers[one] for one in stage.members]) for stage in stages}
+
+    whole = reduce([Stage("all", members)])["all"]
+    names = list(nodes)
+    pairs: dict[tuple[int, int], dict[str, Any]] = {}
+    if is_bad(whole, slower_than):
+        for edges in rounds(len(names)):
+            stages = {
+                edge: Stage(f"{edge[0]}-{edge[1]}", nodes[names[edge[0]]] + nodes[names[edge[1]]]) for edge in edges
+            }
+            found = reduce(list(stages.values()))
+            pairs |= {edge: found[stage.name] for edge, stage in stages.items()}
+    if rank == 0:
+        found = findings(names, whole, pairs, slower_than, time.monotonic() - began)
+        write_json(attempt.fabric, found)
+        for line in summary(found):
+            logger.info(line)
+    board.leave(members, limits.slack)
+
+
+class Board:
+    """What the ranks tell each other, through rank 0."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def exchange(self, key: str, mine: Any, members: Sequence[int], limit: float) -> list[Any]:
+        """What every rank said under `key`; None of those that are no `members` or did not say it within `limit`.
+
+        Collective. Raises dist.DistError when rank 0 says nothing.
+        """
+        self._store.set(f"{key}/{self._rank}", json.dumps(mine))
+        if self._rank == 0:
+            give_up = time.monotonic() + limit
+            answers = [self._await(f"{key}/{rank}", give_up) if rank in members else None for rank in range(self._size)]
+            self._store.set(f"{key}/answers", json.dumps(answers))
+        self._store.wait([f"{key}/answers"], timedelta(seconds=2 * limit))
+        answered: list[Any] = json.loads(self._store.get(f"{key}/answers"))
+        return answered
+
+    def leave(self, members: Sequence[int], limit: float) -> None:
+        """Rank 0 stays until the others need it no more."""
+        self._store.set(f"left/{self._rank}", "true")
+        if self._rank == 0:
+            give_up = time.monotonic() + limit
+            for rank in members:
+                self._await(f"left/{rank}", give_up)
+
+    def _await(self, key: str, give_up: float) -> Any:
+        try:
+            self._store.wait([key], timedelta(seconds=max(0.1, give_up - time.monotonic())))
+        except dist.DistStoreError:
+            return None
+        return json.loads(self._store.get(key))
+
+
+def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
+    """Pure: host -> its ranks, of the hosts all of whose ranks are there: as many as the most complete host has."""
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        if host is not None:
+            nodes.setdefault(host, []).append(rank)
+    most = max(map(len, nodes.values()), default=0)
+    return {host: tuple(ranks) for host, ranks in nodes.items() if len(ranks) == most}
+
+
+def worst(answers: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """Pure: what a group found: {gbps} of its slowest rank, or {error} of the first that failed."""
+    known = [answer for answer in answers if answer is not None]
+    if len(known) < len(answers):
+        return {"error": "a rank did not answer"}
+    failed = [answer for answer in known if "error" in answer]
+    return failed[0] if failed else min(known, key=lambda answer: answer["gbps"])
+
+
+def is_bad(found: dict[str, Any], slower_than: float | None) -> bool:
+    """Pure."""
+    return "error" in found or (slower_than is not None and found["gbps"] < slower_than)
+
+
+def findings(
+    names: Sequence[str],
+    whole: dict[str, Any],
+    pairs: dict[tuple[int, int], dict[str, Any]],
+    slower_than: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    """Pure: the content of Attempt.fabric."""
+    bad_pairs = {edge for edge, found in pairs.items() if is_bad(found, slower_than)}
+    named = culprits(len(names), bad_pairs)
+    bad = {}
+    for node in named:
+        edge = next(edge for edge in sorted(bad_pairs) if node in edge)
+        other = names[edge[0] if edge[1] == node else edge[1]]
+        bad[names[node]] = f"its all-reduce with {other} {in_words(pairs[edge], slower_than)}"
+    return {
+        "hosts": list(names),
+        "bad": bad,
+        "whole": whole,
+        "pairs": [{"hosts": [names[a], names[b]], **found} for (a, b), found in sorted(pairs.items())],
+        "unexplained": is_bad(whole, slower_than) and not bad,
+        "slower_than": slower_than,
+        "seconds": round(seconds, 1),
+    }
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """Pure: for the log."""
+    whole, nodes = found["whole"], len(found["hosts"])
+    rate = whole.get("error") or f"{whole['gbps']:.3g} GB/s"
+    lines = [f"all-reduce of {nodes} nodes: {rate} ({found['seconds']:.0f} s for all of this check)"]
+    for pair in found["pairs"]:
+        lines.append(f"  {' and '.join(pair['hosts'])}: {pair.get('error') or format(pair['gbps'], '.3g') + ' GB/s'}")
+    lines += [f"bad: {host}: {why}" for host, why in found["bad"].items()]
+    if found["unexplained"]:
+        lines.append("no single node explains it: the fabric between them, or a threshold that is too high")
+    return lines
+
+
+def in_words(found: dict[str, Any], slower_than: float | None) -> str:
+    """Pure."""
+    if "error" in found:
+        return f"failed: {found['error']}"
+    return f"is slow: {found['gbps']:.3g} GB/s, expected {slower_than:.3g}"
+
+
+def in_child(work: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
+    """What `work` returns in a process of its own, or {error}. A child that hangs in a driver is left behind."""
+    reader, writer = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_report, args=(work, writer), daemon=True)
+    child.start()
+    writer.close()
+    try:
+        if not reader.poll(limit):
+            return {"error": f"no end within {limit:.0f} s"}
+        found: dict[str, Any] = reader.recv()
+        return found
+    except EOFError:
+        child.join(1.0)
+        return {"error": f"its process ended with code {child.exitcode}"}
+    finally:
+        child.kill()
+        child.join(1.0)
+        reader.close()
+
+
+def _report(work: Callable[[], dict[str, Any]], writer: Connection) -> None:
+    try:
+        writer.send(work())
+    except (RuntimeError, ValueError, OSError) as error:
+        writer.send({"error": f"{socket.gethostname()}: {type(error).__name__}: {str(error).splitlines()[0]}"})
+    os._exit(0)  # a normal exit waits for communicators whose peers may be gone
+
+
+def measure(address: dict[str, Any], job: JobConfig, stage: Stage, rank: int, local_rank: int) -> dict[str, Any]:
+    """{gbps}: bus bandwidth of an all-reduce among `stage.members`, 2 (n - 1) / n * bytes / seconds, as nccl-tests
+    define it (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
+    from megatron_rl.platform.select import select  # here: it may touch CUDA
+
+    platform = select(job, local_rank)
+    limit = timedelta(seconds=Limits().stage)
+    store = dist.TCPStore(address["host"], address["port"], None, False, limit, wait_for_workers=False)
+    size = len(stage.members)
+    dist.init_process_group(
+        platform.backend,
+        store=dist.PrefixStore(f"group/{stage.name}", store),
+        rank=stage.members.index(rank),
+        world_size=size,
+        timeout=limit,
+    )
+    tensor = torch.full((BYTES[job.device] // 4,), float(rank), device=platform.device)
+    dist.all_reduce(tensor)
+    expected = float(sum(stage.members))
+    if not bool((tensor == expected).all()):
+        raise ValueError(f"the sum over the ranks is {tensor.min().item()} to {tensor.max().item()}, not {expected}")
+    tensor.zero_()
+    once = _seconds(tensor, 1, platform.synchronize)
+    slowest = torch.tensor([once], device=platform.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all count alike
+    times = max(1, min(200, int(MEASURE_S / slowest.item())))
+    seconds = _seconds(tensor, times, platform.synchronize) / times
+    return {"gbps": 2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, "seconds": seconds}
+
+
+def _seconds(tensor: torch.Tensor, times: int, synchronize: Callable[[], None]) -> float:
+    synchronize()
+    began = time.monotonic()
+    for _ in range(times):
+        dist.all_reduce(tensor)
+    synchronize()
+    return time.monotonic() - began
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.fabric.check", description="All-reduce between the nodes."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--slower-than", type=float, help="GB/s of bus bandwidth below which a group of nodes is slow")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    run_dir = RunDir(options.run_dir)
+    config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
+    rank, size, local_rank = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+    run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, Limits())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The record, told to Weights & Biases by a process of its own."""

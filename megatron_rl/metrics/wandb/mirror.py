@@ -1,0 +1,108 @@
+"""Weights & Biases, if the recipe asks for it: a process beside rank 0 that tells W&B what the record says.
+
+    rank 0 -> metrics.jsonl, evaluations.jsonl -> megatron_rl.metrics.wandb.tell -> wandb -> its service
+
+wandb's network, threads, helper process and exit hooks can wait for minutes. So they live where nothing waits for
+them: the child reads the record from the disk, and a run is neither slower nor shorter for what becomes of it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.metrics.config import LoggingConfig
+from megatron_rl.run_dir import Attempt, RunDir
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 300.0
+"""Between two starts of a mirror that ended: a wrong key, no network, a full disk."""
+FINISH_S = 5.0
+"""For what W&B has not taken yet when the record is complete: ranks that leave have seconds."""
+LONGER_S = 1.0
+"""After FINISH_S the child ends itself; after this much more it is killed."""
+
+
+def check_installed(config: LoggingConfig) -> None:
+    """Raises ConfigurationError where the recipe asks for W&B and there is no wandb."""
+    if config.wandb is None:
+        return
+    try:
+        importlib.metadata.version("wandb")  # a folder ./wandb, which it leaves behind, can be imported just as well
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigurationError(
+            "logging.wandb: there is no wandb where the ranks run; pip install 'mrl[wandb]' there, or set it to null"
+        ) from None
+
+
+class Mirror:
+    """Owner of the child. Whatever goes wrong is said once and tried again: every start tells the whole record."""
+
+    def __init__(self, run_dir: RunDir, attempt: Attempt) -> None:
+        program = [sys.executable, "-m", "megatron_rl.metrics.wandb.tell"]
+        self._command = [*program, "--limit", str(FINISH_S), str(run_dir.root)]
+        self._log = attempt.log(0, role="wandb")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = False
+        self._start()
+
+    def keep(self) -> None:
+        """Look after the child, now and then. Returns at once."""
+        if self._process is not None and self._process.poll() is not None:
+            self._end(self._process)
+        if self._process is None and time.monotonic() >= self._again:
+            self._start()
+
+    def close(self) -> None:
+        """The record is complete. Returns with the child gone, within FINISH_S and a little more."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None  # a pipe
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(FINISH_S + LONGER_S)
+        self._end(self._process)
+
+    def _start(self) -> None:
+        self._again = time.monotonic() + AGAIN_S
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # what is sent to the ranks' group asks them to leave; it leaves after them
+                )
+        except OSError as error:
+            self._miss(f"does not start: {error}")
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        code = process.poll()
+        if code is None:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LONGER_S)
+            self._miss("did not end in time and was killed")
+        elif code != 0:
+            self._miss(f"ended: {self._last_words()}")
+        self._process = None
+
+    def _miss(self, why: str) -> None:
+        if not self._said:
+            logger.warning("W&B is behind; the run goes on, and will tell it everything later. Its process %s", why)
+        self._said = True
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+        except OSError as error:
+            return str(error)
+        return f"{lines[-1]} ({self._log})"

@@ -1,0 +1,137 @@
+"""The record of a run, told to Weights & Biases:
+
+    python -m megatron_rl.metrics.wandb.tell RUN_DIR </dev/null
+
+Started by metrics/mirror.py beside the run; by hand it tells what W&B missed of one that has ended. The end of standard
+input says that the record is complete, and so does the death of the process that started this one.
+
+A run goes on from a checkpoint, so steps that W&B was told of before a crash are run again. But the history of a W&B
+run only grows: resumed, it drops a step that is not beyond its last one (docs.wandb.ai/models/support/
+seeing_fewer_data_points_logged); rewinding it (`resume_from`) is a preview that a server of one's own lacks; and that
+beginning again under an old id replaces its history is nowhere promised (github.com/wandb/wandb/issues/1450, 3424,
+6216). So the run is resumed, W&B says which step it has come to, and is told the record from there on: each step once,
+those included that an earlier attempt could not send or that a fork has from its source. Of a step that was run twice
+W&B keeps the first value, metrics.jsonl the last; they differ where `resume.partial` or the device lets them.
+
+Offline nobody is there to ask. Then every attempt writes the whole record anew, in the place of the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from megatron_rl.config import RunConfig
+from megatron_rl.metrics.wandb.rows import Record
+from megatron_rl.run_dir import EXIT_CRASHED, Attempt, RunDir, read_json, write_json
+
+LOOK_EVERY_S = 5.0
+ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}
+"""No telemetry of its own, from nodes that may reach nobody; in the log what went wrong, and nothing else."""
+DECIDED_HERE = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_DIR", "WANDB_MODE", "WANDB_SERVICE")
+"""What a shell may have left in the environment and would bend."""
+
+
+def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
+    """Tell W&B the record until `over` says that it is complete. Where W&B refuses, this process ends."""
+    import wandb  # a second to import, and a process that is not asked for must not need it
+
+    recipe = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
+    asked = RunConfig.model_validate(recipe).logging.wandb
+    assert asked is not None  # or nobody would have started this
+    known = read_json(run.wandb) or {"id": secrets.token_hex(8)}
+    write_json(run.wandb, known)  # before W&B hears of it
+    shutil.rmtree(run.wandb_files, ignore_errors=True)  # an earlier attempt's, which this one repeats
+    at_wandb = known.get("url") is not None
+    fork = read_json(run.fork)
+    try:
+        told = wandb.init(
+            id=known["id"],
+            resume="allow" if asked.mode == "online" else None,
+            name=None if at_wandb else run.root.resolve().name,  # somebody may have changed it there
+            project=asked.project,
+            entity=asked.entity,
+            group=asked.group,
+            tags=None if at_wandb else asked.tags,
+            mode=asked.mode,
+            dir=str(run.root),
+            config=recipe | ({"fork": {"from": fork["from"], "step": fork["step"]}} if fork else {}),
+            settings=wandb.Settings(
+                console="off",  # logs/ has it, of every rank
+                disable_git=True,  # the code that runs is the snapshot, not the current directory
+                save_code=False,
+                x_disable_meta=True,
+                x_disable_stats=True,  # one node of many would stand for all
+            ),
+        )
+    except wandb.Error as error:
+        leave(" ".join(str(error).split()))
+    write_json(run.wandb, known | {"url": told.url})
+    record = Record(run, attempt)
+    outcome = None
+    while True:
+        ended = over.is_set()  # before the look at the record, which then holds all there is
+        if ended:
+            outcome = (read_json(attempt.outcome) or {}).get("outcome")
+        for row in record.rows(complete=outcome == "finished"):
+            if row.step >= told.starting_step:
+                at = {"_timestamp": row.at} if row.at else {}
+                told.log(row.values | at, step=row.step)
+        if ended:
+            break
+        over.wait(LOOK_EVERY_S)
+    if outcome == "drained":
+        told.mark_preempting()  # shown as preempted then, and not as failed
+    told.finish(exit_code=0 if outcome == "finished" else 1)
+
+
+def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
+    """Set `over` once the record is complete or `owner`, who writes it, is gone; `limit_s` later, end this process."""
+    while os.getppid() == owner and not select.select([sys.stdin], [], [], 1.0)[0]:
+        pass
+    over.set()
+    time.sleep(limit_s)
+    leave(f"W&B took longer than {limit_s:g} s to take the last steps")
+
+
+def leave(why: str) -> NoReturn:
+    """At once, without wandb's exit hooks. Its helper, wandb-core, looks whether this process is there and follows.
+
+    Args:
+        why: one line; the last one of the log is said in that of the rank.
+    """
+    sys.stderr.write(why + "\n")
+    os._exit(EXIT_CRASHED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.metrics.wandb.tell", description="Tell W&B of a run.")
+    parser.add_argument("run_dir", type=Path, help="whose resolved.yaml has logging.wandb")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds for what is left when the record is complete"
+    )
+    options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, and sent to all processes of a step
+    for name in DECIDED_HERE:
+        os.environ.pop(name, None)
+    os.environ |= ENVIRONMENT
+    run = RunDir(options.run_dir)
+    over = threading.Event()
+    threading.Thread(target=end_in_time, args=(os.getppid(), options.limit, over), daemon=True).start()
+    tell(run, run.attempt(run.last_attempt()), over)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Recipe keys of the model: its shape, its first weights, its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a recipe's path names something on the Hugging Face hub: those of a machine begin with / . or ~."""
+    return not path.startswith(("/", ".", "~"))
+
+
+class SupervisedConfig(Section):
+    """Fixed-length teaching of the answer format, before RL, on the environment's own worked examples."""
+
+    steps: PositiveInt = 60
+    """Optimizer steps."""
+    batch_size: PositiveInt = 32
+    """Examples per step."""
+    learning_rate: PositiveFloat = 1e-3
+    """Constant learning rate of AdamW(0.9, 0.95), no weight decay."""
+    seed: NonNegativeInt = 1
+    """Seed of the initial weights and of the example order; independent of `training.seed`."""
+
+
+class ModelConfig(Section):
+    """A GPT as Qwen2.5, Qwen3 and Llama 3 are: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt
+    """Key/value heads; must divide `num_attention_heads`."""
+    head_dim: PositiveInt | None = None
+    """Size of one attention head; default: hidden_size / num_attention_heads."""
+    max_position_embeddings: PositiveInt
+    """Positions that the model knows, in tokens."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding before padding; default: as many as the tokenizer has tokens, which may be fewer."""
+    vocab_multiple: PositiveInt = 128
+    """The embedding is padded to a multiple of this many rows."""
+    rope_base: PositiveFloat = 1e6
+    rope_scaling: Annotated[float, Field(gt=1)] | None = None
+    """Factor by which Llama 3.1 stretches the slow rotary positions (wavelengths over 2048 of 8192 positions)."""
+    layernorm_epsilon: PositiveFloat = 1e-5
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    """RMSNorm over every query and key head before they are turned (Qwen3)."""
+    tied_embeddings: bool = False
+    """Share the input embedding with the output layer."""
+    num_experts: PositiveInt | None = None
+    """Experts of every layer, in place of its one feed-forward network; default: none."""
+    experts_per_token: PositiveInt | None = None
+    """Experts that see a token (`num_experts`)."""
+    expert_ffn_hidden_size: PositiveInt | None = None
+    """Width of one expert (`num_experts`)."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    init: Literal["from-scratch", "checkpoint", "huggingface", "supervised"] = "checkpoint"
+    """Where the first weights come from."""
+    init_seed: NonNegativeInt = 1
+    """Seed of random weights (`init: from-scratch`)."""
+    checkpoint: str | None = None
+    """Checkpoint directory (`.../checkpoints/step-000040`) whose weights start the run (`init: checkpoint`)."""
+    huggingface: str | None = None
+    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of the weights that start it (`init: huggingface`)."""
+    supervised: SupervisedConfig = SupervisedConfig()
+    """Used with `init: supervised`."""
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> ModelConfig:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by "
+                f"num_query_groups {self.num_query_groups}"
+            )
+        if self.head_size % 2:
+            origin = "head_dim" if self.head_dim else "hidden_size / num_attention_heads"
+            raise ValueError(f"head size {self.head_size} ({origin}) must be even: rotary positions turn pairs")
+        self._experts_fit()
+        if self.init == "checkpoint" and self.checkpoint is None:
+            raise ValueError("init: checkpoint needs model.checkpoint, the checkpoint directory to start from")
+        if self.init == "huggingface" and self.huggingface is None:
+            raise ValueError("init: huggingface needs model.huggingface, the weights' name on the hub or directory")
+        return self
+
+    def _experts_fit(self) -> None:
+        sizes = {"experts_per_token": self.experts_per_token, "expert_ffn_hidden_size": self.expert_ffn_hidden_size}
+        for name, size in sizes.items():
+            if (size is None) != (self.num_experts is None):
+                raise ValueError(f"num_experts and {name} belong together: give both or neither")
+        if self.experts_per_token and self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+class TokenizerConfig(Section):
+    type: Literal["characters", "huggingface"] = "huggingface"
+    alphabet: str = ""
+    """The characters that are tokens (`type: characters`); end-of-text and padding are added."""
+    path: str | None = None
+    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of a Hugging Face tokenizer (`type: huggingface`)."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> TokenizerConfig:
+        if self.type == "characters" and (not self.alphabet or len(set(self.alphabet)) != len(self.alphabet)):
+            raise ValueError("type: characters needs alphabet, a string of distinct characters")
+        if self.type == "huggingface" and self.path is None:
+            raise ValueError("type: huggingface needs path, the tokenizer's name on the hub or directory")
+        return self

@@ -1,0 +1,67 @@
+"""The only place that knows which device this is.
+
+platform = select(config.job)     # versions checked, patches installed (CPU), device chosen
+platform.device, platform.backend, platform.transformer_overrides
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from typing import Any, Protocol
+
+import torch
+
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.rank.config import JobConfig
+
+SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsupported
+
+
+class UnsupportedPlatform(ConfigurationError):
+    """This machine or its packages cannot run the recipe; the message says what to install."""
+
+
+class Platform(Protocol):
+    device: torch.device
+    backend: str
+    """torch.distributed backend."""
+    transformer_overrides: dict[str, Any]
+    """Fields of TransformerConfig that this device dictates."""
+
+    def synchronize(self) -> None:
+        """Wait for queued device work, so that a clock read afterwards is honest."""
+
+    def seed(self, seed: int) -> None:
+        """Seed what initial weights are drawn from. Needs megatron-core's parallel state."""
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of this device's generators, on the CPU."""
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None: ...
+
+
+def select(job: JobConfig, local_rank: int = 0) -> Platform:
+    """The platform of `job.device`.
+
+    Raises UnsupportedPlatform for an unsupported megatron-core, a patched symbol that is gone, or a missing GPU.
+    """
+    check_megatron_version()
+    if job.device == "cpu":
+        from megatron_rl.platform.cpu import CpuPlatform
+
+        return CpuPlatform(threads=job.threads_per_rank)
+    from megatron_rl.platform.cuda import CudaPlatform
+
+    return CudaPlatform(local_rank=local_rank, threads=job.threads_per_rank)
+
+
+def check_megatron_version() -> None:
+    installed = importlib.metadata.version("megatron-core")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:3])
+    first, beyond = SUPPORTED_MEGATRON
+    if not first <= numbers < beyond:
+        raise UnsupportedPlatform(
+            f"megatron-core {installed} is not supported: install "
+            f"'megatron-core>={'.'.join(map(str, first))},<{'.'.join(map(str, beyond[:2]))}'"
+        )

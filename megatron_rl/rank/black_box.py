@@ -1,0 +1,194 @@
+"""What a rank keeps, all along, so that its end can be explained: heartbeats, stacks on request, its last words.
+
+    box = BlackBox(attempt, rank, size, progress)
+    box.start()
+    ...
+    box.report_failure(error, EXIT_CRASHED)    # or box.stop() when all is well
+
+Knows neither torch nor the configuration, so it works from the first moment on. Nothing here ends a rank: where a file
+cannot be written, the file is missing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+from megatron_rl.rank.progress import Progress
+from megatron_rl.run_dir import EXIT_CONFIG, HEARTBEAT_LEFT, HEARTBEAT_S, SILENCE_VARIABLE, Attempt, write_json
+
+logger = logging.getLogger(__name__)
+
+LOG_LINES = 50
+LINE_LIMIT = 1000
+"""Characters of a line of the log or a traceback; an error's message may hold the repr of a whole batch."""
+TRACE_LINES = 200
+MESSAGE_LIMIT = 4000
+STACKS_S = 4.0
+"""Longer than the host side takes to find an error file and to have a signal sent."""
+
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+class BlackBox:
+    """Of one rank.
+
+    Args:
+        size: ranks of the world.
+        role: which of the attempt's steps the rank belongs to.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int, size: int, progress: Progress, role: str = "train") -> None:
+        self._attempt, self._rank, self._size, self._progress, self._role = attempt, rank, size, progress, role
+        self._every = heartbeat_period(os.environ.get(SILENCE_VARIABLE))
+        self._log = LastLines()
+        self._stopped = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._warned = False
+
+    def start(self) -> None:
+        """Once per process."""
+        logging.getLogger().addHandler(self._log)
+        faulthandler.enable()  # a segmentation fault shows Python's stacks in the rank's log
+        self._dump_stacks_on(signal.SIGQUIT)
+        self._heart.start()
+
+    def stop(self) -> None:
+        """The rank leaves in order: from here on its silence means nothing."""
+        self._stopped.set()
+        self._heart.join(HEARTBEAT_S)
+        self._write_heartbeat(HEARTBEAT_LEFT)
+        logging.getLogger().removeHandler(self._log)
+
+    def report_failure(self, error: BaseException, exit_code: int) -> None:
+        """Write the rank's error file and log it. The message of a bad configuration is all that its reader needs.
+
+        Where another rank did not come, this takes STACKS_S longer: the first rank that leaves takes the others along,
+        and until then the host side can ask each where it is.
+        """
+        misconfigured = exit_code == EXIT_CONFIG
+        progress = self._progress
+        fields: dict[str, Any] = {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "step": progress.step,
+            "phase": progress.doing,
+            "error": summary(error, whole=misconfigured),
+            "traceback": "" if misconfigured else trace(error),
+            "waited": waited_in_vain(error),
+            "log": self._log.lines,
+            "exit_code": exit_code,
+            "at": time.time(),
+        }
+        try:
+            self._attempt.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self._attempt.error(self._rank), fields)
+        except OSError as unwritten:
+            logger.error("the error file cannot be written: %s", unwritten)
+        where = f"rank {self._rank} failed in step {progress.step} ({progress.doing})"
+        logger.error("%s: %s\n%s", where, fields["error"], fields["traceback"])
+        if fields["waited"]:
+            time.sleep(STACKS_S)
+
+    def _dump_stacks_on(self, number: signal.Signals) -> None:
+        """Of all threads, even while the main one hangs in C: the handler is C as well."""
+        path = self._attempt.stacks(self._rank, self._role)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = path.open("a", encoding="utf-8")  # open as long as the process lives
+        except OSError as error:
+            logger.warning("stacks will go to the log: %s", error)
+            faulthandler.register(number, all_threads=True)
+        else:
+            faulthandler.register(number, file=self._stacks, all_threads=True)
+
+    def _beat(self) -> None:
+        self._write_heartbeat()
+        while not self._stopped.wait(self._every):
+            self._write_heartbeat()
+
+    def _write_heartbeat(self, doing: str | None = None) -> None:
+        progress, now = self._progress, time.time()
+        heartbeat = {
+            "rank": self._rank,
+            "ranks": self._size,
+            "host": socket.gethostname(),
+            "phase": doing or progress.doing,
+            "step": progress.step,
+            "entered": progress.entered,
+            "at": round(now - (time.monotonic() - progress.last_beat), 3),
+            "written": round(now, 3),
+            "every": self._every,
+        }
+        path = self._attempt.heartbeat(self._rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, heartbeat, durable=False)
+        except OSError as error:
+            if not self._warned:
+                logger.warning("heartbeats cannot be written: %s", error)
+            self._warned = True
+
+
+class LastLines(logging.Handler):
+    """The newest lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.extend(cut(line, LINE_LIMIT) for line in self.format(record).splitlines())
+        except Exception:  # noqa: BLE001 - as logging's own handlers do: a bad log call is not the rank's end
+            self.handleError(record)
+
+    @property
+    def lines(self) -> list[str]:
+        """Oldest first."""
+        return list(self._lines)
+
+
+def heartbeat_period(silence_s: str | None) -> float:
+    """Seconds between heartbeats: several within the silence that is held against a rank.
+
+    Args:
+        silence_s: that limit, as the launcher exports it.
+    """
+    return min(HEARTBEAT_S, float(silence_s) / 5) if silence_s else HEARTBEAT_S
+
+
+def summary(error: BaseException, *, whole: bool = False) -> str:
+    """`RuntimeError: boom`: the first line that says something, or all of them."""
+    text = str(error).strip()
+    return cut(f"{type(error).__name__}: {text if whole else text.partition(chr(10))[0]}", MESSAGE_LIMIT)
+
+
+def trace(error: BaseException) -> str:
+    """The traceback, where it is long without its middle."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    if len(lines) > TRACE_LINES:
+        left_out = len(lines) - TRACE_LINES
+        half = TRACE_LINES // 2
+        lines = [*lines[:half], f"  ... {left_out} lines left out ...", *lines[-half:]]
+    return "\n".join(cut(line, LINE_LIMIT) for line in lines) + "\n"
+
+
+def waited_in_vain(error: BaseException) -> bool:
+    """Whether it is a collective that timed out: another rank's fault, then. torch and its back ends say so in words
+    only."""
+    return isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)) is not None
+
+
+def cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"

@@ -1,0 +1,118 @@
+"""Recipe keys of the job and of who does what in it: nodes, ranks, time limits, how the model is cut."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+def _minutes_as_text(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
+TimeLimit = Annotated[
+    str,
+    Field(
+        pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$",
+        json_schema_extra={"words": "minutes or a time such as 1-12:00:00"},
+    ),
+    BeforeValidator(_minutes_as_text),
+]
+"""Slurm's --time. A bare number, which YAML reads as an integer, is minutes, as it is for Slurm."""
+
+
+def _count_or_range(value: Any) -> int | str:
+    if type(value) is int and value > 0:
+        return value
+    ends = re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", value) if isinstance(value, str) else None
+    if ends and int(ends[1]) <= int(ends[2]):
+        return ends[0]
+    raise PydanticCustomError("nodes", "neither a number nor a range")
+
+
+Nodes = Annotated[
+    int | str,
+    PlainValidator(_count_or_range),
+    WithJsonSchema({"type": ["integer", "string"], "words": "an integer > 0 or a range such as 4-8"}),
+]
+"""4, or `4-8` as Slurm's --nodes has it."""
+
+
+class JobConfig(Section):
+    nodes: Nodes = 1
+    """Nodes that work; `spare_nodes` are allocated beside them. A range such as 4-8 takes, at each start, what Slurm
+    gives: data parallelism follows, batches and prompts stay. A run on this machine takes the most."""
+    gpus_per_node: PositiveInt = 8
+    """Ranks per node: one per GPU, or plain processes where `device` is `cpu`."""
+    spare_nodes: NonNegativeInt = 0
+    """Further nodes of the allocation, which stand in for those that fail the health check or die (Slurm)."""
+    time_limit: TimeLimit | None = None
+    """Slurm's --time of one attempt, such as 4:00:00, 1-00:00:00 or minutes; default: the cluster profile's."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """What the ranks compute on."""
+    threads_per_rank: PositiveInt = 1
+    """Threads of OMP, MKL and torch in every rank. Part of what makes a run reproducible, so never derived
+    from the machine."""
+    collective_timeout_s: PositiveInt = 600
+    """Longest wait for the other ranks in one collective, in seconds."""
+    backoff_s: PositiveFloat = 30.0
+    """Seconds before a run that crashed starts again, doubled with every crash without a new checkpoint, up to 15
+    minutes (Slurm). After three of those, or the same error at the same step twice, it waits for `mrl resume`."""
+    silence_limit_s: PositiveInt = 1800
+    """After this many seconds without a sign of life from a rank, or without any rank getting on, the run hangs: the
+    attempt ends as a crash that names the rank that the others wait for."""
+
+    @property
+    def fewest_nodes(self) -> int:
+        return int(str(self.nodes).partition("-")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        return int(str(self.nodes).rpartition("-")[2])
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the most nodes. How many there are is the ranks' own affair (training.world)."""
+        return self.most_nodes * self.gpus_per_node
+
+
+class TrainingLayout(Section):
+    """How the training world is cut. What is left over is data parallel."""
+
+    tp: PositiveInt = 1
+    """Tensor parallel size."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    cp: PositiveInt = 1
+    """Context parallel size."""
+    ep: PositiveInt = 1
+    """Expert parallel size: ranks, taken from the data-parallel ones, that share the experts of a layer."""
+    sequence_parallel: bool = False
+    """Split the activations between the tensor-parallel regions too (`tp` > 1)."""
+
+
+class InferenceLayout(Section):
+    """How the ranks that generate are cut into replicas."""
+
+    nodes: PositiveInt | None = None
+    """Nodes that only generate (`mode: partitioned`); they are the last ones."""
+    tp: PositiveInt | None = None
+    """Tensor parallel size of a replica; default: that of training."""
+    pp: PositiveInt = 1
+    """Pipeline stages of a replica."""
+
+
+class PlacementConfig(Section):
+    """Which rank does what."""
+
+    mode: Literal["colocated", "partitioned"] = "colocated"
+    """colocated: all ranks train, and generate in between. partitioned: the nodes are split between the two."""
+    training: TrainingLayout = TrainingLayout()
+    inference: InferenceLayout = InferenceLayout()
+    tp_across_nodes: bool = False
+    """Allow tensor-parallel groups that are larger than a node: slow without a fabric that spans nodes."""

@@ -1,0 +1,68 @@
+"""The ranks of a run: how they meet, and that none outlives its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.rank.rendezvous import meet
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """RANK, WORLD_SIZE and LOCAL_RANK; Slurm's counterparts in a step of ours (MRL_STEP), where an image may have
+        its own idea of the former; alone where there are none."""
+        if "MRL_STEP" in os.environ:
+            return cls(
+                rank=int(os.environ["SLURM_PROCID"]),
+                size=int(os.environ["SLURM_NTASKS"]),
+                local_rank=int(os.environ["SLURM_LOCALID"]),
+            )
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        )
+
+    def connect(self, job: JobConfig, backend: str, address: Path) -> dist.ProcessGroup:
+        """Meet the other ranks (see rendezvous.meet), set up megatron-core's groups, return the data-parallel one.
+
+        Every collective is bounded by `job.collective_timeout_s`.
+        """
+        timeout = timedelta(seconds=job.collective_timeout_s)
+        store = meet(address, self.rank, self.size, timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+        parallel_state.initialize_model_parallel(
+            distributed_timeout_minutes=max(1, -(-job.collective_timeout_s // 60)),
+        )
+        return parallel_state.get_data_parallel_group()
+
+    def disconnect(self) -> None:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it (MRL_PARENT_PID) ends, however it ends."""
+    parent = os.environ.get("MRL_PARENT_PID")
+    if parent is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it ended before the call above
+        raise SystemExit("the process that started this rank is gone")

@@ -1,0 +1,1 @@
+"""What generation has paid for outlives the process."""

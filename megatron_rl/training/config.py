@@ -1,0 +1,46 @@
+"""Recipe keys of the training itself: steps, packing, optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_rl.model.config import Recompute
+from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class OptimizerConfig(Section):
+    """Adam through megatron-core."""
+
+    learning_rate: NonNegativeFloat
+    min_learning_rate: NonNegativeFloat = 0.0
+    """End of the decay; ignored where `decay` is constant."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    distributed: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and sum gradients in fp32, whatever `model.dtype` is."""
+    max_nonfinite_updates: PositiveInt = 3
+    """Updates with a non-finite gradient are skipped and counted; this many in a row stop the run."""
+
+
+class TrainingConfig(Section):
+    steps: PositiveInt
+    """GRPO steps of the whole run."""
+    seed: NonNegativeInt = 0
+    """Seed of prompts, sampling and shuffling."""
+    tokens_per_microbatch: PositiveInt = 16384
+    """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own."""
+    sequence_length: PositiveInt | None = None
+    """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again instead of keeping it: nothing, attention, or whole layers."""

@@ -1,0 +1,182 @@
+"""What is read from Slurm's answers, and that no answer is never taken for "no such job"."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.backends.slurm.call import SlurmSilent, call
+from launcher.backends.slurm.jobs import SQUEUE_FIELDS, moment, parse_sacct, parse_squeue, read_jobs, read_recorded
+
+BLANK = {
+    "JobID": "7",
+    "State": "RUNNING",
+    "Reason": "None",
+    "RestartCnt": "0",
+    "exit_code": "0",
+    "SubmitTime": "2026-11-21T06:57:57",
+    "EligibleTime": "2026-11-21T06:57:57",
+    "StartTime": "N/A",
+    "EndTime": "N/A",
+    "TimeLimit": "1:00:00",
+    "Dependency": "(null)",
+    "NodeList": "",
+    "Name": "demo",
+    "BatchFlag": "1",
+}
+
+
+def squeue_line(**fields: str) -> str:
+    """As `squeue --Format` of 22.05 prints it: cut or padded to the width asked for."""
+    values = {**BLANK, **fields}
+    return "".join(f"{values[name][:width]:<{width}}" for name, width in SQUEUE_FIELDS.items()) + "\n"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Put commands of our own making on PATH, for answers that no cluster gives on demand."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+
+    def make(name: str, script: str) -> None:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    return make
+
+
+def test_an_allocation_that_somebody_works_in():
+    (job,) = parse_squeue(squeue_line(BatchFlag="0"))
+    assert not job.batch
+    assert parse_squeue(squeue_line())[0].batch
+
+
+def test_a_running_job():
+    (job,) = parse_squeue(squeue_line(RestartCnt="2", NodeList="node[01-02]", StartTime="2026-11-21T07:00:00"))
+    assert (job.job_id, job.kind, job.reason, job.restarts, job.nodes) == ("7", "running", "", 2, "node[01-02]")
+    assert job.started_at == time.mktime((2026, 11, 21, 7, 0, 0, 0, 0, -1))
+    assert job.owns
+
+
+def test_a_job_without_a_time_limit_has_no_end_until_it_ended():
+    end = "2027-11-21T07:00:00"
+    assert parse_squeue(squeue_line(EndTime=end))[0].ended_at == moment(end)
+    assert parse_squeue(squeue_line(EndTime=end, TimeLimit="UNLIMITED"))[0].ended_at is None
+    assert parse_squeue(squeue_line(EndTime=end, TimeLimit="UNLIMITED", State="FAILED"))[0].ended_at == moment(end)
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "owns"),
+    [
+        ("PENDING", "pending", True),
+        ("REQUEUE_HOLD", "pending", True),
+        ("COMPLETING", "running", True),
+        ("PREEMPTED", "ended", False),
+        ("NODE_FAIL", "ended", False),
+        ("A_WORD_OF_SLURM_30", "unknown", True),
+    ],
+)
+def test_what_a_state_means_for_the_run(word, kind, owns):
+    (job,) = parse_squeue(squeue_line(State=word))
+    assert (job.word, job.kind, job.owns) == (word, kind, owns)
+
+
+@given(name=st.text(st.characters(codec="ascii", categories=("L", "N", "P", "S", "Zs")), min_size=1).map(str.strip))
+def test_any_job_name_is_read_whole(name):
+    (job,) = parse_squeue(squeue_line(Name=name, Reason="Nodes are DOWN, DRAINED | reserved"))
+    assert job.name == name
+    assert job.reason == "Nodes are DOWN, DRAINED | reserved"
+
+
+def test_the_exit_code_of_a_script_that_ended_by_itself():
+    (job,) = parse_squeue(squeue_line(State="FAILED", exit_code="768", Reason="NonZeroExitCode"))
+    assert (job.kind, job.exit_code) == ("ended", 3)
+    (killed,) = parse_squeue(squeue_line(State="FAILED", exit_code="9", Reason="JobLaunchFailure"))
+    assert killed.exit_code == -9
+    (cancelled,) = parse_squeue(squeue_line(State="CANCELLED", exit_code="15"))
+    assert cancelled.exit_code is None
+
+
+def test_accounting_shows_the_newest_attempt_and_counts_the_others():
+    (job,) = parse_sacct(
+        "7|PREEMPTED|0:0|2026-11-21T06:00:00|2026-11-21T06:01:00|2026-11-21T06:05:00|node01|a|b\n"
+        "7|CANCELLED by 1000|0:15|2026-11-21T06:05:00|2026-11-21T06:06:00|2026-11-21T06:09:00|node02|a|b\n"
+    )
+    assert (job.word, job.kind, job.restarts, job.nodes, job.name) == ("CANCELLED", "ended", 1, "node02", "a|b")
+    assert job.exit_code is None
+    (killed,) = parse_sacct("7|FAILED|0:9|2026-11-21T06:00:00|2026-11-21T06:01:00|2026-11-21T06:05:00|node01|a")
+    assert killed.exit_code == -9
+
+
+@pytest.mark.parametrize("text", ["Unknown", "N/A", "", "None", "(null)"])
+def test_a_time_that_is_none(text):
+    assert moment(text) is None
+
+
+def test_a_job_that_nobody_knows_is_gone(fake):
+    fake("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    fake("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    job = read_jobs(["7"])["7"]
+    assert (job.kind, job.owns) == ("gone", False)
+
+
+def test_a_job_that_only_accounting_remembers_has_ended(fake):
+    fake("squeue", "exit 0")
+    fake("sacct", "echo '7|COMPLETED|0:0|Unknown|Unknown|Unknown|node01|demo'")
+    jobs = read_jobs(["7", "8"])
+    assert (jobs["7"].kind, jobs["7"].exit_code, jobs["8"].kind) == ("ended", 0, "gone")
+
+
+def test_a_job_that_accounting_alone_believes_alive_is_gone(fake):
+    fake("squeue", "exit 0")
+    fake("sacct", "echo '7|RUNNING|0:0|Unknown|Unknown|Unknown|node01|demo'")
+    assert read_jobs(["7"])["7"].kind == "gone"
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", "exit 1"],
+)
+def test_a_controller_that_does_not_answer_makes_a_job_unknown(fake, script):
+    fake("squeue", script)
+    fake("sacct", "echo '7|COMPLETED|0:0|Unknown|Unknown|Unknown|node01|demo'")
+    job = read_jobs(["7"])["7"]
+    assert (job.kind, job.owns) == ("unknown", True)
+    assert job.reason
+
+
+def test_no_squeue_at_all_makes_a_job_unknown(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    job = read_jobs(["7"])["7"]
+    assert (job.kind, job.reason) == ("unknown", "no squeue here (No such file or directory)")
+
+
+def test_a_silent_command_is_ended_in_time(fake):
+    fake("squeue", "exec sleep 60")
+    before = time.monotonic()
+    with pytest.raises(SlurmSilent, match=r"squeue did not answer within 0"):
+        call(["squeue"], limit_s=0.2)
+    assert time.monotonic() - before < 5
+
+
+def test_the_users_own_output_settings_do_not_reach_squeue(fake, monkeypatch):
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    fake("squeue", 'echo "${SQUEUE_FORMAT-unset} $SLURM_TIME_FORMAT"')
+    assert call(["squeue"]).out == "unset standard\n"
+
+
+def test_a_job_of_another_cluster_is_unknown_whatever_has_its_id_here(fake, tmp_path):
+    (tmp_path / "listed").write_text(squeue_line())
+    fake("squeue", f"cat {tmp_path}/listed")
+    fake("scontrol", "echo 'Configuration data as of now'; echo 'ClusterName             = west'")
+    records = [{"job_id": "7", "slurm_cluster": "west"}, {"job_id": "7", "slurm_cluster": "east"}, {"job_id": "7"}]
+    here, there, unsaid = read_recorded(records)
+    assert (here.kind, unsaid.kind) == ("running", "running")
+    assert (there.kind, there.reason) == ("unknown", "it is a job of east, and this is west")

@@ -1,0 +1,134 @@
+"""Slurm's own texts, recorded from 22.05 and written after newer releases, are read for what they say."""
+
+from __future__ import annotations
+
+import pytest
+from doctor_helpers import text
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.backends.slurm.parse import (
+    Gres,
+    gres,
+    number,
+    options,
+    records,
+    settings,
+    table,
+    time_limit_s,
+    tres,
+    version,
+)
+
+
+def test_settings_of_22_05():
+    config = settings(text("22.05-partition", "config"))
+    assert config["SLURM_VERSION"] == "22.05.8"
+    assert config["KillWait"] == "5 sec"
+    assert config["SlurmctldParameters"] == "preempt_send_user_signal"
+    assert config["InteractiveStepOptions"] == "--interactive --preserve-env --pty $SHELL"
+
+
+def test_what_is_not_set_is_absent():
+    config = settings(text("22.05-partition", "config"))
+    assert not {"Prolog", "PowerPlugin", "PreemptParameters", "MaxBatchRequeue"} & set(config)
+    assert "PreemptType" not in settings(text("24.05", "config"))
+
+
+def test_settings_that_are_numbered_keep_their_number():
+    assert settings(text("24.05", "config"))["Prolog[0]"] == "/etc/slurm/prolog.d/10-health.sh"
+
+
+def test_partitions_of_22_05():
+    low, high = records(text("22.05-partition", "partitions"))
+    assert (low["PartitionName"], low["GraceTime"], low["PreemptMode"], low["PriorityTier"]) == (
+        "low",
+        "20",
+        "REQUEUE",
+        "1",
+    )
+    assert (high["PartitionName"], high["PreemptMode"]) == ("high", "OFF")
+    assert "MaxTime" not in low  # UNLIMITED
+    assert low["TRES"].startswith("cpu=64,mem=32000M,node=4")
+
+
+def test_partitions_of_newer_releases_have_further_keys():
+    (batch,) = records(text("25.05", "partitions"))
+    assert (batch["Topology"], batch["ExclusiveTopo"], batch["PreemptMode"]) == ("block", "NO", "GANG,SUSPEND")
+
+
+def test_a_value_with_blanks_stays_whole():
+    assert records("NodeName=a OS=Linux 6.1 #1 SMP RealMemory=8") == [
+        {"NodeName": "a", "OS": "Linux 6.1 #1 SMP", "RealMemory": "8"}
+    ]
+    assert records("No reservations in the system\n") == []
+
+
+def test_tables_of_22_05():
+    rows = {row["Name"]: row for row in table(text("22.05-qos", "qos"))}
+    assert rows["burst"]["GrpTRES"] == "gres/gpu=16,node=2"
+    assert rows["normal"] == {"Name": "normal", "GraceTime": "00:00:00", "PreemptMode": "cluster"}
+    assert table(text("22.05-qos", "associations"))[0]["Def QOS"] == "normal"
+    assert table("") == []
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("90", 5400),
+        ("4:30", 270),
+        ("4:00:00", 14400),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("2-00:00:01", 172801),
+        ("00:00:30", 30),
+        ("UNLIMITED", None),
+        ("infinite", None),
+        ("NONE", None),
+        ("-1", None),
+        (None, None),
+    ],
+)
+def test_times(written, seconds):
+    assert time_limit_s(written) == seconds
+
+
+def test_what_is_no_time_is_refused():
+    with pytest.raises(ValueError, match="noon"):
+        time_limit_s("noon")
+
+
+@given(days=st.integers(0, 400), rest=st.integers(0, 86399))
+def test_every_time_with_days_is_read_back(days, rest):
+    written = f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    assert time_limit_s(written) == days * 86400 + rest
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("gpu:h100:8(S:0-1)", [Gres("gpu", "h100", 8)]),
+        ("gpu:8", [Gres("gpu", None, 8)]),
+        ("gpu:h100:8(S:0,1),shard:h100:32(S:0,1)", [Gres("gpu", "h100", 8), Gres("shard", "h100", 32)]),
+        ("gpu:a100:4,gpu:v100:2", [Gres("gpu", "a100", 4), Gres("gpu", "v100", 2)]),
+        ("(null)", []),
+        ("", []),
+        ("craynetwork", []),
+    ],
+)
+def test_generic_resources(written, read):
+    assert gres(written) == read
+
+
+def test_options_and_counts():
+    assert options("bf_continue,requeue_delay=7") == {"bf_continue": "", "requeue_delay": "7"}
+    assert options(None) == {}
+    assert tres("node=2,gres/gpu:h100=16,mem=8T") == {"node": 2, "gres/gpu:h100": 16}
+    assert (number("30 sec"), number(None, 7), number("x", 3)) == (30, 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("slurm-wlm 22.05.8\n", (22, 5, 8)), ("slurm 25.11.0-0rc1", (25, 11, 0)), ("", None)]
+)
+def test_versions(written, read):
+    assert version(written) == read

@@ -1,0 +1,67 @@
+"""The programs themselves: Ctrl-C ends them with 130 and no traceback at any moment; every other end keeps its code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == {at!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+sys.argv = {words!r}
+from launcher.cli import entry
+getattr(entry, sys.argv[0].replace("-", "_"))()
+"""
+
+
+def run(*words: str, at: str = "") -> tuple[int, str, str]:
+    """(code, stdout, stderr) of a program, with Ctrl-C pressed as it imports the module `at`."""
+    command = [sys.executable, "-c", PROGRAM.format(at=at, words=list(words))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("at", ["click", "launcher.cli.complete", "launcher.cli.submit.launch"])
+def test_ctrl_c_while_it_loads(at):
+    code, out, said = run("mrl-submit", "demo", "--dry-run", at=at)
+    assert (code, out, said.strip()) == (130, "", "interrupted")
+
+
+def test_ctrl_c_within_a_command_of_mrl():
+    code, out, said = run("mrl", "recipes", at="launcher.recipe.load")
+    assert (code, out, said.strip()) == (130, "", "interrupted")
+
+
+def test_other_ends_keep_their_codes():
+    code, out, said = run("mrl-submit", "demoo")
+    assert (code, out) == (2, "")
+    assert said.startswith("error: no recipe is called 'demoo'")
+    assert run("mrl", "nonsense")[0] == 2
+    code, out, _ = run("mrl", "recipes")
+    assert code == 0
+    assert "demo" in out
+
+
+@pytest.mark.parametrize("name", ["mrl", "mrl-submit"])
+def test_version(name):
+    code, out, _ = run(name, "--version")
+    assert code == 0
+    assert out.startswith(f"{name} ")
+
+
+def test_help_says_each_command_in_full():
+    _, out, _ = run("mrl", "--help")
+    assert "..." not in out.partition("Commands:")[2]
+
+
+def test_environments_as_data():
+    code, out, _ = run("mrl", "environments", "--json")
+    assert code == 0
+    assert {"arithmetic", "math"} <= {one["name"] for one in json.loads(out)}

@@ -1,0 +1,219 @@
+"""mrl plan: the drawing, the arithmetic, the JSON that plan.json holds, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from click.testing import CliRunner, Result
+
+from launcher.cli.plan import command
+from launcher.cli.show.plan import drawing, size, warnings
+from launcher.cluster.choice import load_clusters
+from launcher.plan.placement import Plan, place
+from launcher.plan.summary import batch, make_plan, plan_json
+from launcher.recipe.load import load_recipe
+from megatron_rl.rank.config import JobConfig, PlacementConfig
+from megatron_rl.supported import not_yet
+
+RECIPE = "qwen2.5-32b-dapo"
+
+
+@pytest.fixture(autouse=True)
+def no_clusters_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("MRL_CLUSTERS", "MRL_CLUSTER", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def mrl_plan(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "80"}).invoke(command, list(arguments))
+
+
+def plan_of(overrides: Sequence[str] = ()) -> Plan:
+    return make_plan(load_recipe(RECIPE, overrides), None)
+
+
+def drawn(plan: Plan, width: int = 80) -> list[str]:
+    return [line.plain for line in drawing(plan, width)]
+
+
+def test_the_drawing_shows_nodes_by_gpus():
+    plan = plan_of(["job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=1"])
+    assert drawn(plan) == [
+        "       GPU  0   1   2   3   4   5   6   7",
+        "    node 0 [             dp0             ]",
+        "    node 1 [             dp1             ]",
+        "    node 2 [              r0             ]",
+    ]
+
+
+def test_stages_and_parts_are_told_apart():
+    plan = plan_of(["job.nodes=4", "placement.training.tp=4", "placement.training.pp=2", "placement.training.cp=2"])
+    assert drawn(plan)[1:] == [
+        "    node 0 [  dp0 p0 c0  ] [  dp0 p0 c1  ]",
+        "    node 1 [  dp1 p0 c0  ] [  dp1 p0 c1  ]",
+        "    node 2 [  dp0 p1 c0  ] [  dp0 p1 c1  ]",
+        "    node 3 [  dp1 p1 c0  ] [  dp1 p1 c1  ]",
+    ]
+
+
+def test_many_like_nodes_are_folded():
+    lines = drawn(plan_of(["job.nodes=64", "job.spare_nodes=2"]))
+    assert len(lines) == 7
+    assert lines[4] == "       ... 60 more nodes like these"
+    assert lines[6] == "     spare 2 more nodes, to stand in"
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 16, 64])
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_the_drawing_fits_a_terminal(nodes, gpus):
+    lines = drawn(place(JobConfig(nodes=nodes, gpus_per_node=gpus), PlacementConfig()))
+    assert all(len(line) <= 80 for line in lines)
+    assert len(lines) <= 10
+
+
+def test_the_command_says_batches_memory_and_checkpoints():
+    result = mrl_plan(RECIPE, "--cluster", "h100")
+    assert result.exit_code == 0
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+    for text in (
+        "8 nodes x 8 GPUs = 64 ranks",
+        "tp 8 x pp 1 x cp 1 x dp 8 = 64 ranks",
+        "64 prompts x 16 answers = 1,024 answers; 8 prompts x 16 a replica",
+        "32,763,876,352 parameters",
+        "2 bytes x 4.1 billion parameters",
+        "of 80 GiB",
+        "427 GiB; 2 kept = 854 GiB",
+    ):
+        assert text in result.output
+
+
+def test_the_demo_needs_no_cluster_and_no_gpu():
+    result = mrl_plan("demo")
+    assert result.exit_code == 0
+    assert "demo on local" in result.output
+    assert "2 processes" in result.output
+    assert "GPU" not in result.output
+
+
+def test_what_does_not_fit_is_warned_about_with_the_way_out():
+    result = mrl_plan(RECIPE, "--cluster", "h100", "inference.max_batch=256")
+    assert result.exit_code == 0
+    assert "the largest term is KV cache" in " ".join(result.output.split())
+    record = json.loads(mrl_plan(RECIPE, "--cluster", "h100", "inference.max_batch=256", "--json").output)
+    (warning,) = warnings(record)
+    assert warning.startswith("one colocated GPU needs about")
+    assert list(warnings(json.loads(mrl_plan("demo", "--json").output))) == []
+
+
+def test_what_the_ranks_cannot_do_yet_is_said():
+    config = load_recipe(RECIPE).config
+    said = " ".join(mrl_plan(RECIPE).output.split())
+    assert all(f"warning: {sentence}" in said for sentence in not_yet(config))
+
+
+def test_the_json_has_one_row_a_gpu():
+    asked = load_recipe(RECIPE, ["placement.mode=partitioned", "placement.inference.nodes=5"])
+    profile = load_clusters().profile("h100")
+    plan = make_plan(asked, profile)
+    result = mrl_plan(
+        RECIPE, "placement.mode=partitioned", "placement.inference.nodes=5", "--cluster", "h100", "--json"
+    )
+    record = json.loads(result.output)
+    assert record == json.loads(json.dumps(plan_json(asked.config, plan, profile)))
+    assert len(record["ranks"]) == 64
+    first, last = record["ranks"][0], record["ranks"][-1]
+    assert first == {
+        "rank": 0,
+        "node": 0,
+        "gpu": 0,
+        "role": "training",
+        "train": {"rank": 0, "tp": 0, "pp": 0, "cp": 0, "ep": 0, "dp": 0},
+        "infer": None,
+    }
+    assert (last["role"], last["train"]) == ("inference", None)
+    assert last["infer"] == {"replica": 4, "rank": 7, "tp": 7, "pp": 0}
+    assert [each["role"] for each in record["memory"]] == ["training", "inference"]
+
+
+def test_the_vocabulary_is_assumed_only_where_nobody_says():
+    assert not json.loads(mrl_plan(RECIPE, "--json").output)["model"]["assumed"]
+    result = mrl_plan(RECIPE, "model.vocab_size=null")
+    assert "a vocabulary of 152,064 assumed" in " ".join(result.output.split())
+
+
+def test_batch_arithmetic_counts_unequal_shares_and_several_updates():
+    overrides = ["job.nodes=3", "grpo.prompts_per_step=10", "grpo.group_size=4", "grpo.global_batch=20"]
+    config = load_recipe(RECIPE, overrides).config
+    found = batch(config, plan_of(overrides))
+    assert (found.answers, found.prompts_per_replica) == (40, (3, 4))
+    assert (found.updates, found.answers_per_update) == (2, 20)
+    assert found.microbatches == 8  # half of 4 x 4 answers, each as long as a micro-batch
+
+
+def test_an_impossible_layout_ends_with_2_and_one_clear_error():
+    result = mrl_plan(RECIPE, "placement.training.tp=16", "--cluster", "h100")
+    assert result.exit_code == 2
+    assert result.output.startswith("error: override 'placement.training.tp=16': placement.training.tp 16 does not div")
+    assert "nearest that work: " in result.output
+    assert mrl_plan(RECIPE, "--cluster", "xyzzy").exit_code == 2
+
+
+def test_a_range_of_nodes_is_drawn_with_the_most_and_told_for_every_count():
+    result = mrl_plan(RECIPE, "--cluster", "h100", "job.nodes=4-8", "placement.training.pp=2")
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert lines[0].endswith("colocated, 4-8 nodes, drawn for 8 x 8 GPUs = 64 ranks")
+    assert [line.partition(";")[0] for line in lines if " dp " in line and "ranks;" in line] == [
+        "8 nodes dp 4, 64 ranks",
+        "6 nodes dp 3, 48 ranks",
+        "4 nodes dp 2, 32 ranks",
+    ]
+    assert "others with 5, 7 nodes the next smaller count works, and the rest stands by" in lines
+
+
+def test_a_long_range_is_folded():
+    lines = mrl_plan(RECIPE, "job.nodes=2-64").output.splitlines()
+    assert [line.split(";")[0].strip() for line in lines if "nodes dp" in line or "more counts" in line] == [
+        "64 nodes dp 64, 512 ranks",
+        "63 nodes dp 63, 504 ranks",
+        "62 nodes dp 62, 496 ranks",
+        "... 59 more counts",
+        "2 nodes dp 2, 16 ranks",
+    ]
+
+
+def test_the_json_has_what_an_attempt_with_fewer_nodes_needs():
+    record = json.loads(mrl_plan(RECIPE, "job.nodes=6-8", "--json").output)
+    assert (record["nodes"], len(record["ranks"])) == (8, 64)
+    seven, six = record["alternatives"]
+    assert (seven["nodes"], seven["training"]["dp"], seven["inference"]["replicas"]) == (7, 7, 7)
+    assert seven["steps"] == [{**record["steps"][0], "nodes": list(range(7))}]
+    assert six["batch"]["prompts_per_replica"] == [10, 11]
+    assert "ranks" not in seven
+
+
+def test_memory_is_warned_about_for_the_fewest_nodes_which_share_the_optimizer_among_fewer():
+    (warning,) = warnings(json.loads(mrl_plan(RECIPE, "--cluster", "h100", "job.nodes=4-8", "--json").output))
+    assert warning.startswith("with 4 nodes one colocated GPU needs about")
+
+
+def test_planning_loads_neither_rich_nor_torch_until_it_draws():
+    program = """
+import sys
+import launcher.plan.summary, launcher.cli.plan
+print(" ".join(sorted({"rich", "torch", "submitit", "jinja2"} & set(sys.modules))) or "light")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout.strip() == "light", run.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(12, "12 B"), (301_312, "294 KiB"), (8 * 2**30, "8 GiB"), (1023 * 2**30, "0.999 TiB")]
+)
+def test_sizes_are_short(number, text):
+    assert size(number) == text

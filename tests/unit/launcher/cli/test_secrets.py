@@ -1,0 +1,105 @@
+"""Secrets travel by name: the job has their values in its environment, and nothing we write or print has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+VALUE = "hunter2 $(x)\n\"'"
+SBATCH = """#!/bin/sh
+printf '%s\\n' "$@" > "{0}/argv"
+printf '%s' "$LAB_TOKEN" > "{0}/token"
+echo 4711
+"""
+
+
+class Login:
+    """A login node whose sbatch notes what it is called with, outside of everything we write."""
+
+    def __init__(self, root: Path) -> None:
+        self.home, self.bin, self.outside = root / "home", root / "bin", root / "outside"
+        for folder in (self.home, self.bin, self.outside):
+            folder.mkdir()
+        (self.bin / "sbatch").write_text(SBATCH.format(self.outside))
+        (self.bin / "sbatch").chmod(0o755)
+        container = {"image": "org/image:1"}
+        profile = {"gpus_per_node": 8, "run_root": str(self.home / "root"), "container": container}
+        profile["secrets"] = ["LAB_TOKEN", "WANDB_API_KEY"]
+        self.clusters = self.home / "clusters.yaml"
+        self.clusters.write_text(yaml.safe_dump({"clusters": {"lab": profile}}))
+
+    def run(self, *arguments: str, module: str = "launcher.cli.mrl_submit") -> subprocess.CompletedProcess[str]:
+        env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MRL", "XDG"))},
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "HOME": str(self.home),
+            "TMPDIR": str(self.home),
+            "MRL_CLUSTERS": str(self.clusters),
+            "LAB_TOKEN": VALUE,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        env.pop("WANDB_API_KEY", None)
+        command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
+        return subprocess.run(command, env=env, cwd=self.home, capture_output=True, text=True, timeout=60, check=False)
+
+    def files(self) -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in self.home.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def login(tmp_path) -> Login:
+    return Login(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--dry-run"],
+        ["--dry-run", "--script"],
+        ["--dry-run", "--json"],
+        ["job.nodes=1x"],
+        ["training.stps=1"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_that_is_printed_has_a_value(login, asked):
+    said = login.run("demo", "--cluster", "lab", *asked)
+    assert "hunter2" not in said.stdout + said.stderr
+    assert said.stdout + said.stderr
+
+
+def test_a_plan_has_no_value(login):
+    said = login.run("plan", "demo", "--cluster", "lab", "--json", module="launcher.cli.main")
+    assert json.loads(said.stdout)
+    assert "hunter2" not in said.stdout + said.stderr
+
+
+def test_the_script_names_them_to_the_container(login):
+    script = login.run("demo", "--cluster", "lab", "--dry-run", "--script").stdout
+    (names,) = {line.split("=")[1].split()[0] for line in script.splitlines() if "--container-env=" in line}
+    assert {"LAB_TOKEN", "WANDB_API_KEY"} <= set(names.split(","))
+    assert "set -x" not in script
+    assert "--export" not in script, "the default hands the whole environment on"
+
+
+def test_a_name_without_a_value_is_said(login):
+    said = login.run("demo", "--cluster", "lab", "--dry-run").stderr
+    assert "WANDB_API_KEY is not set" in said
+    assert "LAB_TOKEN is not set" not in said
+
+
+def test_the_job_gets_the_value_and_no_file_and_no_argument_does(login):
+    submitted = login.run("demo", "--cluster", "lab")
+    assert submitted.returncode == 0, submitted.stderr
+    assert (login.outside / "token").read_text() == VALUE
+    assert "hunter2" not in (login.outside / "argv").read_text()
+    files = login.files()
+    assert [path for path in files if path.endswith("job.sbatch")]
+    assert [path for path, text in files.items() if b"hunter2" in text] == []
+    assert "hunter2" not in submitted.stdout + submitted.stderr

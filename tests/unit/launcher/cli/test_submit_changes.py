@@ -1,0 +1,51 @@
+"""What a run that has begun may change: a documented set, and nothing by accident."""
+
+from __future__ import annotations
+
+from launcher.recipe.changes import changes
+from launcher.recipe.load import load_recipe
+
+BASE = ("training.steps=800", "training.seed=0", "grpo.group_size=16", "evaluation.every=0", "save.every=100")
+
+
+def between(*overrides: str) -> dict[str, bool]:
+    found = changes(load_recipe("demo", BASE).config, load_recipe("demo", [*BASE, *overrides]).config)
+    return {change.key: change.allowed for change in found}
+
+
+def test_the_same_values_are_no_change():
+    assert between("training.seed=0") == {}
+
+
+def test_the_documented_set_may_change():
+    overrides = {
+        "training.steps": 900,
+        "evaluation.every": 7,
+        "save.every": 3,
+        "save.keep": 9,
+        "logging.samples": 2,
+        "optimizer.learning_rate": 0.5,
+        "optimizer.min_learning_rate": 0.1,
+        "optimizer.warmup_steps": 4,
+        "optimizer.decay": "cosine",
+        "grpo.kl_beta": 0.1,
+    }
+    assert between(*(f"{key}={value}" for key, value in overrides.items())) == dict.fromkeys(overrides, True)
+
+
+def test_anything_else_may_not():
+    assert between("grpo.group_size=8", "training.seed=1", "optimizer.beta1=0.8", "job.gpus_per_node=1") == {
+        "grpo.group_size": False,
+        "training.seed": False,
+        "optimizer.beta1": False,
+        "job.gpus_per_node": False,
+    }
+
+
+def test_the_cluster_and_how_much_of_it_are_no_property_of_a_run():
+    assert between("cluster=elsewhere") == {}
+    assert between("job.nodes=2-4", "job.spare_nodes=1") == {}
+
+
+def test_nested_sections_are_compared_key_by_key():
+    assert between("grpo.overlong.penalty=0.5") == {"grpo.overlong.penalty": False}

@@ -1,0 +1,163 @@
+"""The doctor says who takes the nodes away, with how much notice, and when the run comes back."""
+
+from __future__ import annotations
+
+import pytest
+from doctor_helpers import config, facts, found, profile, recipe, said, slurm
+
+from launcher.doctor.examine import examine
+
+
+def test_by_partition_on_22_05():
+    told = said(found("22.05-partition", "preemption", recipe()))
+    assert told == (
+        "ok: demo can be preempted by jobs of partition high (by partition: a higher PriorityTier); "
+        "it is requeued and goes on (PreemptMode=REQUEUE)"
+    )
+    assert "20 s (GraceTime of partition low), then SIGTERM and 5 s later SIGKILL (KillWait)" in said(
+        found("22.05-partition", "notice", recipe())
+    )
+
+
+def test_the_partition_that_preempts_others_is_left_alone():
+    assert "never preempted" in said(found("22.05-partition", "preemption", partition="high"))
+    assert not found("22.05-partition", "notice", partition="high")
+
+
+def test_by_qos_on_22_05():
+    told = said(found("22.05-qos", "preemption", recipe(), qos="burst"))
+    assert "by jobs of QOS urgent (by QOS: it lists burst in Preempt)" in told
+    assert "not in the first 10 min of an attempt (PreemptExemptTime)" in told
+    assert "30 s (GraceTime of QOS burst)" in said(found("22.05-qos", "notice", qos="burst"))
+
+
+def test_the_default_qos_of_the_user_counts_where_the_profile_names_none():
+    told = said(found("22.05-qos", "preemption", recipe()))
+    assert "by jobs of QOS burst or urgent" in told
+    assert "no grace (GraceTime of QOS normal is 0)" in said(found("22.05-qos", "notice", recipe()))
+
+
+def test_a_qos_that_nobody_lists_is_not_preempted():
+    assert said(found("22.05-qos", "preemption", qos="urgent")) == (
+        "ok: no QOS may preempt urgent (none lists it in Preempt)"
+    )
+
+
+def test_by_qos_without_accounting_nothing_can_be_told():
+    texts = slurm("22.05-partition", config=config("22.05-partition", PreemptType="preempt/qos"))
+    (warned,) = found(texts, "preemption", recipe())
+    assert warned.level == "warning"
+    assert "cannot be told" in warned.text
+
+
+@pytest.mark.parametrize("kind", ["(null)", "preempt/none"])
+def test_off(kind):
+    texts = slurm("24.05", config=config("24.05", PreemptType=kind))
+    assert said(found(texts, "preemption", recipe(), partition="gpu")) == (
+        "ok: off on this cluster (PreemptType=preempt/none): nobody takes nodes away from demo"
+    )
+
+
+def test_off_by_the_mode_of_the_cluster():
+    texts = slurm("22.05-partition", config=config("22.05-partition", PreemptMode="OFF"))
+    assert "nobody takes nodes away" in said(found(texts, "preemption", recipe()))
+
+
+def test_cancel_before_24_05_leaves_the_requeue_to_the_run_itself():
+    noted, exempt = found("23.11", "preemption", recipe())
+    assert (noted.level, exempt.level) == ("note", "ok")
+    assert "by jobs of partition owners" in noted.text  # debug has a higher tier too, but none of the nodes
+    assert "debug" not in noted.text
+    assert "the run requeues itself if it has saved in time" in noted.text
+    assert noted.fix is not None and "mrl resume RUN" in noted.fix
+    assert "not in the first 30 min" in exempt.text
+
+
+def test_cancel_is_a_warning_from_24_05_on_where_a_preempted_job_cannot_requeue_itself():
+    texts = slurm("23.11", config=config("23.11", SLURM_VERSION="24.05.1"))
+    warned, _ = found(texts, "preemption", recipe())
+    assert warned.level == "warning"
+    assert "does not requeue it (PreemptMode=CANCEL): --requeue does not help" in warned.text
+    assert warned.fix is not None and "mrl resume RUN" in warned.fix
+
+
+def test_a_dead_node_is_said_to_cost_its_silence():
+    assert said(found("22.05-partition", "dead node", recipe())).endswith("it then requeues the run on others")
+
+
+def test_suspend_is_a_warning():
+    warned = found("25.05", "preemption", recipe(), qos="normal")
+    assert "stopped in place (PreemptMode=SUSPEND)" in said(warned)
+    assert not found("25.05", "notice", recipe(), qos="normal")
+
+
+def test_a_qos_may_preempt_within_itself():
+    told = said(found("25.05", "preemption", recipe(), qos="free"))
+    assert "by jobs of QOS prod or free itself" in told
+    assert "goes on (PreemptMode=REQUEUE)" in told
+
+
+@pytest.mark.parametrize(
+    ("cluster", "values", "told"),
+    [
+        ("22.05-partition", {}, "send_user_signal is on"),  # SlurmctldParameters=preempt_send_user_signal
+        ("22.05-qos", {"qos": "burst"}, "send_user_signal is off"),
+        ("23.11", {}, "send_user_signal is on"),  # PreemptParameters=send_user_signal
+        ("25.05", {"qos": "free"}, "send_user_signal is on"),  # the old place still works
+    ],
+)
+def test_the_user_signal_by_version(cluster, values, told):
+    (signal,) = found(cluster, "signal", recipe(), **values)
+    assert told in signal.text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "version", "wait"),
+    [
+        ("22.05-partition", None, "6 s (AuthInfo=cred_expire)"),
+        ("22.05-qos", None, "61 s (AuthInfo=cred_expire)"),
+        ("23.11", None, "2 min (AuthInfo=cred_expire by default)"),  # its requeue_delay=7 means nothing yet
+        ("25.05", None, "2 min (AuthInfo=cred_expire by default)"),
+        ("25.05", "25.11.2", "16 s (SchedulerParameters=requeue_delay)"),
+    ],
+)
+def test_the_hold_before_a_requeued_run_starts(cluster, version, wait):
+    texts = slurm(cluster, config=config(cluster, SLURM_VERSION=version)) if version else cluster
+    assert f"waits at least {wait}" in said(found(texts, "requeue", recipe()))
+
+
+def test_failing_launches_are_counted_and_preemptions_are_not():
+    assert "only 5 failing launches in a row" in said(found("22.05-partition", "requeue", recipe()))
+    assert "only 8 failing launches in a row" in said(found("23.11", "requeue", recipe()))
+
+
+def test_jobs_ask_to_be_requeued_where_the_cluster_would_not():
+    assert "mrl's do, with --requeue" in said(found("23.11", "requeue", recipe()))
+    assert "--requeue" not in said(found("22.05-partition", "requeue", recipe()))
+
+
+@pytest.mark.parametrize(
+    ("size", "bandwidth", "level"),
+    [(10**9, 1.0, "ok"), (10**11, 1.0, "warning"), (10**11, 100.0, "ok")],
+)
+def test_notice_is_weighed_against_the_time_of_a_save(size, bandwidth, level):
+    """25 s from the notice to SIGKILL; 1 s, 100 s and again 1 s to write."""
+    findings = examine(
+        facts("22.05-partition", checkpoint_bytes=size), recipe("save.every=7"), profile(fs_bandwidth=bandwidth)
+    )
+    (notice,) = [one for one in findings if one.topic == "notice"]
+    assert notice.level == level
+    assert "up to 7 steps" in notice.text
+
+
+def test_a_recipe_that_saves_only_at_the_end_may_lose_all():
+    assert "the steps of the attempt are lost" in said(
+        examine(facts("22.05-qos", checkpoint_bytes=1), recipe("save.every=0"), profile(qos="burst"))
+    )
+
+
+def test_every_release_gives_findings_with_levels_and_fixes():
+    for cluster in ("22.05-partition", "22.05-qos", "23.11", "24.05", "25.05"):
+        for one in examine(facts(cluster), recipe(), profile()):
+            assert one.text and one.topic, one
+            assert one.fix or one.level in ("ok", "note"), one

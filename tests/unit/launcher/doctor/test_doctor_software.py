@@ -1,0 +1,216 @@
+"""The doctor looks at Slurm itself, containers, credentials, python and accounting, and shows no secret."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from doctor_helpers import config, disk, facts, found, profile, recipe, said, slurm, software
+
+from launcher.backends.probe.command import Fact
+from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.software import credentials_path, inspect, pyxis_version
+from launcher.doctor.examine import examine
+from launcher.fetch.prefetch import Need
+
+BOX = {"container": {"image": "nvcr.io#nvidia/pytorch:25.06-py3"}}
+NODE = NodeFacts(host="node03", python="3.6.8", shared=True, enroot="3.5.0", driver="570.86")
+
+
+def told(topic: str, cluster="25.05", values=None, **changes) -> str:
+    findings = examine(facts(cluster, **changes), recipe(), profile(**(BOX if values is None else values)))
+    return said([one for one in findings if one.topic == topic])
+
+
+def test_slurm_and_its_name():
+    assert told("slurm", "22.05-partition") == "ok: 22.05.8, cluster lab"
+
+
+def test_no_slurm_here():
+    nothing = Fact(failure="no sinfo here (No such file or directory)", there=False)
+    missing = replace(slurm("22.05-partition"), version=nothing, config=nothing)
+    findings = examine(facts(missing), recipe(), profile())
+    assert (findings[0].level, findings[0].topic) == ("error", "slurm")
+    assert "no sinfo here" in findings[0].text
+    assert not [one for one in findings if one.topic in ("partition", "preemption", "limits")]
+    assert [one for one in findings if one.topic == "run root"]
+
+
+def test_a_slurm_whose_commands_do_not_work():
+    wrong = Fact(failure="sinfo: fatal: Could not establish a configuration source")
+    broken = replace(slurm("22.05-partition"), version=wrong, config=wrong)
+    (problem,) = [one for one in examine(facts(broken), recipe(), profile()) if one.topic == "slurm"]
+    assert (problem.level, problem.text) == ("error", f"its commands are here and do not work: {wrong.failure}")
+    assert "SLURM_CONF" in str(problem.fix)
+
+
+def test_a_controller_that_does_not_answer():
+    silent = replace(slurm("22.05-partition"), config=Fact(failure="scontrol did not answer within 20 s"))
+    (problem,) = [one for one in examine(facts(silent), recipe(), profile()) if one.topic == "slurm"]
+    assert problem.level == "error"
+    assert "did not answer within 20 s" in problem.text
+
+
+def test_a_slurm_that_is_too_old():
+    old = slurm("22.05-partition", config=config("22.05-partition", SLURM_VERSION="20.02.7"))
+    assert "error: 20.02.7: steps side by side need 20.11" in told("slurm", old)
+
+
+def test_containers_without_pyxis():
+    assert "error: srun knows no --container-image here, and demo wants nvcr.io#" in told("pyxis", "22.05-partition")
+
+
+def test_containers_with_pyxis():
+    assert told("pyxis") == "ok: 0.24.0"
+    assert "its version cannot be told" in told("pyxis", software=software(pyxis=None))
+
+
+def test_a_pyxis_that_is_too_old():
+    assert "lacks --container-env" in told("pyxis", "23.11", software=software(pyxis="0.14.0"))
+
+
+def test_no_containers_need_no_pyxis():
+    assert told("containers", values={}) == "ok: none: the ranks run on the nodes as they are"
+    assert told("pyxis", values={}) == ""
+
+
+def test_an_image_that_is_a_file_needs_no_credentials():
+    assert told("credentials", values={"container": {"image": "/images/pytorch.sqsh"}}) == ""
+
+
+def test_credentials_are_present_or_not():
+    assert told("credentials") == "ok: enroot has some for nvcr.io"
+    assert "note: enroot has none for nvcr.io" in told("credentials", software=software(registries=frozenset()))
+    assert "only public images of nvcr.io" in told("credentials", software=software(registries=None))
+    assert "others may read /home/ada/.config/enroot/.credentials" in told(
+        "credentials", software=software(exposed=True)
+    )
+
+
+def test_credentials_of_the_registry_that_the_image_names():
+    for image, host in (
+        ("$oauthtoken@nvcr.io#nvidia/pytorch", "nvcr.io"),
+        ("ubuntu:24.04", "registry-1.docker.io"),
+        ("ada@localhost:5000#mine", "localhost:5000"),
+    ):
+        values = {"container": {"image": image}}
+        assert told("credentials", values=values, software=software(registries=frozenset({host}))).startswith("ok")
+        assert f"none for {host}:" in told("credentials", values=values, software=software(registries=frozenset()))
+
+
+def test_an_image_that_is_none_is_an_error():
+    assert told("image", values={"container": {"image": "no image"}}).startswith("error: image 'no image': expected")
+
+
+def test_credentials_are_read_for_machines_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENROOT_CONFIG_PATH", str(tmp_path))
+    path = credentials_path()
+    assert path == tmp_path / ".credentials"
+    assert inspect("python3", None).registries is None
+    path.write_text(
+        "# mine\nmachine nvcr.io login $oauthtoken password nvapi-SECRET\nmachine auth.docker.io login a password b\n"
+    )
+    path.chmod(0o640)
+    seen = inspect("python3", None)
+    assert seen.registries == {"nvcr.io", "auth.docker.io"}
+    assert seen.exposed
+    assert "SECRET" not in repr(seen)
+    path.chmod(0o600)
+    assert not inspect("python3", None).exposed
+
+
+def test_the_version_of_pyxis_is_read_from_the_plugin_that_srun_loads(tmp_path):
+    (tmp_path / "plugstack.conf.d").mkdir()
+    library = tmp_path / "spank_pyxis.so"
+    library.write_bytes(b"\x7fELF\0pyxis: version v0.20.0\0")
+    (tmp_path / "plugstack.conf").write_text(
+        "# none here\noptional /nowhere/other.so\ninclude plugstack.conf.d/*.conf\n"
+    )
+    (tmp_path / "plugstack.conf.d" / "pyxis.conf").write_text(f"required {library} execute_entrypoint=0\n")
+    assert pyxis_version(tmp_path / "plugstack.conf") == "0.20.0"
+    library.unlink()
+    assert pyxis_version(tmp_path / "plugstack.conf") is None
+
+
+def test_a_plugin_configuration_that_includes_itself_ends(tmp_path):
+    (tmp_path / "plugstack.conf").write_text("include plugstack.conf\n")
+    assert pyxis_version(tmp_path / "plugstack.conf") is None
+
+
+def test_the_python_of_the_host_side_here():
+    assert told("python").startswith("ok: python3 is 3.9.2 on this machine")
+    assert "error: python3 is 3.5.2" in told("python", software=software(host_python=Fact("3.5.2\n")))
+    absent = software(host_python=Fact(failure="no python3 here (No such file or directory)"))
+    assert told("python", software=absent).startswith("error: no python3 here")
+    assert told("python", software=absent, values={"prolog": ["module load python"]}).startswith("note:")
+
+
+def test_the_python_of_the_host_side_on_a_node_counts_more():
+    assert told("python", node=NODE).startswith("ok: python3 is 3.6.8 on node03")
+    assert told("python", node=replace(NODE, python=None)).startswith("error: python3 on node03: not found")
+    assert told("python", node=replace(NODE, python="3.5.3")).startswith("error: python3 on node03: 3.5.3")
+
+
+def test_a_look_at_a_node():
+    assert told("compute node", node=NODE) == "ok: a step ran on node03, NVIDIA driver 570.86"
+    assert told("enroot", node=NODE) == "ok: 3.5.0 on node03"
+    assert "error: not found on node03" in told("enroot", node=replace(NODE, enroot=None))
+    assert "no nvidia-smi there" in told("compute node", node=replace(NODE, driver=None))
+
+
+def test_a_look_that_failed_is_a_warning():
+    busy = NodeFacts(failure="srun: error: Unable to allocate resources: Requested nodes are busy")
+    assert told("compute node", node=busy).startswith("warning: no look at one: srun: error:")
+    assert told("python", node=busy).startswith("ok: python3 is 3.9.2 on this machine")
+
+
+def test_accounting():
+    assert told("accounting", "22.05-qos") == "ok: sacct works: mrl status knows jobs of the past"
+    without = told("accounting", "22.05-partition")
+    assert without.startswith("note: sacct does not work here (Slurm accounting storage is disabled)")
+    assert "10 min after its end (MinJobAge)" in without
+
+
+def test_secrets_are_named_and_never_shown(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    values = {"secrets": ["WANDB_API_KEY", "HF_TOKEN"]}
+    assert "not in the job: HF_TOKEN" in told("secrets", values=values, missing_secrets=("HF_TOKEN",))
+    assert told("secrets", values=values) == "ok: set: WANDB_API_KEY, HF_TOKEN"
+    assert "hunter2" not in repr(examine(facts("25.05"), recipe(), profile(**values)))
+
+
+@pytest.mark.parametrize(
+    ("need", "words"),
+    [
+        (Need("model", "Qwen/Qwen2.5-32B"), "error: model Qwen/Qwen2.5-32B is not there, and the job runs offline"),
+        (Need("image", "/images/a.sqsh"), "error: image /images/a.sqsh is not there, or is no whole squashfs file"),
+        (Need("image", "nvcr.io#a"), "note: image nvcr.io#a is imported first, which takes minutes"),
+    ],
+)
+def test_what_was_not_fetched(need, words):
+    assert told("files", missing_files=(need,)) == words
+
+
+def test_what_mrl_submit_would_refuse_is_an_error():
+    assert told("recipe", refusals=("placement.training.tp 8 is not supported yet",)).startswith("error: placement")
+
+
+@pytest.mark.parametrize(
+    ("changes", "node", "level", "words"),
+    [
+        ({}, None, [], ""),
+        ({"file_system": "ext4"}, None, ["note"], "mostly a disk of one machine"),
+        ({"file_system": "ext4"}, NODE, ["ok"], "is seen on node03"),
+        ({}, replace(NODE, shared=False), ["error"], "/shared/mrl is not shared"),
+    ],
+)
+def test_whether_the_run_root_is_shared(changes, node, level, words):
+    findings = examine(facts("25.05", run_root=disk(**changes), node=node), recipe(), profile())
+    seen = [one for one in findings if one.topic == "run root"][1:]
+    assert [one.level for one in seen] == level
+    assert words in said(seen)
+
+
+def test_without_a_recipe_one_node_with_all_its_gpus_is_looked_at():
+    assert "1 node with 8 GPUs needed" in said(found("22.05-partition", "nodes"))
+    assert "a run can be preempted" in said(found("22.05-partition", "preemption"))

@@ -1,0 +1,127 @@
+"""The run root is tried without leaving anything there, and judged by what the run will write."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doctor_helpers import disk, facts, profile, recipe, said
+
+from launcher.backends.probe import disk as backend
+from launcher.backends.probe.command import Fact
+from launcher.backends.probe.disk import Disk, inspect, over_quota
+from launcher.doctor.examine import examine
+from launcher.doctor.finding import Finding
+
+
+def about(topic: str, run_root: Disk, size: int | None = None, **values: object) -> list[Finding]:
+    findings = examine(facts("25.05", run_root=run_root, checkpoint_bytes=size), recipe(), profile(**values))
+    return [one for one in findings if one.topic == topic]
+
+
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path):
+    seen = inspect(tmp_path).measured
+    assert seen is not None
+    assert (seen.directory, seen.writable, seen.problem) == (str(tmp_path), True, None)
+    assert seen.bytes_per_s is not None and seen.bytes_per_s > 0
+    assert seen.free_bytes > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_that_does_not_exist_is_tried_above_and_not_made(tmp_path):
+    seen = inspect(tmp_path / "some where" / "'quoted'").measured
+    assert seen is not None
+    assert (seen.directory, seen.writable) == (str(tmp_path), True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_its_place(tmp_path):
+    (tmp_path / "runs").write_text("")
+    seen = inspect(tmp_path / "runs").measured
+    assert seen is not None
+    assert (seen.writable, seen.problem) == (False, "is a file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_one_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    seen = inspect(tmp_path).measured
+    assert seen is not None and seen.problem == "Permission denied"
+
+
+def test_one_that_cannot_be_written():
+    seen = inspect(Path("/proc/runs")).measured
+    assert seen is not None
+    assert not seen.writable and seen.problem
+
+
+def test_a_file_system_that_hangs_is_given_up(monkeypatch, tmp_path):
+    """The child is a python that sleeps in place of one that waits for a dead server."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr(backend.sys, "executable", str(tmp_path / "python"))
+    hung = inspect(tmp_path, limit_s=0.2)
+    assert (hung.measured, hung.failure) == (None, "no answer within 0 s")
+    assert said(about("run root", hung)).startswith(f"error: {tmp_path}: no answer")
+
+
+def test_a_good_one():
+    assert said(about("run root", disk())) == "ok: /shared/mrl on lustre"
+    assert said(about("run root", disk(directory="/shared"))) == "ok: /shared/mrl, will be made on lustre"
+
+
+def test_an_unwritable_one():
+    broken = disk(writable=False, bytes_per_s=None, problem="Read-only file system")
+    assert said(about("run root", broken)) == "error: /shared/mrl cannot be written: Read-only file system"
+    assert not about("space", broken)
+
+
+@pytest.mark.parametrize(("speed", "level"), [(10e6, "warning"), (500e6, "ok")])
+def test_speed(speed, level):
+    assert [one.level for one in about("speed", disk(bytes_per_s=speed))] == [level]
+
+
+def test_a_checkpoint_is_timed_by_the_profile_before_the_measurement():
+    assert "400 GB takes about 3 min (fs_bandwidth)" in said(about("speed", disk(), 4 * 10**11, fs_bandwidth=2.0))
+    assert "400 GB takes about 7 min (1 node at this speed)" in said(about("speed", disk(), 4 * 10**11))
+
+
+def test_space_for_the_checkpoints_that_are_kept():
+    assert "10 TB free; demo keeps up to 1.2 TB (3 checkpoints" in said(about("space", disk(), 4 * 10**11))
+    (full,) = about("space", disk(free_bytes=10**12), 4 * 10**11)
+    assert full.level == "error"
+
+
+QUOTA = "Disk quotas for user ada (uid 1000):\n     Filesystem  blocks   quota   limit   grace   files\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", None),
+        ("Disk quotas for user ada (uid 1000): none\n", None),
+        (QUOTA + "/dev/sda1 1000000 0 0 0 50 0 0 0\n", None),
+        (QUOTA + "/dev/sda1 1000000 9000000 9900000 0 50 0 0 0\n", None),
+        (
+            QUOTA + "/dev/sda1 1000000 2000000 2500000 0 50 0 0 0\n",
+            "/dev/sda1: 1.5 GB are left of your quota of 2.6 GB",
+        ),
+        (QUOTA + "/dev/sda1 9000001* 9000000 9900000 1767225600 50 0 0 0\n", "/dev/sda1: over quota"),
+        (QUOTA + "/dev/sda1 1 0 0 0 501* 500 600 1767225600\n", "/dev/sda1: over quota"),
+        ("/lustre 1000000 0 2500000 - 50 0 0 -\n", "/lustre: 1.5 GB are left of your quota of 2.6 GB"),
+        ("/lustre [1000000] 0 0 - 50 0 0 -\n", None),
+    ],
+)
+def test_quota(text, problem):
+    """Two gigabytes are wanted."""
+    assert over_quota(text, 2 * 10**9) == problem
+
+
+def test_quota_findings():
+    tight = replace(disk(), quota=Fact("/lustre 1000000 0 2500000 - 50 0 0 -\n"))
+    assert said(about("quota", tight, 10**9)).startswith("error: /lustre: 1.5 GB are left")
+    unknown = replace(disk(), quota=Fact(failure="there is no command quota here"))
+    assert said(about("quota", unknown)) == "note: cannot be told: there is no command quota here"
+    assert said(about("quota", disk())) == "ok: none"

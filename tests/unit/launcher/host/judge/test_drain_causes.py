@@ -1,0 +1,109 @@
+"""Why a job is signalled, as Slurm's record tells it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launcher.host.judge.causes import Cause, cause_of, completed, is_complete
+from launcher.host.slurm.client import parse_fields
+
+NOW = time.mktime(time.strptime("2026-11-21T08:00:00", "%Y-%m-%dT%H:%M:%S"))
+NOTICE = 120.0
+
+# Fields of `scontrol show job` as Slurm 22.05 wrote them at that moment.
+RECORDS = {
+    "time limit": {"StartTime": "07:00:30", "EndTime": "08:00:30", "TimeLimit": "01:00:00", "PreemptTime": "None"},
+    "preempted": {"StartTime": "07:50:00", "EndTime": "08:00:20", "TimeLimit": "01:00:00", "PreemptTime": "08:00:00"},
+    "cancelled": {"StartTime": "07:50:00", "EndTime": "08:00:00", "TimeLimit": "01:00:00", "PreemptTime": "None"},
+    "signal": {"StartTime": "07:50:00", "EndTime": "08:50:00", "TimeLimit": "01:00:00", "PreemptTime": "None"},
+}
+
+
+def record(values: dict[str, str]) -> dict[str, str]:
+    dated = {
+        key: f"2026-11-21T{value}" if key != "TimeLimit" and value[0].isdigit() else value
+        for key, value in values.items()
+    }
+    return {"JobState": "RUNNING", **dated}
+
+
+@pytest.mark.parametrize("cause", RECORDS)
+def test_the_cause_is_read_from_slurms_record(cause):
+    assert cause_of(record(RECORDS[cause]), NOW, NOTICE).cause == cause
+
+
+def test_the_end_is_the_end_that_slurm_has_set():
+    assert cause_of(record(RECORDS["preempted"]), NOW, NOTICE).end == NOW + 20
+
+
+def test_a_cancelled_job_is_recognised_though_it_says_completing_or_has_no_limit():
+    seen = record(RECORDS["cancelled"]) | {"JobState": "COMPLETING", "TimeLimit": "UNLIMITED"}
+    assert cause_of(seen, NOW + 3, NOTICE).cause == "cancelled"
+
+
+def test_a_job_cancelled_while_it_saves_because_of_a_preemption_is_cancelled():
+    seen = record(RECORDS["preempted"])
+    assert cause_of(seen, NOW + 5, NOTICE, end_before=NOW + 20).cause == "preempted"
+    ended = seen | {"JobState": "COMPLETING", "EndTime": "2026-11-21T08:00:04"}
+    assert cause_of(ended, NOW + 5, NOTICE, end_before=NOW + 20).cause == "cancelled"
+
+
+def test_a_job_that_somebody_requeued_is_not_cancelled():
+    ended = record(RECORDS["cancelled"]) | {"JobState": "COMPLETING", "Restarts": "1"}
+    assert cause_of(ended, NOW + 1, NOTICE, restarts=0).cause == "requeue"
+    assert cause_of(ended, NOW + 1, NOTICE, restarts=1).cause == "cancelled"
+
+
+def test_a_record_without_times_says_nothing():
+    assert (
+        cause_of({"JobState": "RUNNING", "EndTime": "Unknown", "TimeLimit": "UNLIMITED"}, NOW, NOTICE).cause == "signal"
+    )
+
+
+def test_fields_of_a_job_may_hold_blanks_and_equal_signs():
+    line = "JobId=7 JobName=it's a=b name UserId=root(0) StdOut=/tmp/a b/c=d.log Reason=None NodeList=node[01-02]"
+    fields = parse_fields(line)
+    assert fields["StdOut"].startswith("/tmp/a b/")
+    assert fields["NodeList"] == "node[01-02]"
+    assert fields["UserId"] == "root(0)"
+
+
+# Slurm 22.05: what a record says once the job is over, or is not over yet, after it was told that it is preempted.
+GRACE = record(RECORDS["preempted"])
+SCANCELLED = GRACE | {"JobState": "COMPLETING", "EndTime": "2026-11-21T08:00:01", "Restarts": "0"}
+GRACE_OVER = GRACE | {"JobState": "COMPLETING", "EndTime": "Unknown", "Restarts": "1"}
+
+
+@pytest.mark.parametrize("end_before", [None, NOW + 1, NOW + 20])
+def test_a_preempted_job_that_does_not_run_and_was_not_requeued_has_been_cancelled(end_before):
+    assert cause_of(GRACE, NOW, NOTICE, end_before=end_before).cause == "preempted"
+    assert cause_of(SCANCELLED, NOW + 1, NOTICE, end_before=end_before).cause == "cancelled"
+    assert cause_of(GRACE_OVER, NOW + 21, NOTICE, end_before=end_before).cause == "preempted"
+
+
+def test_where_preemption_cancels_only_an_early_end_tells_a_scancel_from_it():
+    at_its_end = GRACE | {"JobState": "COMPLETING"}
+    assert cause_of(at_its_end, NOW + 21, NOTICE, end_before=NOW + 20, cancels=True).cause == "preempted"
+    assert cause_of(SCANCELLED, NOW + 2, NOTICE, end_before=NOW + 20, cancels=True).cause == "cancelled"
+
+
+BY_A_RANK = {"cause": "signal", "by": "rank 0", "at": NOW, "deadline": None}
+
+
+def test_what_a_rank_could_not_know_of_a_request_is_added():
+    assert not is_complete(BY_A_RANK)
+    fuller = completed(BY_A_RANK, Cause("preempted", NOW + 20), NOW + 20)
+    assert fuller == BY_A_RANK | {"cause": "preempted", "deadline": NOW + 20, "end": NOW + 20}
+    assert is_complete(fuller)
+
+
+def test_a_cause_that_somebody_named_stays():
+    asked = BY_A_RANK | {"cause": "cancelled", "by": "ada"}
+    assert completed(asked, Cause("time limit", NOW + 90), NOW + 90)["cause"] == "cancelled"
+    assert completed(asked | {"deadline": NOW + 5}, Cause("time limit", NOW + 90), NOW + 90)["deadline"] == NOW + 5
+
+
+def test_a_record_that_knows_no_more_adds_nothing():
+    assert not is_complete(completed(BY_A_RANK, Cause("signal", None), None))

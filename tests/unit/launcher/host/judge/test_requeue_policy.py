@@ -1,0 +1,224 @@
+"""What becomes of a job when an attempt of it has ended: the whole policy, one row a case.
+
+A row reads: an attempt ended like this, asked to leave for that cause (`-`: nobody asked); before it there had been
+these ends; the newest checkpoint is of this step -> what the ledger calls it, who starts it again, after how many
+seconds, without which nodes, and the exit code of the job.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.host.judge.policy import HELD, LONGEST_BACKOFF, STARTS_AGAIN, Decision, Facts, decide
+from launcher.host.judge.verdict import Verdict
+
+SAVED = Verdict("drained", 40, None, None)
+EMPTY = Verdict("drained", None, None, None)
+DONE = Verdict("finished", 300, None, None)
+CONFIG = Verdict("misconfigured", 0, "no such file: data.json", 0)
+LOST = Verdict("lost", None, "its batch script was killed", None)
+
+
+def crash(step: int | None = 47, error: str = "RuntimeError: boom", node: str | None = "n3") -> Verdict:
+    return Verdict("crashed", step, error, 3, node, "training")
+
+
+def hang(step: int = 47, node: str = "n3") -> Verdict:
+    return Verdict("crashed", step, "silent for 1800 s", 3, node, "generating", hung=True)
+
+
+def ended(verdict: Verdict, checkpoint: int = 40, cause: str | None = None, then: str = "requeue") -> dict[str, Any]:
+    line = {"event": "end", "outcome": verdict.outcome, "step": verdict.step, "error": verdict.error}
+    return line | {"node": verdict.node, "cause": cause, "checkpoint": checkpoint, "then": then}
+
+
+OTHER = crash(44, "ValueError: another one", "n7")
+
+# Earlier ends, all with the checkpoint of step 40
+PREEMPTED = ended(SAVED, cause="preempted")
+EMPTY_OUT = ended(EMPTY, cause="preempted")
+TOO_SHORT = ended(EMPTY, cause="time limit")
+TOO_LATE = [ended(EMPTY, checkpoint, cause="time limit") for checkpoint in (20, 40)]  # saved, and then did not leave
+ANOTHER = ended(OTHER)
+THE_SAME = ended(crash())
+MISNAMED = ended(crash(error="Other"))
+HUNG = ended(hang())
+UNSEEN = ended(LOST)
+
+# fmt: off
+TABLE: list[tuple[Verdict, str, list[dict[str, Any]], int, str, str, float, str, int]] = [
+    # ended          cause           before                          ckpt  outcome          then     delay  without exit
+    (DONE,           "-",            [],                              300, "finished",      "over",      0, "",    0),
+    (DONE,           "preempted",    [],                              300, "finished",      "over",      0, "",    0),
+    (DONE,           "cancelled",    [],                              300, "finished",      "over",      0, "",    0),
+    # Somebody wants the nodes back: it comes back, as often as it takes.
+    (SAVED,          "preempted",    [],                               40, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "preempted",    [],                                0, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "preempted",    [EMPTY_OUT] * 99,                  0, "drained",       "requeue",   0, "",   75),
+    (SAVED,          "requeue",      [],                               40, "drained",       "requeue",   0, "",   75),
+    (SAVED,          "signal",       [],                               40, "drained",       "requeue",   0, "",   75),
+    (LOST,           "preempted",    [],                               40, "lost",          "requeue",   0, "",   75),
+    # The user wants it to stop: it stays away, whatever else happens.
+    (SAVED,          "cancelled",    [],                               40, "stopped",       "over",      0, "",    0),
+    (EMPTY,          "cancelled",    [],                                0, "stopped",       "over",      0, "",    0),
+    (LOST,           "cancelled",    [],                               40, "stopped",       "over",      0, "",    0),
+    (crash(),        "cancelled",    [],                               40, "crashed",       "over",      0, "",    1),
+    # The time limit: as long as something comes of it.
+    (SAVED,          "time limit",   [TOO_SHORT] * 99,                 40, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "time limit",   [TOO_SHORT],                      40, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "time limit",   [TOO_SHORT] * 2,                  40, "crashed",       "held",      0, "",    1),
+    (EMPTY,          "time limit",   [TOO_SHORT] * 2,                  60, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "time limit",   TOO_LATE,                         40, "drained",       "requeue",   0, "",   75),
+    # A crash: again after a while, and elsewhere once a node is suspect.
+    (crash(),        "-",            [],                                0, "crashed",       "requeue",  30, "",    1),
+    (crash(),        "-",            [ANOTHER],                        46, "crashed",       "requeue",  30, "",    1),
+    (crash(),        "-",            [ANOTHER],                        40, "crashed",       "requeue",  60, "",    1),
+    (crash(),        "-",            [ANOTHER, PREEMPTED],             40, "crashed",       "requeue",  60, "",    1),
+    (crash(),        "-",            [ANOTHER] * 2,                    40, "crashed",       "held",    120, "",    1),
+    (crash(),        "-",            [ANOTHER] * 2,                    46, "crashed",       "requeue",  30, "",    1),
+    (crash(),        "-",            [ANOTHER] * 2 + [PREEMPTED] * 9,  40, "crashed",       "held",    120, "",    1),
+    (crash(),        "-",            [THE_SAME],                       40, "crashed",       "held",     60, "n3",  1),
+    (crash(),        "-",            [THE_SAME],                       46, "crashed",       "held",     30, "n3",  1),
+    (crash(48),      "-",            [THE_SAME],                       46, "crashed",       "requeue",  30, "n3",  1),
+    (crash(),        "-",            [MISNAMED],                       46, "crashed",       "requeue",  30, "n3",  1),
+    (crash(None),    "-",            [ended(crash(None))],             40, "crashed",       "requeue",  60, "n3",  1),
+    (crash(),        "preempted",    [],                               40, "crashed",       "requeue",  30, "",    1),
+    (crash(),        "time limit",   [ANOTHER] * 2,                    40, "crashed",       "held",    120, "",    1),
+    # Somebody had a look and resumed it: all tries again.
+    (crash(),        "-",            [ended(crash(), then="held")],    40, "crashed",       "requeue",  30, "",    1),
+    # A hang is a crash.
+    (hang(),         "-",            [],                               40, "crashed",       "requeue",  30, "",    1),
+    (hang(48),       "-",            [HUNG],                           46, "crashed",       "requeue",  30, "n3",  1),
+    (hang(48, "n4"), "-",            [HUNG],                           46, "crashed",       "requeue",  30, "",    1),
+    (hang(),         "-",            [HUNG],                           46, "crashed",       "held",     30, "n3",  1),
+    # The batch script was killed and nobody knows why: as a crash without a word.
+    (LOST,           "-",            [],                               40, "lost",          "requeue",  30, "",    1),
+    (LOST,           "-",            [UNSEEN],                         40, "lost",          "requeue",  60, "",    1),
+    (LOST,           "-",            [UNSEEN, ANOTHER],                40, "lost",          "held",    120, "",    1),
+    (LOST,           "node failure", [ANOTHER] * 2,                    40, "lost",          "requeue",   0, "",   75),
+    # Wrong for good.
+    (CONFIG,         "-",            [],                               40, "misconfigured", "held",      0, "",   78),
+    (CONFIG,         "preempted",    [],                               40, "misconfigured", "held",      0, "",   78),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cause", "before", "checkpoint", "outcome", "then", "delay_s", "without", "code"), TABLE
+)
+def test_what_becomes_of_the_job(verdict, cause, before, checkpoint, outcome, then, delay_s, without, code):
+    decision = decide(before, verdict, asked(cause), Facts(checkpoint, slurm=(22, 5, 8)))
+    told = (decision.outcome, decision.then, decision.delay_s, ",".join(decision.exclude), decision.exit_code)
+    assert told == (outcome, then, delay_s, without, code)
+    assert decision.message if then == "held" else True, "whoever has to look is told why"
+
+
+def asked(cause: str) -> dict[str, Any] | None:
+    return None if cause == "-" else {"cause": cause}
+
+
+BAD = ended(EMPTY, 40, "bad nodes")
+HERE = ended(LOST, 40, "node failure", then="here")
+
+# fmt: off
+NODES: list[tuple[Verdict, str, list[dict[str, Any]], Facts, str, str | None, str, str]] = [
+    # ended    cause        before     nodes                    outcome     cause           then       without
+    (EMPTY,   "bad nodes", [],        Facts(40, bad=["n2"]),   "drained", "bad nodes",    "requeue", "n2"),
+    (EMPTY,   "bad nodes", [BAD] * 3, Facts(40, bad=["n2"]),   "drained", "bad nodes",    "requeue", "n2"),
+    (EMPTY,   "bad nodes", [BAD] * 4, Facts(40, bad=["n2"]),   "crashed", "bad nodes",    "held",    "n2"),
+    (crash(), "-",         [],        Facts(40, dead=["n9"]),  "lost",    "node failure", "requeue", "n9"),
+    (crash(), "-",         [ended(crash())] * 9, Facts(40, dead=["n9"]), "lost", "node failure", "requeue", "n9"),
+    (EMPTY,   "requeue",   [],        Facts(40, dead=["n9"], returning=True), "drained", "node failure", "slurm", "n9"),
+    (SAVED,   "preempted", [],        Facts(40, dead=["n9"], bad=["n2"]), "drained", "preempted", "requeue", "n2,n9"),
+    (SAVED,   "cancelled", [],        Facts(40, dead=["n9"]),  "stopped", "cancelled",    "over",    ""),
+    (hang(),  "-",         [],        Facts(40, dead=["n9"]),  "crashed", None,           "requeue", "n9"),
+    (hang(48, "n9"), "-",  [],        Facts(40, dead=["n9"]),  "lost",    "node failure", "requeue", "n9"),
+    # Where the other nodes of the allocation suffice, they go on at once; but not for ever, and not against a wish.
+    (crash(), "-",         [],        Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
+    (LOST,    "-",         [HERE] * 4, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
+    (crash(), "-",         [HERE] * 5, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "requeue", "n9"),
+    (crash(), "-",         [],        Facts(40, suffice=True), "crashed", None,           "requeue", ""),
+    (EMPTY,   "requeue",   [],        Facts(40, dead=["n9"], suffice=True), "drained", "node failure", "requeue", "n9"),
+    (LOST,    "-",  [], Facts(40, dead=["n9"], suffice=True, returning=True), "lost", "node failure", "slurm", "n9"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("verdict", "cause", "before", "facts", "outcome", "said", "then", "without"), NODES)
+def test_nodes_that_are_bad_or_dead_are_left_behind(verdict, cause, before, facts, outcome, said, then, without):
+    decision = decide(before, verdict, asked(cause), facts)
+    told = (decision.outcome, decision.cause, decision.then, ",".join(decision.exclude))
+    assert told == (outcome, said, then, without)
+
+
+@pytest.mark.parametrize(
+    ("cause", "facts", "then"),
+    [
+        ("preempted", Facts(slurm=(22, 5, 8)), "requeue"),
+        ("preempted", Facts(slurm=()), "requeue"),
+        ("preempted", Facts(slurm=(24, 5, 0)), "slurm"),
+        ("preempted", Facts(slurm=(24, 5, 0), preemption_cancels=True), "requeue"),
+        ("time limit", Facts(slurm=(24, 5, 0)), "requeue"),
+        ("requeue", Facts(returning=True), "slurm"),
+        ("time limit", Facts(requeueable=False), "successor"),
+        ("preempted", Facts(requeueable=False, slurm=(24, 5, 0)), "successor"),
+        ("time limit", Facts(can_return=False, requeueable=False), "over"),
+    ],
+)
+def test_who_starts_it_again(cause, facts, then):
+    assert decide([], SAVED, {"cause": cause}, facts).then == then
+
+
+def test_in_somebodys_own_allocation_a_crash_is_told_and_left_to_them():
+    decision = decide([], crash(), None, Facts(can_return=False, requeueable=False))
+    assert (decision.outcome, decision.then, decision.exit_code) == ("crashed", "over", 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("RuntimeError: [10.0.0.3:41231] closed", "RuntimeError: [10.0.0.4:33001] closed", True),
+        ("KeyError: <Thing at 0x7f3a>", "KeyError: <Thing at 0x55ff>", True),
+        ("KeyError: 'loss'", "KeyError: 'reward'", False),
+    ],
+)
+def test_the_same_error_need_not_have_the_same_numbers(one, other, same):
+    decision = decide([ended(crash(error=one), 40)], crash(error=other), None, Facts(46))
+    assert (decision.then == HELD) is same
+
+
+def test_the_pause_doubles_up_to_a_quarter_of_an_hour():
+    assert decide([], crash(), None, Facts(backoff_s=2.0)).delay_s == 2.0
+    assert decide([ended(OTHER, 0)], crash(), None, Facts(backoff_s=2.0)).delay_s == 4.0
+    assert decide([ended(OTHER, 0)], crash(), None, Facts(backoff_s=600.0)).delay_s == LONGEST_BACKOFF
+
+
+ENDS = st.sampled_from(
+    [(crash(), None), (OTHER, None), (LOST, None), (SAVED, "preempted"), (EMPTY, "preempted"), (LOST, "node failure")]
+)
+
+
+@given(ends=st.lists(ENDS, max_size=30), checkpoints=st.lists(st.booleans(), min_size=30, max_size=30))
+def test_a_run_is_held_only_for_its_own_faults_and_soon_when_it_has_any(ends, checkpoints):
+    """Whatever the order of preemptions, lost nodes, crashes and checkpoints."""
+    history: list[dict[str, Any]] = []
+    newest, without = 0, 0
+    for (verdict, cause), saves in zip(ends, checkpoints, strict=False):
+        if saves:
+            newest, without = newest + 1, 0
+        decision = decide(history, verdict, cause and {"cause": cause}, Facts(newest))
+        own_fault = cause is None
+        without += own_fault
+        assert own_fault or decision.then in STARTS_AGAIN
+        assert decision.then == HELD if without >= 3 else True
+        history.append(line_of(decision, verdict, newest))
+        if decision.then == HELD:
+            without = 0
+
+
+def line_of(decision: Decision, verdict: Verdict, checkpoint: int) -> dict[str, Any]:
+    return ended(verdict, checkpoint, decision.cause, decision.then) | {"outcome": decision.outcome}

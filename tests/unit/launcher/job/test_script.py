@@ -1,0 +1,241 @@
+"""The sbatch script: what it says for shipped recipes on shipped clusters, and that no value can break out of it.
+
+The golden files in tests/unit/scripts are read by people: after an intended change, UPDATE_GOLDEN=1 pytest writes them
+anew, and the diff is part of the change.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.choice import load_clusters
+from launcher.cluster.profile import Container, Mail, Profile
+from launcher.errors import BadInput
+from launcher.job.script import Job, header, render
+from launcher.plan.placement import place, rank_rows
+from launcher.recipe.load import load_recipe, shipped_recipes
+
+GOLDEN = Path(__file__).parent / "scripts"
+HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
+SOURCES = [{"path": "/opt/mrl/launcher", "name": "launcher", "kind": "package", "commit": None, "dirty": False}]
+NASTY = 'it\'s "$(touch broken)" `id` 100% \\ é'
+
+
+def profile(name: str = "h100", **changes: object) -> Profile:
+    shipped = load_clusters(environ=HOME).profile(name)
+    fixed = {"python": "/opt/mrl/bin/python"} if shipped.container is None else {}
+    return shipped.model_copy(update=fixed | changes)
+
+
+def a_job(recipe: str = "demo", *overrides: str, on: Profile | None = None, run_dir: str = "/shared/runs/it") -> Job:
+    asked = load_recipe(recipe, overrides)
+    cluster = on or profile()
+    plan = place(asked.config.job, asked.config.placement, cluster.gpus_per_node, asked.config.model)
+    steps = [asdict(step) for step in plan.steps]
+    return Job(
+        recipe=asked,
+        plan=plan,
+        plan_json={"mode": plan.mode, "nodes": plan.nodes, "steps": steps, "ranks": rank_rows(plan)},
+        cluster="h100",
+        profile=cluster,
+        run_dir=Path(run_dir),
+        sources=SOURCES,
+        installed=Path("/opt/mrl"),
+        version="0.1.0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "cluster"),
+    [
+        ("qwen2.5-32b-dapo.h100", "qwen2.5-32b-dapo", "h100"),
+        ("qwen2.5-32b-dapo-partitioned.h100", "qwen2.5-32b-dapo-partitioned", "h100"),
+        ("demo.plain", "demo", "plain"),
+    ],
+)
+def test_the_script_is_the_golden_one(name, recipe, cluster):
+    text = render(a_job(recipe, on=profile(cluster), run_dir=f"/shared/runs/{recipe}-20261121-080000"))
+    golden = GOLDEN / f"{name}.sbatch"
+    if "UPDATE_GOLDEN" in os.environ:
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("cluster", ["h100", "plain"])
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_bash_and_shellcheck_have_nothing_to_say(recipe, cluster, tmp_path):
+    script = tmp_path / "job.sbatch"
+    named = {"container": Container(image="a:b", name="mine", writable=True)} if cluster == "h100" else {}
+    script.write_text(render(a_job(recipe, on=profile(cluster, **named))))
+    said = [subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)]
+    if shutil.which("shellcheck"):
+        said.append(subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False))
+    assert [run.stdout + run.stderr for run in said if run.returncode] == []
+
+
+def values_in_bash(script: str, *names: str) -> list[str]:
+    """What the variables of a script hold once bash has read it, all but its last line, which starts it."""
+    shown = "\n".join(f'printf "%s\\0" "${name}"' for name in names)
+    text = script.rstrip().removesuffix("main") + shown
+    run = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=10, check=True)
+    return run.stdout.split("\0")[:-1]
+
+
+def test_no_value_can_break_out_of_its_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = f"{NASTY}\nexport OTHER=1"
+    script = render(
+        a_job(
+            run_dir=f"/shared/{NASTY}",
+            on=profile("plain", environment={"ODD": lines}, run_root=f"/root {NASTY}", host_python=f"/{NASTY}/python"),
+        )
+    )
+    found = values_in_bash(script, "MRL_RUN_DIR", "ODD", "HF_HOME", "MRL_HOST_PYTHON")
+    assert found == [f"/shared/{NASTY}", lines, f"/root {NASTY}/cache/huggingface", f"/{NASTY}/python"]
+    assert not list(tmp_path.iterdir()), "something was executed"
+
+
+def test_the_embedded_documents_come_out_as_they_went_in(tmp_path):
+    job = a_job("demo", "training.seed=7")
+    script = render(job).rstrip().removesuffix("main")
+    shown = subprocess.run(["bash", "-c", script + "recipe_yaml"], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("# override: training.seed=7\n")
+    assert shown.endswith(job.recipe.text)
+
+
+def test_a_recipe_cannot_end_its_own_document():
+    job = a_job()
+    broken = replace(job, recipe=replace(job.recipe, text="a: |\nrecipe_yaml_ends_here\nrm -rf /\n"))
+    with pytest.raises(BadInput, match="recipe_yaml_ends_here"):
+        render(broken)
+
+
+def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns():
+    assert "--output='/shared/100%% it.log'" in header(a_job(run_dir="/shared/100% it"))
+
+
+def test_a_path_that_no_script_can_hold_is_refused():
+    with pytest.raises(BadInput, match="line break"):
+        render(a_job(run_dir="/shared/a\nb"))
+
+
+def test_a_path_that_pyxis_cannot_mount_is_refused():
+    with pytest.raises(BadInput, match="colon or a comma"):
+        render(a_job(run_dir="/shared/a:b"))
+    assert render(a_job(run_dir="/shared/a:b", on=profile("plain")))
+
+
+def test_the_header_asks_for_what_recipe_and_profile_say():
+    on = profile(
+        partition="gpu",
+        account="team",
+        qos="high",
+        constraint="ib&h100",
+        reservation="week",
+        gres="h100",
+        mail=Mail(to="ada@example.org", when=["END", "FAIL"]),
+        sbatch=["--switches=1"],
+    )
+    said = header(a_job("qwen2.5-32b-dapo", "job.spare_nodes=1", "job.time_limit=2:00:00", on=on))
+    for option in (
+        "--partition=gpu",
+        "--account=team",
+        "--qos=high",
+        "--constraint='ib&h100'",
+        "--reservation=week",
+        "--nodes=9",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=h100:8",
+        "--time=2:00:00",
+        "--mail-user=ada@example.org",
+        "--mail-type=END,FAIL",
+        "--switches=1",
+        "--exclusive",
+        "--requeue",
+        "--mem=0",
+        "--open-mode=append",
+        "--no-kill",
+    ):
+        assert option in said
+
+
+def test_a_job_whose_every_node_works_ends_with_the_first_that_dies():
+    assert "--no-kill" not in header(a_job("qwen2.5-32b-dapo"))
+
+
+def test_a_range_of_nodes_is_slurms_to_choose_from():
+    assert "--nodes=4-8" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8"))
+    assert "--nodes=5-9" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8", "job.spare_nodes=1"))
+    assert "--nodes=4" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-4"))
+
+
+def test_a_range_is_not_pinned_to_the_count_of_its_first_start():
+    said = " ".join(header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8")))
+    assert "--ntasks" not in said
+    assert "--gpus-per-node=8" in said
+
+
+def test_the_ranks_of_a_range_are_counted_when_they_start():
+    script = render(a_job("qwen2.5-32b-dapo", "job.nodes=4-8"))
+    (geometry,) = re.findall(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", script)
+    ask = f"nodes=n1,n2,n5; IFS=, read -ra hosts <<<$nodes; echo {geometry}"
+    shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout
+    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24\n"
+
+
+def test_processes_on_cpus_ask_for_no_gpus_and_see_none():
+    script = render(a_job("demo"))
+    assert "gpus-per-node" not in script.partition("\nmain()")[0]
+    assert "export CUDA_VISIBLE_DEVICES=''" in script
+
+
+def test_a_partitioned_job_outlives_a_lost_node_and_starts_a_step_for_each_replica():
+    job = a_job("qwen2.5-32b-dapo-partitioned")
+    script = render(job)
+    assert "--no-kill" in header(job)
+    replicas = [step.name for step in job.plan.steps if step.replica is not None]
+    assert f"for name in {' '.join(replicas)}; do" in script
+
+
+def test_replicas_that_share_a_node_see_their_own_gpus():
+    layout = ("placement.inference.tp=4", "placement.inference.nodes=4")
+    script = render(a_job("qwen2.5-32b-dapo-partitioned", *layout))
+    assert "--overlap" in script
+    mine = re.search(r"CUDA_VISIBLE_DEVICES=(\"\$\(seq .*?\)\))\" ", script)
+    ask = f'show() {{ echo {mine[1]}"; }}; show infer-0; show infer-1; show infer-2'
+    shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    assert shown == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
+
+
+def test_secrets_are_named_to_the_container_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    script = render(a_job("qwen2.5-32b-dapo", on=profile(secrets=["WANDB_API_KEY"])))
+    assert "hunter2" not in script
+    assert script.count("WANDB_API_KEY") == script.count("--container-env=")
+
+
+def test_what_the_ranks_cannot_do_yet_takes_no_nodes(tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(a_job("qwen2.5-32b-dapo", run_dir=str(tmp_path / "run"))))
+    run = subprocess.run(["bash", script], capture_output=True, text=True, timeout=10, check=False)
+    assert run.returncode == 2
+    assert "error: placement.training.tp 8 is not supported yet" in run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prepared_run_is_not_made_anew_on_a_node_that_does_not_see_it(tmp_path):
+    script, root = tmp_path / "job.sbatch", tmp_path / "run"
+    script.write_text(render(a_job("demo", on=profile("plain"), run_dir=str(root))))
+    environ = {**os.environ, "MRL_PREPARED": str(root)}
+    run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=10, check=False)
+    assert run.returncode == 2
+    assert "not the same file system" in run.stderr
+    assert not root.exists()

@@ -1,0 +1,212 @@
+"""Impossible layouts: refused with the arithmetic, and with changes that really work."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import reduce
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.cluster.choice import load_clusters
+from launcher.errors import BadInput
+from launcher.plan.placement import place
+from launcher.plan.sizes import LayoutError
+from launcher.plan.summary import make_plan
+from launcher.recipe.load import load_recipe
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.rank.config import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
+
+QWEN = ModelConfig(
+    num_layers=64,
+    hidden_size=5120,
+    ffn_hidden_size=27648,
+    num_attention_heads=40,
+    num_query_groups=8,
+    max_position_embeddings=131072,
+    init="from-scratch",
+)
+
+
+def refused(
+    nodes: int, gpus: int, node_gpus: int | None = 8, model: ModelConfig | None = None, **keys: Any
+) -> list[str]:
+    training = {key: keys.pop(key) for key in ("tp", "pp", "cp", "ep", "sequence_parallel") if key in keys}
+    inference = InferenceLayout(**keys.pop("inference", {}))
+    placement = PlacementConfig(training=TrainingLayout(**training), inference=inference, **keys)
+    with pytest.raises(LayoutError) as caught:
+        place(JobConfig(nodes=nodes, gpus_per_node=gpus), placement, node_gpus, model)
+    return list(caught.value.problems)
+
+
+def test_tensor_parallelism_larger_than_a_node():
+    (problem,) = refused(6, 4, 4, tp=8)
+    assert problem == (
+        "placement.training.tp 8 does not divide job.gpus_per_node 4 (4 = 0 x 8 + 4): tensor-parallel groups would "
+        "cross nodes; nearest that work: placement.training.tp=4 (dp 6, 6 inference replicas), or "
+        "placement.training.tp=4 placement.training.pp=2 (dp 3, 6 inference replicas), or "
+        "placement.training.tp=2 (dp 12, 12 inference replicas)"
+    )
+
+
+def test_tensor_parallelism_across_nodes_where_asked():
+    place(JobConfig(nodes=6, gpus_per_node=4), PlacementConfig(training=TrainingLayout(tp=8), tp_across_nodes=True))
+
+
+def test_eight_ways_on_one_gpu():
+    (problem,) = refused(1, 1, tp=8)
+    assert "tp 8 x pp 1 x cp 1 = 8 does not divide the 1 x 1 = 1 ranks that train (1 = 0 x 8 + 1)" in problem
+    assert "placement.training.tp=1 (dp 1, 1 inference replica)" in problem
+
+
+def test_what_is_left_to_train_must_divide():
+    (problem,) = refused(8, 8, mode="partitioned", tp=8, pp=2, inference={"nodes": 5})
+    assert "= 16 does not divide the 3 x 8 = 24 ranks that train (24 = 1 x 16 + 8)" in problem
+    assert "placement.inference.nodes=4 (dp 2, 4 inference replicas)" in problem
+
+
+def test_more_ranks_than_gpus():
+    (problem,) = refused(4, 16, 8)
+    assert problem.startswith(
+        "job.gpus_per_node 16 is more than the 8 GPUs that a node of this cluster has; 4 x 16 = 64 ranks need 8 such "
+        "nodes; nearest that work: job.nodes=8 job.gpus_per_node=8 (dp 64, 64 inference replicas)"
+    )
+
+
+def test_nodes_must_be_split_as_the_mode_says():
+    (problem,) = refused(8, 8, mode="partitioned", tp=8)
+    assert problem.startswith("placement.mode partitioned needs placement.inference.nodes: how many of the 8 only gen")
+    assert "placement.inference.nodes=4 (dp 4, 4 inference replicas)" in problem
+    (problem,) = refused(8, 8, inference={"nodes": 3})
+    assert problem.startswith("placement.inference.nodes 3 belongs to placement.mode partitioned")
+    assert "placement.inference.nodes=null" in problem
+    (problem,) = refused(2, 8, mode="partitioned", inference={"nodes": 2})
+    assert "placement.inference.nodes 2 of job.nodes 2 leaves 2 - 2 = 0 to train" in problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"tp": 2, "ep": 16}, "placement.training.ep 16 does not divide cp x dp = 1 x 8 = 8"),
+        (
+            {"sequence_parallel": True},
+            "placement.training.sequence_parallel splits activations between tensor-parallel",
+        ),
+        ({"inference": {"tp": 3}}, "placement.inference.tp 3 x pp 1 = 3 does not divide the 2 x 8 = 16 ranks that gen"),
+        ({"inference": {"pp": 3}}, "placement.inference.tp 1 x pp 3 = 3 does not divide"),
+    ],
+)
+def test_other_sizes_that_do_not_divide(keys, complaint):
+    assert refused(2, 8, **keys)[0].startswith(complaint)
+
+
+def test_a_replica_is_whole_nodes_or_an_equal_share_of_one():
+    (problem,) = refused(4, 6, 6, mode="partitioned", inference={"nodes": 2, "tp": 2, "pp": 2})
+    assert "= 4 is neither whole nodes nor an equal share of one, of 6 GPUs (6 = 1 x 4 + 2)" in problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"tp": 6, "gpus": 6}, "placement.training.tp 6 does not divide model.num_attention_heads 40 (40 = 6 x 6 + 4)"),
+        ({"pp": 6, "gpus": 6}, "placement.training.pp 6 does not divide model.num_layers 64 (64 = 10 x 6 + 4)"),
+        ({"tp": 8, "inference": {"tp": 5}, "gpus": 40}, "placement.inference.tp 5 does not divide model.ffn_hidden_si"),
+    ],
+)
+def test_sizes_must_divide_the_model(keys, complaint):
+    assert any(problem.startswith(complaint) for problem in refused(1, keys.pop("gpus"), None, QWEN, **keys))
+
+
+def test_experts_must_divide_and_exist():
+    moe = QWEN.model_copy(update={"num_experts": 12, "experts_per_token": 2, "expert_ffn_hidden_size": 768})
+    assert refused(1, 8, model=moe, ep=8)[0].startswith("placement.training.ep 8 does not divide model.num_experts 12")
+    assert refused(1, 8, model=QWEN, ep=8)[0].startswith("placement.training.ep 8 needs model.num_experts")
+
+
+def test_a_refusal_points_at_the_line_or_the_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clusters.yaml").write_text("lab: {gpus_per_node: 4, run_root: /x}")
+    profile = load_clusters(tmp_path / "clusters.yaml").profile("lab")
+    text = load_recipe("demo").text.replace("device: cpu", "device: cuda")
+    (tmp_path / "my.yaml").write_text(text)
+    line = text[: text.index("gpus_per_node")].count("\n") + 1
+
+    def first_problem(*overrides: str) -> str:
+        with pytest.raises(BadInput) as caught:
+            make_plan(load_recipe("my.yaml", overrides), profile)
+        return str(caught.value.problems[0])
+
+    assert first_problem("job.gpus_per_node=8").startswith("override 'job.gpus_per_node=8': job.gpus_per_node 8 is mo")
+    assert first_problem("placement.training.tp=4").startswith("override 'placement.training.tp=4': placement.training")
+    (tmp_path / "my.yaml").write_text(text.replace("gpus_per_node: 2", "gpus_per_node: 5"))
+    assert first_problem().startswith(f"my.yaml:{line}: job.gpus_per_node 5 is more than the 4 GPUs")
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(1, 9),
+    st.sampled_from([1, 4, 6, 8]),
+    st.fixed_dictionaries({"tp": st.integers(1, 9), "pp": st.integers(1, 4), "cp": st.sampled_from([1, 2, 3])}),
+    st.none() | st.integers(1, 9),
+)
+def test_every_layout_that_is_named_works(nodes, gpus, training, apart):
+    values: dict[str, Any] = {
+        "job": {"nodes": nodes, "gpus_per_node": gpus},
+        "placement": {
+            "mode": "partitioned" if apart else "colocated",
+            "training": training,
+            "inference": {"nodes": apart},
+        },
+    }
+
+    def attempt() -> None:
+        place(JobConfig(**values["job"]), PlacementConfig.model_validate(values["placement"]), 8, QWEN)
+
+    try:
+        attempt()
+    except LayoutError as error:
+        asked = copy.deepcopy(values)
+        named = error.problems[-1].partition("nearest that work: ")[2]
+        assert named, error.problems
+        for layout in named.split(", or "):
+            values = copy.deepcopy(asked)
+            for key, value in re.findall(r"([a-z_.]+)=(\w+)", layout):
+                *sections, name = key.split(".")
+                section = reduce(lambda outer, inner: outer[inner], sections, values)
+                section[name] = yaml.safe_load(value)
+            attempt()
+
+
+def test_a_range_has_to_begin_and_end_with_a_count_that_works():
+    placement = PlacementConfig(training=TrainingLayout(tp=8, pp=2))
+    with pytest.raises(LayoutError) as caught:
+        place(JobConfig(nodes="3-8"), placement)
+    assert str(caught.value) == (
+        "placement.training.tp 8 x pp 2 x cp 1 = 16 does not divide the 3 x 8 = 24 ranks that train (24 = 1 x 16 + 8); "
+        "job.nodes 3-8 has to begin and end with a count that works: 4, 6, 8"
+    )
+    with pytest.raises(LayoutError, match=r"5 x 8 = 40 ranks that train .*; nearest that work: job.nodes=6 "):
+        place(JobConfig(nodes="4-5"), PlacementConfig(training=TrainingLayout(tp=8, pp=3)))
+    assert [plan.nodes for plan in place(JobConfig(nodes="4-8"), placement).smaller] == [6, 4]
+    assert place(JobConfig(nodes=8), placement).smaller == ()
+
+
+@pytest.mark.parametrize("nodes", ["8-4", "0-4", "04-8", "4-", "4..8", "two", True, 0, 2.0])
+def test_what_is_neither_a_number_nor_a_range_of_nodes(nodes):
+    with pytest.raises(BadInput, match=r"job.nodes: expected an integer > 0 or a range such as 4-8, got "):
+        load_recipe("demo", [f"job.nodes={yaml.safe_dump(nodes).split()[0]}"])
+
+
+def test_partitioned_nodes_are_counted():
+    layout = ("placement.mode=partitioned", "placement.inference.nodes=1")
+    with pytest.raises(BadInput, match=r"'job.nodes=4-8': job.nodes 4-8 is a range, and placement.mode partitioned"):
+        load_recipe("qwen2.5-32b-dapo", ["job.nodes=4-8", *layout])
+
+
+def test_every_replica_of_the_most_nodes_needs_a_prompt():
+    with pytest.raises(BadInput, match="prompts_per_step 7 is smaller than the 8 data-parallel replicas"):
+        load_recipe("qwen2.5-32b-dapo", ["job.nodes=4-8", "grpo.prompts_per_step=7", "grpo.global_batch=112"])

@@ -1,0 +1,186 @@
+"""Memory formulas, against what megatron-core builds and what autograd keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import VOCAB, tiny_model, tiny_run
+
+from launcher.plan.gpu_memory import Memory, checkpoint_bytes, memory, vocabulary, weights, whole_model
+from launcher.plan.sizes import Sizes
+from launcher.recipe.load import load_recipe
+from megatron_rl.config import RunConfig
+from megatron_rl.model.attention import packed_layout
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.policy import build_policy, padded_vocab_size
+
+MODELS = {
+    "tied": {},
+    "untied": {"tied_embeddings": False},
+    "no bias": {"qkv_bias": False},
+    "heads of their own size, normed": {"head_dim": 16, "qk_norm": True, "qkv_bias": False},
+    "one key/value head": {"num_query_groups": 1, "num_layers": 3},
+}
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_the_number_of_parameters_is_that_of_the_real_model(fields, platform, group):
+    model = tiny_model(**fields)
+    policy = build_policy(model, VOCAB, platform)
+    real = sum(weight.numel() for weight in policy.parameters())
+    assert whole_model(model, padded_vocab_size(VOCAB, model.vocab_multiple)) == real
+
+
+def test_of_the_demo_too(platform, group):
+    config = load_recipe("demo").config
+    policy = build_policy(config.model, len(config.tokenizer.alphabet) + 2, platform)
+    rows = vocabulary(config)
+    assert rows is not None
+    assert whole_model(config.model, rows) == sum(weight.numel() for weight in policy.parameters())
+
+
+QWEN_32B = ModelConfig(
+    num_layers=64,
+    hidden_size=5120,
+    ffn_hidden_size=27648,
+    num_attention_heads=40,
+    num_query_groups=8,
+    max_position_embeddings=131072,
+    init="from-scratch",
+)
+QWEN3_30B_A3B = ModelConfig(
+    num_layers=48,
+    hidden_size=2048,
+    ffn_hidden_size=6144,
+    num_attention_heads=32,
+    num_query_groups=4,
+    head_dim=128,
+    qk_norm=True,
+    qkv_bias=False,
+    max_position_embeddings=40960,
+    num_experts=128,
+    experts_per_token=8,
+    expert_ffn_hidden_size=768,
+    init="from-scratch",
+)
+
+
+def test_published_models_have_their_published_size():
+    """The counts of the safetensors files on the hub."""
+    assert whole_model(QWEN_32B, 152064) == 32_763_876_352
+    assert whole_model(QWEN3_30B_A3B, 151936) == 30_532_122_624
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_shards_of_all_ranks_make_the_model(tied):
+    model = QWEN_32B.model_copy(update={"tied_embeddings": tied})
+    rows, tp, pp = 152064, 8, 4
+    shards = sum(weights(model, rows, tp, pp, 1, stage).all * tp for stage in range(pp))
+    # Norms are whole on every tensor-parallel rank, and a shared table is on the first and on the last stage.
+    norms = (tp - 1) * model.hidden_size * (2 * model.num_layers + 1)
+    assert shards == whole_model(model, rows) + norms + tied * rows * model.hidden_size
+
+
+def test_experts_are_split_over_expert_parallel_ranks():
+    one, four = (weights(QWEN3_30B_A3B, 151936, ep=ep) for ep in (1, 4))
+    assert four.dense == one.dense
+    assert four.experts * 4 == one.experts
+
+
+def demanded(**sections: Any) -> tuple[RunConfig, dict[str, int]]:
+    """Bytes by the name of the term, of a run on 8 x 8 GPUs."""
+    config = tiny_run(**{"grpo": {"prompts_per_step": 64, "group_size": 4}, "model": {"dtype": "bf16"}} | sections)
+    (first, *_) = memories(config)
+    return config, {term.name: term.bytes for term in first.terms}
+
+
+def memories(config: RunConfig, nodes: int = 8) -> list[Memory]:
+    job = config.job.model_copy(update={"nodes": nodes, "gpus_per_node": 8, "device": "cuda"})
+    rows = vocabulary(config)
+    assert rows is not None
+    return memory(config.model_copy(update={"job": job}), Sizes.of(job, config.placement, job.most_nodes), rows)
+
+
+def test_states_take_18_bytes_a_parameter_of_which_adams_12_are_shared_out():
+    config, terms = demanded()
+    parameters = whole_model(config.model, 16)
+    assert (terms["weights"], terms["gradients"]) == (2 * parameters, 4 * parameters)
+    assert terms["optimizer"] == 12 * parameters // 64
+    assert demanded(optimizer={"distributed": False})[1]["optimizer"] == 12 * parameters
+    assert demanded(model={"dtype": "fp32"})[1]["optimizer"] == 8 * parameters // 64
+
+
+def test_a_kl_penalty_costs_a_second_model():
+    assert "reference" not in demanded()[1]
+    _, terms = demanded(grpo={"prompts_per_step": 64, "group_size": 4, "kl_beta": 0.1})
+    assert terms["reference"] == terms["weights"]
+
+
+def test_the_cache_holds_a_key_and_a_value_of_every_token():
+    config, terms = demanded(inference={"max_batch": 10})
+    model = config.model
+    assert terms["KV cache"] == 2 * 2 * model.num_layers * 10 * 48 * model.num_query_groups * model.head_size
+    shorter = demanded(inference={"max_batch": 10}, training={"steps": 1, "sequence_length": 24})[1]
+    assert shorter["KV cache"] * 2 == terms["KV cache"]
+
+
+def test_partitioned_ranks_hold_either_adams_state_or_the_cache():
+    placement = {"mode": "partitioned", "inference": {"nodes": 3}}
+    training, inference = memories(tiny_run(grpo={"prompts_per_step": 64}, placement=placement))
+    assert "KV cache" not in {term.name for term in training.terms}
+    assert {term.name for term in inference.terms} == {"weights", "KV cache", "prefill", "context"}
+
+
+def test_another_inference_layout_costs_a_copy_of_the_weights():
+    placement = {"training": {"tp": 2}, "inference": {"tp": 1}}
+    (found,) = memories(tiny_run(grpo={"prompts_per_step": 64}, placement=placement))
+    assert "inference weights" in {term.name for term in found.terms}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("fields", [{}, {"num_query_groups": 4, "ffn_hidden_size": 160}], ids=["narrow", "wide"])
+def test_activations_are_what_autograd_keeps(recompute, fields, platform, group):
+    """Bytes of distinct storages saved for the backward pass: those of eight layers less those of four."""
+    tokens, kept = 256, {}
+    for layers in (4, 8):
+        model = tiny_model(num_layers=layers, max_position_embeddings=tokens, **fields)
+        policy = build_policy(model, VOCAB, platform, recompute)
+        own = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+        saved: dict[int, Any] = {}
+
+        def keep(tensor: torch.Tensor, own: set[int] = own, saved: dict[int, Any] = saved) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage
+            return tensor
+
+        layout = packed_layout([range(tokens)], tokens, torch.device("cpu"))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), layout).sum()
+        kept[layers] = sum(storage.nbytes() for storage in saved.values())
+    estimate, again = (activations(model, layers, tokens, recompute) for layers in (8, 4))
+    assert estimate - again == pytest.approx(kept[8] - kept[4], rel=0.1)
+
+
+def activations(model: ModelConfig, layers: int, tokens: int, recompute: str) -> int:
+    config = tiny_run(
+        model=model.model_dump() | {"num_layers": layers},
+        training={"steps": 1, "tokens_per_microbatch": tokens, "recompute": recompute},
+    )
+    (found,) = memory(config, Sizes.of(config.job, config.placement, 1), 16)
+    return next(term.bytes for term in found.terms if term.name == "activations")
+
+
+def test_recomputing_keeps_less():
+    model = tiny_model()
+    none, selective, full = (activations(model, 8, 256, recompute) for recompute in ("none", "selective", "full"))
+    assert none > selective > full
+
+
+def test_a_checkpoint_holds_weights_and_adams_state():
+    config = load_recipe("qwen2.5-32b-dapo").config
+    rows = vocabulary(config)
+    assert rows == 152064
+    assert checkpoint_bytes(config, rows) == 32_763_876_352 * 14

@@ -1,0 +1,242 @@
+"""Placement: who does what on which GPU. The coordinates are compared with megatron-core's own."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from launcher.plan.placement import LayoutError, Plan, place
+from megatron_rl.rank.config import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
+
+
+def planned(
+    nodes: int,
+    gpus: int,
+    training: dict[str, Any] | None = None,
+    inference: dict[str, Any] | None = None,
+    node_gpus: int | None = None,
+    device: Any = "cuda",
+    **placement: Any,
+) -> Plan:
+    """Partitioned where inference nodes are given."""
+    mode: Any = "partitioned" if inference and "nodes" in inference else "colocated"
+    return place(
+        JobConfig(nodes=nodes, gpus_per_node=gpus, device=device),
+        PlacementConfig(
+            mode=mode,
+            training=TrainingLayout(**training or {}),
+            inference=InferenceLayout(**inference or {}),
+            **placement,
+        ),
+        node_gpus,
+    )
+
+
+def test_eight_nodes_of_eight_hold_eight_replicas_of_eight():
+    plan = planned(8, 8, {"tp": 8})
+    assert (plan.sizes.dp, plan.sizes.replicas) == (8, 8)
+    assert [(step.name, step.role, step.nodes, step.tasks_per_node) for step in plan.steps] == [
+        ("train", "colocated", tuple(range(8)), 8)
+    ]
+    rank = plan.ranks[19]
+    assert (rank.node, rank.gpu, rank.role) == (2, 3, "colocated")
+    assert rank.train is not None
+    assert rank.infer is not None
+    assert (rank.train.tp, rank.train.dp, rank.infer.replica, rank.infer.tp) == (3, 2, 2, 3)
+
+
+def test_three_nodes_train_and_five_generate():
+    plan = planned(8, 8, {"tp": 8}, {"nodes": 5})
+    assert (plan.sizes.dp, plan.sizes.replicas) == (3, 5)
+    assert [(step.name, step.nodes) for step in plan.steps] == [
+        ("train", (0, 1, 2)),
+        *((f"infer-{k}", (3 + k,)) for k in range(5)),
+    ]
+    assert Counter(rank.role for rank in plan.ranks) == {"training": 24, "inference": 40}
+
+
+def test_replicas_smaller_than_a_node_share_it():
+    plan = planned(3, 8, {"tp": 8}, {"nodes": 1, "tp": 4})
+    assert [(step.name, step.nodes, step.tasks_per_node, step.gpu_offset) for step in plan.steps[1:]] == [
+        ("infer-0", (2,), 4, 0),
+        ("infer-1", (2,), 4, 4),
+    ]
+
+
+def test_replicas_larger_than_a_node_take_whole_ones():
+    plan = planned(5, 8, {"tp": 8}, {"nodes": 4, "pp": 2})
+    assert [(step.name, step.nodes, step.tasks_per_node) for step in plan.steps[1:]] == [
+        ("infer-0", (1, 2), 8),
+        ("infer-1", (3, 4), 8),
+    ]
+
+
+def test_one_gpu_is_enough():
+    (rank,) = planned(1, 1).ranks
+    assert (rank.rank, rank.node, rank.gpu, rank.role) == (0, 0, 0, "colocated")
+
+
+def test_inference_may_be_cut_otherwise_than_training():
+    plan = planned(2, 8, {"tp": 8}, {"tp": 2})
+    assert (plan.sizes.dp, plan.sizes.replicas) == (2, 8)
+
+
+def test_spare_nodes_have_no_ranks():
+    plan = place(JobConfig(nodes=2, gpus_per_node=4, spare_nodes=1), PlacementConfig())
+    assert plan.spare_nodes == 1
+    assert {rank.node for rank in plan.ranks} == {0, 1}
+
+
+def test_cpu_processes_are_not_limited_by_gpus():
+    assert len(planned(2, 16, node_gpus=8, device="cpu").ranks) == 32
+    with pytest.raises(LayoutError, match="16 is more than the 8 GPUs"):
+        planned(2, 16, node_gpus=8)
+
+
+def test_a_thousand_nodes_are_placed_in_no_time():
+    started = time.process_time()
+    plan = planned(1000, 8, {"tp": 8, "pp": 2}, {"nodes": 400, "tp": 4})
+    assert time.process_time() - started < 0.5
+    assert len(plan.ranks) == 8000
+    assert len(plan.steps) == 801
+
+
+LAYOUTS = [
+    {"world": 64, "tp": 8, "pp": 1, "cp": 1, "ep": 1},
+    {"world": 64, "tp": 4, "pp": 2, "cp": 2, "ep": 4},
+    {"world": 48, "tp": 2, "pp": 3, "cp": 1, "ep": 8},
+    {"world": 32, "tp": 1, "pp": 4, "cp": 4, "ep": 2},
+    {"world": 24, "tp": 3, "pp": 2, "cp": 2, "ep": 1},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
+def test_coordinates_are_those_of_megatron_core(layout):
+    """The generators that `initialize_model_parallel` makes its groups with, in its default order."""
+    from megatron.core.parallel_state import RankGenerator
+
+    world, tp, pp, cp, ep = layout.values()
+    order, dp = "tp-cp-ep-dp-pp", world // (tp * pp * cp)
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    experts = RankGenerator(tp=tp, ep=ep, dp=world // (tp * ep * pp), pp=pp, cp=1, order=order)
+    sizes = {key: layout[key] for key in ("tp", "pp", "cp", "ep")}
+    plan = planned(1, world, sizes)
+    for name, generator in (("tp", dense), ("pp", dense), ("cp", dense), ("dp", dense), ("ep", experts)):
+        found = {rank: place for group in generator.get_ranks(name) for place, rank in enumerate(group)}
+        assert [getattr(rank.train, name) for rank in plan.ranks] == [found[rank] for rank in range(world)], name
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(8, 1), (2, 2), (1, 4), (4, 1)])
+def test_colocated_replicas_are_the_data_parallel_ranks_of_their_own_layout(tp, pp):
+    from megatron.core.parallel_state import RankGenerator
+
+    generator = RankGenerator(tp=tp, ep=1, dp=32 // (tp * pp), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    plan = planned(4, 8, {"tp": 4, "cp": 2}, {"tp": tp, "pp": pp})
+    for name, coordinate in (("dp", "replica"), ("tp", "tp"), ("pp", "pp")):
+        found = {rank: place for group in generator.get_ranks(name) for place, rank in enumerate(group)}
+        assert [getattr(rank.infer, coordinate) for rank in plan.ranks] == [found[rank] for rank in range(32)]
+
+
+def divisors(number: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([size for size in range(1, number + 1) if number % size == 0])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any layout that is possible."""
+    nodes, gpus, across = draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 3, 4, 6, 8])), draw(st.booleans())
+    apart = draw(st.integers(0, nodes - 1))
+    training = (nodes - apart) * gpus
+    tp = draw(divisors(training if across else gpus))
+    pp = draw(divisors(training // tp))
+    cp = draw(divisors(training // (tp * pp)))
+    ep = draw(divisors(training // (tp * pp)))
+    generating = (apart or nodes) * gpus
+    replica_tp = draw(divisors(generating if across else gpus))
+    replica_pp = draw(divisors(generating // replica_tp))
+    size = replica_tp * replica_pp
+    assume(not apart or gpus % size == 0 or size % gpus == 0)
+    inference = {"tp": replica_tp, "pp": replica_pp} | ({"nodes": apart} if apart else {})
+    return planned(nodes, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep}, inference, tp_across_nodes=across)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_every_gpu_has_exactly_one_owner(plan):
+    places = [(rank.node, rank.gpu) for rank in plan.ranks]
+    assert places == sorted(itertools.product(range(plan.nodes), range(plan.gpus_per_node)))
+    assert [rank.rank for rank in plan.ranks] == list(range(len(places)))
+    owners = Counter(
+        (node, gpu)
+        for step in plan.steps
+        for node in step.nodes
+        for gpu in range(step.gpu_offset, step.gpu_offset + step.tasks_per_node)
+    )
+    assert owners == Counter(places)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_steps_start_the_ranks_that_the_plan_gives_them(plan):
+    owner = {
+        (node, gpu): step
+        for step in plan.steps
+        for node in step.nodes
+        for gpu in range(step.gpu_offset, step.gpu_offset + step.tasks_per_node)
+    }
+    for rank in plan.ranks:
+        step = owner[rank.node, rank.gpu]
+        assert step.role == rank.role
+        if rank.role == "inference":
+            assert rank.infer is not None
+            assert step.replica == rank.infer.replica
+        # srun numbers tasks node by node: SLURM_PROCID is the rank in the step's world.
+        task = step.nodes.index(rank.node) * step.tasks_per_node + rank.gpu - step.gpu_offset
+        world = rank.train if rank.train is not None else rank.infer
+        assert world is not None
+        assert world.rank == task
+
+
+@settings(deadline=None)
+@given(plans())
+def test_sizes_multiply_up_and_coordinates_are_unique(plan):
+    s = plan.sizes
+    train = [rank.train for rank in plan.ranks if rank.train is not None]
+    assert len(train) == s.tp * s.pp * s.cp * s.dp
+    assert len({(t.tp, t.pp, t.cp, t.dp) for t in train}) == len(train)
+    assert s.tp * s.ep * s.pp * s.expert_dp == len(train)
+    assert all(t.tp < s.tp and t.pp < s.pp and t.cp < s.cp and t.dp < s.dp and t.ep < s.ep for t in train)
+    infer = [rank.infer for rank in plan.ranks if rank.infer is not None]
+    assert len(infer) == s.replicas * s.inference_tp * s.inference_pp
+    assert len({(i.replica, i.rank) for i in infer}) == len({(i.replica, i.tp, i.pp) for i in infer}) == len(infer)
+    assert all(i.rank == i.pp * s.inference_tp + i.tp for i in infer)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_tensor_parallel_groups_never_cross_a_node_unless_asked(plan):
+    groups = defaultdict(set)
+    for rank in plan.ranks:
+        if rank.train is not None:
+            groups["train", rank.train.pp, rank.train.cp, rank.train.dp].add(rank.node)
+        if rank.infer is not None:
+            groups["infer", rank.infer.replica, rank.infer.pp, 0].add(rank.node)
+    assert plan.sizes.tp_across_nodes or all(len(nodes) == 1 for nodes in groups.values())
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_same_request_gives_the_same_plan(data):
+    plan = data.draw(plans())
+    s = plan.sizes
+    training = {"tp": s.tp, "pp": s.pp, "cp": s.cp, "ep": s.ep}
+    inference = {"tp": s.asked_inference_tp, "pp": s.inference_pp}
+    if s.partitioned:
+        inference["nodes"] = s.inference_nodes
+    assert planned(s.nodes, s.gpus_per_node, training, inference, tp_across_nodes=s.tp_across_nodes) == plan

@@ -1,0 +1,223 @@
+"""Recipes: what is read, what is refused, and that every refusal says where and what to do."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.errors import BadInput
+from launcher.recipe.load import dump_resolved, load_recipe, read_resolved, shipped_recipes
+from megatron_rl.config import RunConfig
+
+DEMO = (files("launcher.recipe.shipped") / "demo.yaml").read_text(encoding="utf-8")
+
+VALUES = load_recipe("demo").config.model_dump()
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write my.yaml into the current directory: the demo with some text exchanged."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(old: str = "", new: str = "") -> int:
+        assert old in DEMO
+        text = DEMO.replace(old, new, 1)
+        Path("my.yaml").write_text(text, encoding="utf-8")
+        return DEMO[: DEMO.index(old)].count("\n") + 1
+
+    return write
+
+
+def problems(asked: str, *overrides: str) -> list[str]:
+    with pytest.raises(BadInput) as caught:
+        load_recipe(asked, overrides)
+    assert caught.value.exit_code == 2
+    return list(caught.value.problems)
+
+
+def test_a_shipped_recipe_is_known_by_name():
+    assert "demo" in shipped_recipes()
+    recipe = load_recipe("demo")
+    assert recipe.config.name == "demo"
+    assert recipe.config.job.world_size == 2
+    assert recipe.text == DEMO
+
+
+def test_every_shipped_recipe_is_valid():
+    for name in shipped_recipes():
+        load_recipe(name)
+
+
+def test_an_unknown_name_gets_a_suggestion():
+    assert problems("dmo") == ["no recipe is called 'dmo' and no file either; did you mean demo?"]
+
+
+def test_a_missing_file_is_named():
+    assert problems("no/such.yaml") == ["no/such.yaml: cannot be read: No such file or directory"]
+
+
+def test_an_unknown_key_is_refused_with_its_line_and_a_suggestion(write):
+    line = write("group_size:", "group_sizes:")
+    assert problems("my.yaml") == [f"my.yaml:{line}: grpo.group_sizes: unknown key (did you mean group_size?)"]
+
+
+def test_a_key_of_another_section_is_found(write):
+    write("grpo:", "group_size: 4\ngrpo:")
+    assert problems("my.yaml")[0].endswith("group_size: unknown key (did you mean grpo.group_size?)")
+
+
+def test_a_wrong_value_says_what_was_expected(write):
+    line = write("num_layers: 2", "num_layers: two")
+    assert problems("my.yaml") == [f"my.yaml:{line}: model.num_layers: expected an integer > 0, got 'two'"]
+
+
+def test_a_missing_key_points_at_its_section(write):
+    write("  hidden_size: 64\n")
+    line = DEMO[: DEMO.index("\nmodel:")].count("\n") + 2
+    assert problems("my.yaml") == [f"my.yaml:{line}: model.hidden_size: missing; expected an integer > 0"]
+
+
+def test_sizes_that_do_not_fit_point_at_the_line_of_the_size(write):
+    line = write("hidden_size: 64", "hidden_size: 66")
+    assert problems("my.yaml") == [
+        f"my.yaml:{line}: model: hidden_size 66 is not divisible by num_attention_heads 4",
+    ]
+
+
+def test_all_problems_are_listed_at_once(write):
+    write("num_layers: 2", "num_layers: two")
+    found = problems("my.yaml", "grpo.group_size=1", "training.steps=0")
+    assert len(found) == 3
+    assert "override 'grpo.group_size=1': grpo.group_size: expected an integer >= 2, got 1" in found
+
+
+def test_an_override_that_does_not_fit_is_blamed_and_not_the_file():
+    assert problems("demo", "job.gpus_per_node=64")[0].startswith("override 'job.gpus_per_node=64': ")
+    assert problems("demo", "grpo.global_batch=7") == [
+        "override 'grpo.global_batch=7': grpo: global_batch 7 is not a multiple of group_size 16"
+    ]
+
+
+@pytest.mark.parametrize("override", ["grpo.group_size", "=3", "grpo..group_size=3"])
+def test_an_override_must_be_a_key_and_a_value(override):
+    assert "expected section.key=value" in problems("demo", override)[0]
+
+
+def test_an_unknown_override_is_refused():
+    assert problems("demo", "grpo.xyzzy=1") == ["override 'grpo.xyzzy=1': grpo.xyzzy: unknown key"]
+
+
+def test_override_values_are_yaml_and_later_ones_win():
+    config = load_recipe(
+        "demo", ["optimizer.learning_rate=3e-4", "grpo.advantage_std=false", "training.steps=5"]
+    ).config
+    assert (config.optimizer.learning_rate, config.grpo.advantage_std, config.training.steps) == (3e-4, False, 5)
+    assert load_recipe("demo", ["training.steps=5", "training.steps=6"]).config.training.steps == 6
+
+
+def test_arguments_of_the_environment_are_checked_by_its_own_config(write):
+    line = write("args: {}", "args: {no_such_argument: 1}")
+    assert problems("my.yaml")[0].startswith(f"my.yaml:{line}: environment.args.no_such_argument: unknown key")
+    assert problems("demo", "environment.args.nope=1")[0].startswith("override 'environment.args.nope=1': ")
+
+
+def test_an_unknown_environment_points_at_its_line(write):
+    line = write("name: arithmetic", "name: arithmetik")
+    found = problems("my.yaml")
+    assert found[0].startswith(f"my.yaml:{line}: environment.name: ")
+    assert "arithmetic" in found[0]
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.e-3", ".1e-2", "+1e-3", "0.001"])
+def test_scientific_notation_is_a_number(number):
+    assert load_recipe("demo", [f"optimizer.learning_rate={number}"]).config.optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf"])
+def test_numbers_are_finite(number):
+    assert "expected a number" in problems("demo", f"optimizer.learning_rate={number}")[0]
+
+
+def test_a_key_given_twice_is_refused(write):
+    line = write("training:", "name: other\n\ntraining:")
+    first = DEMO[: DEMO.index("name: demo")].count("\n") + 1
+    assert problems("my.yaml") == [f"my.yaml:{line}: name: given twice, first in line {first}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "expected a mapping of sections"),
+        ("- a\n- b\n", "expected a mapping of sections"),
+        ("name: [1, 2\njob: {}\n", "my.yaml:2: not valid YAML"),
+        ("name: a\n\tjob: {}\n", "my.yaml:2: not valid YAML"),
+        ("1: a\n", "my.yaml:1: keys are text, got '1'"),
+        ("name: &a\n  b: *a\n", "name.b: refers to itself"),
+        ("name: !!python/object/apply:os.getcwd []\n", "my.yaml:1: not valid YAML"),
+        ("name: 2024-13-01\n", "not valid YAML: month must be"),
+        ("a: b\n---\nc: d\n", "my.yaml:2: not valid YAML"),
+        ("name: \x00\n", "not valid YAML"),
+    ],
+)
+def test_broken_yaml_is_one_clear_error(text, what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(text, encoding="utf-8")
+    found = problems("my.yaml")
+    assert len(found) == 1
+    assert what in found[0]
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    (tmp_path / "my.yaml").write_bytes(b"name: \xff\n")
+    assert "is not UTF-8 text" in problems(str(tmp_path / "my.yaml"))[0]
+
+
+def test_merged_keys_keep_their_line_and_may_be_overridden(write):
+    write("sampling:", "sampling: &base\n  top_q: 1.0")
+    assert any("sampling.top_q: unknown key" in line for line in problems("my.yaml"))
+
+
+def test_resolved_yaml_says_every_default_and_reads_back(tmp_path):
+    config = load_recipe("demo").config
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_resolved(config))
+    assert read_resolved(path) == config
+    assert yaml.safe_load(path.read_text())["optimizer"]["epsilon"] == 1e-8  # readable without our loader
+    path.write_text(path.read_text().replace("group_size", "grup_size"))
+    with pytest.raises(BadInput, match=r"resolved\.yaml:\d+: grpo\.grup_size: unknown key"):
+        read_resolved(path)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rate=st.floats(min_value=0, max_value=1e300),
+    characters=st.sets(st.characters(codec="utf-8"), min_size=1),
+    name=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,10}\Z"),
+)
+def test_resolved_yaml_round_trips_any_value(rate, characters, name):
+    tokenizer = {"type": "characters", "alphabet": "".join(characters)}
+    values = VALUES | {"name": name, "tokenizer": tokenizer, "optimizer": {"learning_rate": rate}}
+    config = RunConfig.model_validate(values)
+    assert RunConfig.model_validate(yaml.safe_load(dump_resolved(config))) == config
+
+
+@pytest.mark.parametrize("written", ["10", "'10'"])
+def test_a_time_limit_may_be_minutes(written):
+    assert load_recipe("demo", [f"job.time_limit={written}"]).config.job.time_limit == "10"
+
+
+@pytest.mark.parametrize("written", ["soon", "1.5", "-5", "true"])
+def test_what_is_no_time_limit_is_told_what_one_is(written):
+    (problem,) = problems("demo", f"job.time_limit={written}")
+    assert "expected minutes or a time such as 1-12:00:00 or null, got" in problem
+    assert "quotes" not in problem  # they would not help
+
+
+def test_text_that_yaml_takes_for_a_number_wants_quotes_where_null_would_do_too():
+    (problem,) = problems("demo", "image.reference=5")
+    assert problem.endswith("image.reference: expected text or null, got 5 (put it in quotes)")

@@ -1,0 +1,196 @@
+"""The shipped recipes hold the figures of Megatron-RL's own, row by row.
+
+Every number here was written down from that project's recipes and from the models' published config.json, not from
+ours: two records that must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from launcher.cli.main import main
+from launcher.recipe.load import load_recipe, shipped_recipes
+from megatron_rl.agent.registry import environment_class, required_datasets
+from megatron_rl.config import RunConfig
+
+HEADLINE = ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"]
+
+# name: TP, PP, nodes, eps low, eps high, group, prompts, global batch, micro batch, sequence, lr, weight decay
+TRAINING = {
+    "qwen2.5-32b-dapo": (8, 1, 8, 0.2, 0.28, 16, 64, 1024, 1, 11999, 1e-6, 0.0),
+    "qwen2.5-32b-dapo-partitioned": (8, 1, 8, 0.2, 0.28, 16, 64, 1024, 1, 11999, 1e-6, 0.0),
+    "qwen2.5-3b-dapo": (2, 1, 2, 0.2, 0.2, 16, 64, 1024, 1, 8192, 1e-6, 0.0),
+    "qwen2.5-math-7b-dapo": (1, 1, 2, 0.2, 0.2, 16, 64, 1024, 2, 4096, 1e-6, 0.0),
+    "r1-distill-qwen-7b-dapo": (2, 1, 2, 0.2, 0.2, 8, 128, 1024, 1, 8192, 1e-6, 0.0),
+    "qwen3-4b-dapo": (1, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 32768, 1e-6, 0.01),
+    "qwen3-8b-dapo": (1, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 32768, 1e-6, 0.01),
+    "qwen3-32b-dapo": (4, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 8192, 1e-6, 0.01),
+    "qwen3-30b-a3b-dapo": (4, 1, 1, 0.2, 0.2, 16, 64, 256, 1, 8192, 1e-6, 0.01),
+    "llama3.1-8b-instruct-dapo": (8, 1, 4, 0.2, 0.2, 16, 64, 1024, 2, 8192, 3e-7, 0.1),
+}
+
+# layers, hidden, ffn, heads, kv heads, head size, positions, vocabulary, rope base, epsilon, qkv bias, qk norm, tied
+QWEN_7B = (28, 3584, 18944, 28, 4, 128)
+MODELS = {
+    "qwen2.5-32b-dapo": (64, 5120, 27648, 40, 8, 128, 131072, 152064, 1e6, 1e-5, True, False, False),
+    "qwen2.5-32b-dapo-partitioned": (64, 5120, 27648, 40, 8, 128, 131072, 152064, 1e6, 1e-5, True, False, False),
+    "qwen2.5-3b-dapo": (36, 2048, 11008, 16, 2, 128, 32768, 151936, 1e6, 1e-6, True, False, True),
+    "qwen2.5-math-7b-dapo": (*QWEN_7B, 4096, 152064, 1e4, 1e-6, True, False, False),
+    "r1-distill-qwen-7b-dapo": (*QWEN_7B, 131072, 152064, 1e4, 1e-6, True, False, False),
+    "qwen3-4b-dapo": (36, 2560, 9728, 32, 8, 128, 40960, 151936, 1e6, 1e-6, False, True, True),
+    "qwen3-8b-dapo": (36, 4096, 12288, 32, 8, 128, 40960, 151936, 1e6, 1e-6, False, True, False),
+    "qwen3-32b-dapo": (64, 5120, 25600, 64, 8, 128, 40960, 151936, 1e6, 1e-6, False, True, False),
+    "qwen3-30b-a3b-dapo": (48, 2048, 6144, 32, 4, 128, 40960, 151936, 1e6, 1e-6, False, True, False),
+    "llama3.1-8b-instruct-dapo": (32, 4096, 14336, 32, 8, 128, 131072, 128256, 5e5, 1e-5, False, False, False),
+}
+
+
+@cache
+def recipe(name: str) -> RunConfig:
+    return load_recipe(name).config
+
+
+def test_the_table_has_every_shipped_recipe_but_the_demo() -> None:
+    assert sorted(TRAINING) == sorted(MODELS) == [name for name in shipped_recipes() if name != "demo"]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_is_as_in_the_table(name: str) -> None:
+    config = recipe(name)
+    tp, pp, nodes, low, high, group, prompts, batch, micro, sequence, rate, decay = TRAINING[name]
+    assert (config.placement.training.tp, config.placement.training.pp, config.placement.training.cp) == (tp, pp, 1)
+    assert (config.job.nodes, config.job.gpus_per_node, config.job.device) == (nodes, 8, "cuda")
+    assert (config.grpo.eps_low, config.grpo.eps_high) == (low, high)
+    assert (config.grpo.group_size, config.grpo.prompts_per_step) == (group, prompts)
+    assert config.grpo.samples_per_update == batch
+    assert config.sequence_length == sequence
+    assert config.training.tokens_per_microbatch == micro * sequence
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (rate, decay)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_has_its_published_shape(name: str) -> None:
+    model = recipe(name).model
+    layers, hidden, ffn, heads, groups, head, positions, vocabulary, base, epsilon, bias, norm, tied = MODELS[name]
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (layers, hidden, ffn)
+    assert (model.num_attention_heads, model.num_query_groups, model.head_size) == (heads, groups, head)
+    assert (model.max_position_embeddings, model.vocab_size) == (positions, vocabulary)
+    assert (model.rope_base, model.layernorm_epsilon) == (base, epsilon)
+    assert (model.qkv_bias, model.qk_norm, model.tied_embeddings) == (bias, norm, tied)
+    assert (model.vocab_multiple, model.dtype, model.init) == (128, "bf16", "huggingface")
+
+
+def test_only_the_mixture_has_experts_and_only_llama_stretches_positions() -> None:
+    experts = {
+        name: (recipe(name).model.num_experts, recipe(name).model.experts_per_token, recipe(name).placement.training.ep)
+        for name in TRAINING
+    }
+    assert {name: sizes for name, sizes in experts.items() if sizes != (None, None, 1)} == {
+        "qwen3-30b-a3b-dapo": (128, 8, 2)
+    }
+    assert recipe("qwen3-30b-a3b-dapo").model.expert_ffn_hidden_size == 768
+    assert {name: recipe(name).model.rope_scaling for name in TRAINING if recipe(name).model.rope_scaling} == {
+        "llama3.1-8b-instruct-dapo": 8.0
+    }
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_adam_is_as_in_the_table(name: str) -> None:
+    adam = recipe(name).optimizer
+    beta2 = 0.999 if name.startswith("qwen3-") else 0.95
+    assert (adam.beta1, adam.beta2, adam.epsilon, adam.clip_grad) == (0.9, beta2, 1e-8, 1.0)
+    assert (adam.warmup_steps, adam.decay) == (0, "constant")
+
+
+@pytest.mark.parametrize("name", HEADLINE)
+def test_the_headline_recipe_is_the_one_of_the_claim(name: str) -> None:
+    config = recipe(name)
+    grpo, training, layout = config.grpo, config.training, config.placement.training
+    assert (grpo.iterations, grpo.kl_beta, grpo.entropy_coefficient, grpo.updates_per_pass) == (1, 0.0, 0.0, 1)
+    assert (grpo.reduction, grpo.advantage_std) == ("token", True)
+    assert config.inference.max_batch == 32
+    assert (training.recompute, layout.sequence_parallel) == ("selective", True)
+    assert (config.optimizer.distributed, config.optimizer.grad_reduce_in_fp32) == (True, True)
+    assert 48828125 - 1024 < training.steps * 1024 <= 48828125
+    assert (config.evaluation.every, config.evaluation.prompts, config.save.every) == (20, 32, 20)
+    assert config.job.collective_timeout_s == 60 * 60
+    assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (1.0, 1.0, 0)
+    assert config.tokenizer.path == config.model.huggingface == "Qwen/Qwen2.5-32B"
+
+
+def test_the_headline_recipe_trains_and_generates_on_all_64_ranks() -> None:
+    config = recipe("qwen2.5-32b-dapo")
+    assert (config.placement.mode, config.job.world_size, config.data_parallel_size) == ("colocated", 64, 8)
+
+
+def test_partitioned_differs_from_it_in_name_and_placement_only() -> None:
+    together, apart = recipe("qwen2.5-32b-dapo").model_dump(), recipe("qwen2.5-32b-dapo-partitioned").model_dump()
+    assert {key for key in together if together[key] != apart[key]} == {"name", "placement"}
+    assert apart["placement"]["mode"] == "partitioned"
+    inference = apart["placement"]["inference"]
+    assert (inference["nodes"], inference["tp"]) == (4, 4)
+    assert recipe("qwen2.5-32b-dapo-partitioned").data_parallel_size == 4
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_dapos_problems_are_trained_on_and_aime_2024_is_only_evaluated(name: str) -> None:
+    config = recipe(name)
+    arguments: Any = environment_class("math").Config.model_validate(config.environment.args)
+    assert arguments.train.path == "BytedTsinghua-SIA/DAPO-Math-17k"
+    assert [source.path for source in arguments.evaluate.values()] == ["Maxwell-Jia/AIME_2024"]
+    assert required_datasets(config.environment) == ["BytedTsinghua-SIA/DAPO-Math-17k", "Maxwell-Jia/AIME_2024"]
+    assert config.sampling.max_new_tokens + arguments.max_prompt_tokens == config.sequence_length
+    assert (arguments.format_reward, arguments.negative_reward, arguments.partial_end_reward) == (0.0, 0.0, 0.0)
+
+
+def test_a_model_that_was_taught_to_talk_is_talked_to() -> None:
+    base = {"qwen2.5-3b-dapo", "qwen2.5-math-7b-dapo", *HEADLINE}
+    assert {name for name in TRAINING if recipe(name).environment.args["chat"] == "never"} == base
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_recipe_that_does_not_fit_into_80_gib_says_so(name: str) -> None:
+    """As `mrl plan` estimates it: the layout is the table's, and not all of those fit here."""
+    result = CliRunner().invoke(main, ["plan", name, "--json"])
+    assert result.exit_code == 0, result.output
+    largest = max(part["bytes"] for part in json.loads(result.stdout)["memory"])
+    warned = "GB a GPU" in load_recipe(name).text
+    assert warned == (largest > 80 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3-4b-dapo", ["placement.training.tp=4"]),
+        ("qwen3-8b-dapo", ["placement.training.tp=4"]),
+        ("qwen3-32b-dapo", ["placement.training.tp=8", "job.nodes=4"]),
+    ],
+)
+def test_the_layout_that_such_a_recipe_names_does_fit(name: str, overrides: list[str]) -> None:
+    result = CliRunner().invoke(main, ["plan", name, *overrides, "--json"])
+    assert result.exit_code == 0, result.output
+    assert all(part["bytes"] < 80 * 2**30 for part in json.loads(result.stdout)["memory"])
+
+
+def test_the_container_and_its_environment_are_those_of_the_claim() -> None:
+    """They belong to the cluster, not to the recipe."""
+    profile = yaml.safe_load((files("launcher.cluster.shipped") / "h100.yaml").read_text(encoding="utf-8"))
+    profile = profile.get("clusters", profile).get("h100", profile)
+    assert profile["gpus_per_node"] == 8
+    assert profile["container"]["image"] == "nvcr.io#nvidia/pytorch:25.06-py3"
+    expected = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_DEBUG": "WARN",
+        "NCCL_P2P_NET_CHUNKSIZE": "2097152",
+        "NVTE_BWD_LAYERNORM_SM_MARGIN": "16",
+        "NVTE_FWD_LAYERNORM_SM_MARGIN": "16",
+        "UB_TIMEOUT": "720",
+    }
+    assert profile["environment"].items() >= expected.items()

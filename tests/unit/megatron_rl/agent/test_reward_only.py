@@ -1,0 +1,170 @@
+"""RewardOnlyAgent: one request a problem, one score an answer, and no failure ever counts as a reward of 0."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest, Problem, RolloutGroup
+from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
+from megatron_rl.inference.config import Sampling
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.section import Section
+
+TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
+SAMPLING = Sampling(max_new_tokens=4)
+PROBLEM = Problem("7=", {"answer": "7"})
+
+
+class Scored(RewardOnlyAgent):
+    """Scores with the function it is given."""
+
+    class Config(Section):
+        pass
+
+    def __init__(self, score: Callable[[str], float]) -> None:
+        super().__init__(self.Config(), TOKENIZER)
+        self.score = score
+        self.asked: list[tuple[str, Mapping[str, Any], FinishReason]] = []
+
+    def training_problems(self) -> Sequence[Problem]:
+        return [PROBLEM]
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return {}
+
+    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        self.asked.append((response, golden, finish_reason))
+        return self.score(response)
+
+
+@dataclass
+class Scripted:
+    """An engine that answers with the given texts, in turn; the last answer is cut off."""
+
+    texts: list[str]
+    requests: list[GenerationRequest] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        texts = [self.texts[index % len(self.texts)] for index in range(request.num_samples)]
+        return [completion(text, cut=index == request.num_samples - 1) for index, text in enumerate(texts)]
+
+
+def completion(text: str, cut: bool) -> Completion:
+    tokens = TOKENIZER.encode(text) + ([] if cut else [TOKENIZER.eos_id])
+    return Completion(tokens, [-0.5] * len(tokens), "length" if cut else "stop", policy_version=9)
+
+
+def rollout_group(agent: RewardOnlyAgent, engine: Scripted, size: int) -> RolloutGroup:
+    request = GroupRolloutRequest(
+        ordinal=5, problem=PROBLEM, group_size=size, sampling=SAMPLING, key=11, inference=engine
+    )
+    return asyncio.run(agent.group_rollout(request))
+
+
+def test_a_group_is_one_request_for_all_its_answers() -> None:
+    engine = Scripted(["1"])
+    rollout_group(Scored(float), engine, 6)
+    assert engine.requests == [GenerationRequest(TOKENIZER.encode("7="), 6, SAMPLING, 11)]
+
+
+def test_reward_sees_text_without_special_tokens_golden_and_finish_reason() -> None:
+    agent = Scored(float)
+    rollout_group(agent, Scripted(["12", "3"]), 2)
+    assert agent.asked == [("12", PROBLEM.golden, "stop"), ("3", PROBLEM.golden, "length")]
+
+
+def test_rollouts_keep_the_engines_tokens_logprobs_and_policy_version() -> None:
+    group = rollout_group(Scored(float), Scripted(["12", "3"]), 2)
+    assert (group.ordinal, group.problem, group.failures) == (5, PROBLEM, {})
+    first, second = group.rollouts
+    assert first.prompt_tokens == TOKENIZER.encode("7=")
+    assert first.tokens == [1, 2, TOKENIZER.eos_id] and first.logprobs == [-0.5, -0.5, -0.5]
+    assert (first.text, first.reward, first.finish_reason, first.policy_version) == ("12", 12.0, "stop", 9)
+    assert (second.text, second.reward, second.finish_reason) == ("3", 3.0, "length")
+
+
+def test_answer_whose_reward_raises_is_left_out_and_counted_by_reason() -> None:
+    def score(text: str) -> float:
+        if text == "2":
+            raise TimeoutError("the verifier took 10 s\nand more")
+        return {"1": 1.0}[text]
+
+    group = rollout_group(Scored(score), Scripted(["1", "2", "3", "2"]), 4)
+    assert [rollout.text for rollout in group.rollouts] == ["1"]
+    assert group.failures == {"get_reward: TimeoutError: the verifier took 10 s": 2, "get_reward: KeyError: '3'": 1}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high"])
+def test_reward_that_is_no_finite_number_is_a_failure(value: Any) -> None:
+    group = rollout_group(Scored(lambda text: value), Scripted(["1"]), 3)
+    assert group.rollouts == [] and sum(group.failures.values()) == 3
+
+
+def test_first_failure_of_each_type_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        rollout_group(Scored(lambda text: 1 / int(text)), Scripted(["0"]), 8)
+    assert len(caplog.records) == 1
+    assert "'0' to '7='" in caplog.text and "ZeroDivisionError" in caplog.text and "Traceback" in caplog.text
+
+
+def test_failing_engine_is_no_reward_failure() -> None:
+    class Dead(Scripted):
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            raise ConnectionError("engine gone")
+
+    with pytest.raises(ConnectionError, match="engine gone"):
+        rollout_group(Scored(float), Dead([]), 2)
+
+
+def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own() -> None:
+    class Gathering(Scripted):
+        """Answers only once all three problems have been asked."""
+
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            asked = len(self.requests) + 1
+            completions = await super().generate(request)
+            async with asyncio.timeout(5):
+                while len(self.requests) < 3:
+                    await asyncio.sleep(0)
+            return [completion(str(asked), cut=False) for _ in completions]
+
+    engine = Gathering(["1"])
+    problems = [Problem(f"{number}=", {}) for number in (4, 5, 6)]
+    request = EvaluationRequest(problems, SAMPLING, samples_per_problem=2, key=1, inference=engine)
+    response = asyncio.run(Scored(float).evaluate(request))
+    assert [[rollout.text for rollout in group] for group in response.rollouts] == [["1", "1"], ["2", "2"], ["3", "3"]]
+    assert response.rewards == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert [request.prompt_tokens[0] for request in engine.requests] == [4, 5, 6]
+    assert len({request.key for request in engine.requests}) == 3
+
+
+class ScoredElsewhere(Scored):
+    """Waits for its scores, as for another process; knows how many it waits for at once."""
+
+    waiting = most = 0
+
+    async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0.01)
+        self.waiting -= 1
+        return super().get_reward(response, golden, finish_reason)
+
+
+def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
+    def score(text: str) -> float:
+        return float("nan") if text == "3" else float(text)
+
+    agent = ScoredElsewhere(score)
+    group = rollout_group(agent, Scripted(["1", "2", "3", "4"]), 4)
+    assert agent.most == 4
+    assert [(rollout.text, rollout.reward) for rollout in group.rollouts] == [("1", 1.0), ("2", 2.0), ("4", 4.0)]
+    assert group.failures == {"get_reward: ValueError: the reward is nan": 1}

@@ -1,0 +1,252 @@
+"""The GRPO loss of generated tokens equals its definition, in value and in gradient, whatever options are on."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.config import GrpoConfig
+from megatron_rl.algorithms.importance import truncated_weights
+from megatron_rl.algorithms.loss import GrpoInputs, grpo_loss
+
+OPTIONS = [
+    GrpoConfig(
+        eps_low=low, eps_high=high, importance_cap=cap, kl_beta=beta, kl_estimator=estimator, entropy_coefficient=ent
+    )
+    for (low, high), cap, (beta, estimator), ent in product(
+        [(0.2, 0.2), (0.2, 0.28), (0.0, 0.0)],
+        [None, 1.1],
+        [(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.3, "k3")],
+        [0.0, 0.05],
+    )
+]
+
+
+def describe(config):
+    on = [f"eps={config.eps_low}/{config.eps_high}"]
+    on += [f"cap={config.importance_cap}"] if config.importance_cap else []
+    on += [f"{config.kl_estimator}={config.kl_beta}"] if config.kl_beta else []
+    on += [f"entropy={config.entropy_coefficient}"] if config.entropy_coefficient else []
+    return " ".join(on)
+
+
+with_every_option = pytest.mark.parametrize("config", OPTIONS, ids=describe)
+
+
+def random_inputs(tokens, seed=0, dtype=torch.float64):
+    """Tokens of a policy a few updates away from the one that sampled; every fifth carries no loss."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale):
+        return torch.randn(tokens, generator=generator, dtype=torch.float64) * scale
+
+    old = -normal(1).abs() - 0.1
+    weights = torch.rand(tokens, generator=generator, dtype=torch.float64)
+    weights[::5] = 0
+    return GrpoInputs(
+        logprobs=(old + normal(0.3)).to(dtype).requires_grad_(),
+        old_logprobs=old.to(dtype),
+        advantages=normal(1).to(dtype),
+        weights=weights.to(dtype),
+        inference_logprobs=(old + normal(0.1)).to(dtype),
+        ref_logprobs=(old + normal(0.3)).to(dtype),
+    )
+
+
+def select(inputs, index):
+    """The tokens at `index`, as inputs of their own."""
+    fields = {name: getattr(inputs, name) for name in GrpoInputs.__slots__}
+    return GrpoInputs(**{name: None if value is None else value[index] for name, value in fields.items()})
+
+
+def token_loss_by_hand(logp, old, advantage, inference, ref, config):
+    ratio = math.exp(logp - old)
+    clipped = min(max(ratio, 1 - config.eps_low), 1 + config.eps_high)
+    weight = min(math.exp(old - inference), config.importance_cap) if config.importance_cap else 1.0
+    d = ref - logp
+    kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[config.kl_estimator]
+    entropy = -math.exp(logp) * logp
+    surrogate = min(ratio * advantage, clipped * advantage)
+    return -weight * surrogate + config.kl_beta * kl - config.entropy_coefficient * entropy
+
+
+def loss_by_hand(inputs, config):
+    columns = [
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.inference_logprobs,
+        inputs.ref_logprobs,
+    ]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    losses = [token_loss_by_hand(*row, config) for row in rows]
+    return math.fsum(weight * loss for weight, loss in zip(inputs.weights.tolist(), losses, strict=True))
+
+
+@with_every_option
+def test_equals_the_definition_in_float64(config):
+    inputs = random_inputs(200)
+    loss, _ = grpo_loss(inputs, config)
+    assert loss.item() == pytest.approx(loss_by_hand(inputs, config), rel=1e-12)
+
+
+@with_every_option
+def test_fp32_is_close_to_float64(config):
+    inputs = random_inputs(200, dtype=torch.float32)
+    loss, _ = grpo_loss(inputs, config)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(loss_by_hand(inputs, config), rel=1e-4)
+
+
+@with_every_option
+def test_gradient_is_that_of_the_loss(config):
+    inputs = random_inputs(60)
+    ratio = (inputs.logprobs - inputs.old_logprobs).detach().exp()
+    kinks = torch.tensor([1 - config.eps_low, 1 + config.eps_high])
+    smooth = select(inputs, ((ratio[:, None] - kinks).abs() > 1e-3).all(dim=1))
+    assert len(smooth.weights) > 50
+
+    def loss(logprobs):
+        return grpo_loss(replace(smooth, logprobs=logprobs), config)[0]
+
+    assert torch.autograd.gradcheck(loss, smooth.logprobs.detach().requires_grad_())
+
+
+def test_on_policy_the_gradient_is_the_policy_gradient():
+    inputs = random_inputs(50)
+    inputs = replace(inputs, old_logprobs=inputs.logprobs.detach())
+    loss, stats = grpo_loss(inputs, GrpoConfig())
+    loss.backward()
+    assert torch.equal(inputs.logprobs.grad, -inputs.weights * inputs.advantages)
+    assert stats.maxima["ratio"] == 1
+    assert stats.sums["ratio"] == stats.sums["tokens"] == 40
+    assert stats.sums["clip_low"] == stats.sums["clip_high"] == 0
+
+
+def test_the_clip_binds_only_against_the_advantage():
+    """Four ratios of 2 and 1/2, two advantages: only two of them are clipped, and these have no gradient."""
+    logprobs = torch.log(torch.tensor([2.0, 2.0, 0.5, 0.5])).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    inputs = GrpoInputs(logprobs, torch.zeros(4), advantages, torch.ones(4))
+    loss, stats = grpo_loss(inputs, GrpoConfig(eps_low=0.2, eps_high=0.28))
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor(-1.28 + 2 - 0.5 + 0.8))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0, 2, -0.5, 0]))
+    assert stats.sums["clip_high"] == stats.sums["clip_low"] == 1
+
+
+def test_importance_weights_are_truncated_and_carry_no_gradient():
+    old = torch.log(torch.tensor([0.5, 0.5, 0.5])).requires_grad_()
+    inference = torch.log(torch.tensor([0.5, 0.1, 1.0]))
+    weights = truncated_weights(old, inference, cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 0.5]))
+    assert not weights.requires_grad
+
+
+@settings(deadline=None)
+@given(st.permutations(range(40)), st.sampled_from(OPTIONS))
+def test_the_order_of_tokens_does_not_matter(order, config):
+    inputs = random_inputs(40)
+    loss, stats = grpo_loss(inputs, config)
+    permuted_loss, permuted_stats = grpo_loss(select(inputs, order), config)
+    torch.testing.assert_close(permuted_loss, loss)
+    torch.testing.assert_close(permuted_stats.sums, stats.sums)
+    torch.testing.assert_close(permuted_stats.maxima, stats.maxima)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=5), st.sampled_from(OPTIONS))
+def test_micro_batches_add_up_to_the_batch(cuts, config):
+    inputs = random_inputs(40)
+    loss, stats = grpo_loss(inputs, config)
+    edges = [0, *sorted(cuts), 40]
+    parts = [
+        grpo_loss(select(inputs, slice(start, stop)), config)
+        for start, stop in pairwise(edges)  # equal cuts make empty micro-batches
+    ]
+    torch.testing.assert_close(sum(part for part, _ in parts), loss)
+    for name, total in stats.sums.items():
+        torch.testing.assert_close(sum(part.sums[name] for _, part in parts), total)
+    for name, largest in stats.maxima.items():
+        assert max(part.maxima[name] for _, part in parts) == largest
+
+
+def test_tokens_without_weight_count_for_nothing():
+    inputs = random_inputs(20)
+    inputs = replace(inputs, weights=torch.zeros(20, dtype=torch.float64))
+    loss, stats = grpo_loss(inputs, OPTIONS[-1])
+    loss.backward()
+    assert loss == 0
+    assert inputs.logprobs.grad.tolist() == [0] * 20
+    assert all(value == 0 for value in [*stats.sums.values(), *stats.maxima.values()])
+
+
+def test_an_empty_micro_batch_has_a_loss_to_go_backward_from():
+    inputs = select(random_inputs(5), slice(0, 0))
+    loss, stats = grpo_loss(inputs, OPTIONS[-1])
+    loss.backward()
+    assert loss == 0
+    assert all(value == 0 for value in [*stats.sums.values(), *stats.maxima.values()])
+
+
+def test_stats_are_sums_over_the_trained_tokens():
+    config = GrpoConfig(eps_low=0.1, eps_high=0.1, importance_cap=1.05, kl_beta=0.1, kl_estimator="k2")
+    inputs = random_inputs(200)
+    _, stats = grpo_loss(inputs, config)
+    trained = select(inputs, inputs.weights != 0)
+    rows = list(
+        zip(
+            trained.logprobs.tolist(),
+            trained.old_logprobs.tolist(),
+            trained.advantages.tolist(),
+            trained.inference_logprobs.tolist(),
+            trained.ref_logprobs.tolist(),
+            strict=True,
+        )
+    )
+    ratios = [math.exp(logp - old) for logp, old, *_ in rows]
+    differences = [abs(old - inference) for _, old, _, inference, _ in rows]
+    expected = {
+        "tokens": 160,
+        "ratio": sum(ratios),
+        "clip_low": sum(r < 0.9 and row[2] < 0 for r, row in zip(ratios, rows, strict=True)),
+        "clip_high": sum(r > 1.1 and row[2] > 0 for r, row in zip(ratios, rows, strict=True)),
+        "importance_weight": sum(min(math.exp(old - inference), 1.05) for _, old, _, inference, _ in rows),
+        "kl": sum((ref - logp) ** 2 / 2 for logp, *_, ref in rows),
+        "inference_difference": sum(differences),
+    }
+    assert expected["clip_low"] > 10 and expected["clip_high"] > 10
+    assert {name: value.item() for name, value in stats.sums.items()} == pytest.approx(expected, rel=1e-5)
+    assert stats.maxima["ratio"].item() == pytest.approx(max(ratios), rel=1e-6)
+    assert stats.maxima["inference_difference"].item() == pytest.approx(max(differences), rel=1e-6)
+
+
+def test_stats_name_only_what_was_measured():
+    inputs = replace(random_inputs(5), inference_logprobs=None, ref_logprobs=None)
+    _, stats = grpo_loss(inputs, GrpoConfig())
+    assert set(stats.sums) == {"tokens", "ratio", "clip_low", "clip_high"}
+    assert set(stats.maxima) == {"ratio"}
+
+
+def test_stats_carry_no_gradient():
+    _, stats = grpo_loss(random_inputs(5), OPTIONS[-1])
+    assert not any(value.requires_grad for value in [*stats.sums.values(), *stats.maxima.values()])
+
+
+def test_without_beta_the_reference_is_not_looked_at():
+    inputs = random_inputs(5)
+    loss, _ = grpo_loss(replace(inputs, ref_logprobs=torch.full((5,), math.nan, dtype=torch.float64)), GrpoConfig())
+    assert loss.item() == grpo_loss(inputs, GrpoConfig())[0].item()
+
+
+@pytest.mark.parametrize(
+    ("missing", "config"),
+    [("inference_logprobs", GrpoConfig(importance_cap=2.0)), ("ref_logprobs", GrpoConfig(kl_beta=0.1))],
+)
+def test_an_option_without_its_logprobs_is_refused(missing, config):
+    with pytest.raises(ValueError, match=f"needs {missing}"):
+        grpo_loss(replace(random_inputs(5), **{missing: None}), config)

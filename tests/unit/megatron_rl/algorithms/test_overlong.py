@@ -1,0 +1,53 @@
+"""Answers near the limit lose reward (DAPO eq. 13), or answers that hit it carry no loss, or nothing happens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.config import OverlongConfig
+from megatron_rl.algorithms.overlong import overlong_penalty, shaped_rewards, trained_mask
+
+PENALTY = OverlongConfig(mode="penalty", buffer=4, penalty=0.5)
+
+
+def test_grows_linearly_over_the_buffer():
+    lengths = torch.tensor([0, 1, 6, 7, 8, 9, 10])
+    penalties = overlong_penalty(lengths, max_new_tokens=10, buffer=4, penalty=1.0)
+    assert penalties.tolist() == [0, 0, 0, -0.25, -0.5, -0.75, -1]
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 30000), st.floats(0, 4))
+def test_equals_equation_13(data, limit, penalty):
+    buffer = data.draw(st.integers(1, limit))
+    length = data.draw(st.integers(0, limit + 5))
+    if length <= limit - buffer:
+        expected = 0.0
+    elif length <= limit:
+        expected = ((limit - buffer) - length) / buffer * penalty
+    else:
+        expected = -penalty
+    [ours] = overlong_penalty(torch.tensor([length]), max_new_tokens=limit, buffer=buffer, penalty=penalty).tolist()
+    assert ours == pytest.approx(expected, rel=1e-5, abs=1e-30)
+
+
+def test_the_penalty_is_taken_from_the_reward_in_mode_penalty():
+    rewards, lengths = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([5, 8, 10])
+    assert shaped_rewards(rewards, lengths, max_new_tokens=10, overlong=PENALTY).tolist() == [1, 0.75, -0.5]
+
+
+@pytest.mark.parametrize("overlong", [OverlongConfig(), OverlongConfig(mode="mask")])
+def test_other_modes_leave_the_reward_alone(overlong):
+    rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([10, 10])
+    assert torch.equal(shaped_rewards(rewards, lengths, max_new_tokens=10, overlong=overlong), rewards)
+
+
+def test_mode_mask_trains_only_answers_that_were_not_cut():
+    cut = torch.tensor([False, True, False])
+    assert trained_mask(cut, OverlongConfig(mode="mask")).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("overlong", [OverlongConfig(), PENALTY])
+def test_other_modes_train_every_answer(overlong):
+    assert trained_mask(torch.tensor([False, True]), overlong).tolist() == [1, 1]

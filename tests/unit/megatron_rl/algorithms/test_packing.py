@@ -1,0 +1,148 @@
+"""Packing changes how fast log-probs are computed, never what they are."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import CPU, VOCAB, answer_logprobs, rollout, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.agent.api import Rollout
+from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.packing import MicroBatch, microbatches
+from megatron_rl.model.policy import Policy
+
+TOKENS = st.integers(0, VOCAB - 1)
+PROMPT = st.lists(TOKENS, min_size=1, max_size=12)
+FEW_TOKENS = st.integers(0, 1)  # with which answers often begin alike
+ANSWER = st.one_of(
+    st.lists(FEW_TOKENS, min_size=1, max_size=6),
+    st.lists(TOKENS, min_size=1, max_size=12),
+    st.lists(TOKENS, min_size=24, max_size=36),
+)
+GROUP = st.tuples(PROMPT, st.lists(ANSWER, min_size=1, max_size=5))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Rollout]:
+    """Answers of several prompts; the answers to one prompt stand together, and prompts may come twice."""
+    return [
+        rollout(prompt, answer)
+        for prompt, answers in draw(st.lists(GROUP, min_size=1, max_size=4))
+        for answer in answers
+    ]
+
+
+LIMIT = st.integers(1, 250)
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, group: Any) -> Policy:
+    return tiny_policy(platform)
+
+
+def targets_of(rollouts: list[Rollout]) -> Tensor:
+    return torch.tensor([token for rollout in rollouts for token in rollout.tokens])
+
+
+def logprobs_of(policy: Policy, rollouts: list[Rollout], packed: list[MicroBatch]) -> Tensor:
+    """[answer tokens], in the order of the rollouts; NaN where no micro-batch holds the token."""
+    targets = targets_of(rollouts)
+    parts = torch.full((len(targets),), torch.nan)
+    for micro in packed:
+        logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
+        logprobs, _ = token_logprobs(logits, targets[micro.answer_tokens], 1.0)
+        parts = parts.index_put((micro.answer_tokens,), logprobs)
+    return parts
+
+
+@settings(deadline=None, max_examples=40)
+@given(rollouts=batches(), limit=LIMIT)
+def test_logprobs_are_those_of_each_sequence_alone(policy: Policy, rollouts: list[Rollout], limit: int) -> None:
+    alone = torch.cat([answer_logprobs(policy, each.prompt_tokens, each.tokens) for each in rollouts])
+    with torch.no_grad():
+        packed = logprobs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU))
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+
+
+@given(rollouts=batches(), limit=LIMIT, data=st.data())
+def test_every_chosen_answer_token_appears_exactly_once(rollouts: list[Rollout], limit: int, data: Any) -> None:
+    chosen = data.draw(st.lists(st.integers(0, len(rollouts) - 1), unique=True))
+    starts = [sum(len(each.tokens) for each in rollouts[:index]) for index in range(len(rollouts))]
+    expected = [starts[index] + t for index in chosen for t in range(len(rollouts[index].tokens))]
+    packed = microbatches(rollouts, chosen, limit, CPU)
+    assert [token for micro in packed for token in micro.answer_tokens.tolist()] == expected
+    assert all(len(micro.select) == len(micro.answer_tokens) > 0 for micro in packed)
+
+
+@given(rollouts=batches(), limit=LIMIT)
+def test_the_limit_holds_but_for_an_answer_that_alone_exceeds_it(rollouts: list[Rollout], limit: int) -> None:
+    owner = [index for index, each in enumerate(rollouts) for _ in each.tokens]
+    for micro in microbatches(rollouts, range(len(rollouts)), limit, CPU):
+        answers = {owner[token] for token in micro.answer_tokens.tolist()}
+        assert len(micro.tokens) <= limit or len(answers) == 1
+
+
+@given(rollouts=batches(), limit=LIMIT)
+def test_no_micro_batch_could_have_taken_the_next_answer(rollouts: list[Rollout], limit: int) -> None:
+    """Together with the limit: there are as few as the order allows."""
+    owner = [index for index, each in enumerate(rollouts) for _ in each.tokens]
+    packed = microbatches(rollouts, range(len(rollouts)), limit, CPU)
+    for micro in packed[:-1]:
+        members = sorted({owner[token] for token in micro.answer_tokens.tolist()})
+        assert counted(rollouts[members[0] : members[-1] + 2]) > limit
+
+
+def counted(rollouts: list[Rollout]) -> int:
+    """Packed tokens as the limit counts them: neighbours share their prompt and nothing else."""
+    prompts = [prompt for prompt, _ in groupby(each.prompt_tokens for each in rollouts)]
+    return sum(map(len, prompts)) + sum(len(each.tokens) - 1 for each in rollouts)
+
+
+@given(prompt=PROMPT, answers=st.lists(ANSWER, min_size=1, max_size=6))
+def test_a_group_computes_every_beginning_once_and_no_last_token(prompt: list[int], answers: list[list[int]]) -> None:
+    rollouts = [rollout(prompt, answer) for answer in answers]
+    (micro,) = microbatches(rollouts, range(len(rollouts)), 10**9, CPU)
+    beginnings = {tuple(answer[:length]) for answer in answers for length in range(1, len(answer))}
+    assert len(micro.tokens) == len(prompt) + len(beginnings)
+
+
+@settings(deadline=None, max_examples=25)
+@given(rollouts=batches(), limit=LIMIT, seed=st.integers(0, 100))
+def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
+    policy: Policy, rollouts: list[Rollout], limit: int, seed: int
+) -> None:
+    weights = torch.randn(len(targets_of(rollouts)), generator=torch.Generator().manual_seed(seed))
+
+    def loss_and_gradient(limit: int) -> tuple[Tensor, list[Tensor]]:
+        policy.zero_grad()
+        loss = (logprobs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU)) * weights).sum()
+        loss.backward()
+        return loss.detach(), [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
+
+    one, many = loss_and_gradient(10**9), loss_and_gradient(limit)
+    torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_chosen_makes_no_micro_batch() -> None:
+    assert microbatches([rollout([1], [2])], [], 10, CPU) == []
+
+
+@given(st.floats(0.1, 3.0), st.integers(0, 1000))
+def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature: float, seed: int) -> None:
+    logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed))
+    targets = torch.arange(6)
+    logprobs, entropy = token_logprobs(logits, targets, temperature)
+    probs = (logits.double() / temperature).softmax(-1)
+    torch.testing.assert_close(logprobs.double(), probs[torch.arange(6), targets].log(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.special.entr(probs).sum(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_decoding_counts_as_temperature_one() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(token_logprobs(logits, torch.arange(4), 0.0)[0], token_logprobs(logits, torch.arange(4), 1.0)[0])

@@ -1,0 +1,194 @@
+"""Which checkpoint a start finds, and what publishing leaves on the disk. No torch: folders and manifests only."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.checkpoint.config import SaveConfig
+from megatron_rl.checkpoint.publish import (
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    clean_up,
+    find_defect,
+    find_latest,
+    publish,
+    read_manifest,
+)
+from megatron_rl.run_dir import RunDir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(tmp_path)
+    clean_up(run_dir)
+    return run_dir
+
+
+def make(
+    run_dir: RunDir,
+    step: int,
+    content: bytes = b"shard",
+    save_id: str = "a-1",
+    parent: int | None = None,
+    **config: int,
+) -> Path:
+    """Publishes the checkpoint of `step`, in the same line as the newest there is unless `parent` is given."""
+    folder = run_dir.checkpoint_under_way(step, save_id)
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(content)
+    files = {"__0_0.distcp": FileRecord(len(content), hashlib.sha256(content).hexdigest())}
+    before = find_latest(run_dir).step if parent is None else parent
+    publish(run_dir, folder, Manifest(step, save_id, 1, before, 0.5, 2.0, {"step": step}, files), SaveConfig(**config))
+    return run_dir.checkpoint(step)
+
+
+def names(run_dir: RunDir) -> list[str]:
+    return sorted(path.name for path in run_dir.checkpoints.iterdir())
+
+
+def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
+    assert find_latest(RunDir(tmp_path)).step is None
+
+
+def test_the_newest_is_found_by_number_not_by_name(run_dir: RunDir) -> None:
+    for step in (999_998, 1_000_002):
+        make(run_dir, step)
+    assert find_latest(run_dir).step == 1_000_002
+
+
+def test_latest_names_the_published_one_and_nothing_else_is_left(run_dir: RunDir) -> None:
+    make(run_dir, 20)
+    make(run_dir, 40)
+    assert run_dir.latest_checkpoint.read_text() == "step-000040\n"
+    assert names(run_dir) == ["latest", "step-000020", "step-000040"]
+
+
+def test_the_newest_n_are_kept(run_dir: RunDir) -> None:
+    for step in (20, 40, 60, 80):
+        make(run_dir, step, keep=2)
+    assert names(run_dir) == ["latest", "step-000060", "step-000080"]
+
+
+def test_those_of_every_mth_step_stay_for_good(run_dir: RunDir) -> None:
+    for step in range(10, 101, 10):
+        make(run_dir, step, keep=2, keep_every=40)
+    assert run_dir.checkpoint_steps() == [100, 90, 80, 40]
+
+
+def test_one_that_would_stay_for_good_goes_with_its_line(run_dir: RunDir) -> None:
+    for step in (20, 40, 60):
+        make(run_dir, step, keep_every=20)
+    make(run_dir, 50, parent=20, keep=2, keep_every=20)
+    assert run_dir.checkpoint_steps() == [50, 20]
+
+
+def test_a_damaged_one_does_not_count_among_those_kept(run_dir: RunDir) -> None:
+    make(run_dir, 20)
+    (make(run_dir, 40) / "__0_0.distcp").unlink()
+    make(run_dir, 60, keep=2)
+    assert names(run_dir) == ["latest", "step-000020", "step-000060"]
+
+
+def test_later_ones_of_a_line_that_was_left_are_dropped(run_dir: RunDir) -> None:
+    """The run fell back to step 20 and went on: the next start must not find step 40 of the other line."""
+    make(run_dir, 20)
+    make(run_dir, 40)
+    make(run_dir, 30, parent=20, keep=2)
+    assert names(run_dir) == ["latest", "step-000020", "step-000030"]
+
+
+def test_a_second_save_of_a_step_takes_the_place_of_the_first(run_dir: RunDir) -> None:
+    make(run_dir, 40, content=b"one")
+    make(run_dir, 40, content=b"another", save_id="a-2")
+    assert (run_dir.checkpoint(40) / "__0_0.distcp").read_bytes() == b"another"
+    assert names(run_dir) == ["latest", "step-000040"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "is missing"),
+        (lambda folder: (folder / "__0_0.distcp").write_bytes(b"shar"), "has 4 bytes, 5 were written"),
+        (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text('{"step": 4'), "is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text('{"files": {"a": {"size": 1}}}'), "is damaged"),
+    ],
+)
+def test_a_torn_one_is_passed_over_and_the_reason_said(run_dir: RunDir, damage, said: str) -> None:
+    make(run_dir, 20)
+    damage(make(run_dir, 40))
+    latest = find_latest(run_dir)
+    assert latest.step == 20
+    assert len(latest.passed_over) == 1
+    assert latest.passed_over[0].startswith("checkpoint of step 40 passed over: ")
+    assert said in latest.passed_over[0]
+
+
+def test_the_manifest_reads_back_as_it_was_written(run_dir: RunDir) -> None:
+    folder = make(run_dir, 40)
+    assert read_manifest(folder) == Manifest(
+        40,
+        "a-1",
+        1,
+        None,
+        0.5,
+        2.0,
+        {"step": 40},
+        {"__0_0.distcp": FileRecord(5, hashlib.sha256(b"shard").hexdigest())},
+    )
+    assert find_defect(folder) is None
+
+
+def test_a_manifest_of_another_version_is_refused_not_misread(run_dir: RunDir) -> None:
+    path = make(run_dir, 40) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": "new"}))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_manifest(path.parent)
+
+
+def test_a_start_deletes_what_a_crash_left(run_dir: RunDir) -> None:
+    make(run_dir, 20)
+    debris = run_dir.checkpoint_under_way(40, "a-2")
+    debris.mkdir()
+    (debris / "__0_0.distcp").write_bytes(b"half")
+    clean_up(run_dir)
+    assert names(run_dir) == ["latest", "step-000020"]
+
+
+def test_debris_that_cannot_be_deleted_keeps_no_run_from_going_on(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that Slurm has given up may live, and still write into its save."""
+    run_dir.checkpoint_under_way(40, "dead").mkdir()
+    run_dir.checkpoint(20).mkdir()
+    run_dir.checkpoint(20).with_suffix(".old").mkdir()
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    clean_up(run_dir)
+
+
+def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(run_dir: RunDir) -> None:
+    make(run_dir, 40).rename(run_dir.checkpoints / "step-000040.old")
+    clean_up(run_dir)
+    assert find_latest(run_dir).step == 40
+    assert names(run_dir) == ["latest", "step-000040"]
+
+
+def test_a_manifest_that_was_changed_is_refused(run_dir: RunDir) -> None:
+    path = make(run_dir, 40) / "manifest.json"
+    text = path.read_text()
+    assert text.count(": 40") == 2
+    path.write_text(text.replace(": 40", ": 41"))
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        read_manifest(path.parent)

@@ -1,0 +1,121 @@
+"""After which steps a run is saved: fixed, for good, at the end, and `save.every: auto`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from checkpoint_helpers import run_ranks
+
+from megatron_rl.checkpoint.config import SaveConfig
+from megatron_rl.checkpoint.interval import Cost
+from megatron_rl.checkpoint.schedule import SaveSchedule
+from megatron_rl.run_dir import RunDir
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def saved_steps(
+    folder: Path,
+    last: int,
+    first: int = 0,
+    cost: Cost | None = None,
+    pace: Any = 10.0,
+    then: Cost | None = None,
+    **save: Any,
+) -> list[int]:
+    """Steps that a run saves whose steps take `pace` seconds, or `pace(step)`.
+
+    Args:
+        cost: of a save, as known at the beginning.
+        then: as known from the first save on.
+    """
+    now = 0.0
+    saver = SimpleNamespace(run_dir=RunDir(folder), config=SaveConfig(**save), cost=cost)
+    schedule = SaveSchedule(saver, first, last, clock=lambda: now)  # type: ignore[arg-type]
+    found = []
+    for step in range(first + 1, last + 1):
+        now += pace(step) if callable(pace) else pace
+        if schedule.due(step):
+            found.append(step)
+            saver.cost = then or saver.cost
+    return found
+
+
+def test_every_nth_step_and_the_last(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, 10, every=4) == [4, 8, 10]
+
+
+def test_zero_saves_only_the_last(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, 10, every=0) == [10]
+
+
+def test_checkpoints_that_stay_for_good_are_made_in_any_case(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, 12, every=4, keep_every=5) == [4, 5, 8, 10, 12]
+    assert saved_steps(tmp_path, 12, every=0, keep_every=5) == [5, 10, 12]
+
+
+def test_auto_saves_the_first_step_to_learn_what_it_costs_and_then_at_the_optimum(tmp_path: Path) -> None:
+    """Young's sqrt(2 * 3 s * 1 day) is 720 s, 72 steps of 10 s."""
+    found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
+    assert found[0] == 1
+    assert {72, 73} >= {later - one for one, later in itertools.pairwise(found[:-1])}
+    assert len(found) > 12
+
+
+def test_auto_knows_the_cost_from_the_checkpoint_that_was_restored(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, 600, first=500, every="auto", cost=Cost(3.0, 30.0)) == [572, 600]
+
+
+def test_auto_saves_more_often_where_the_run_fails_more_often(tmp_path: Path) -> None:
+    calm = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
+    lines = [
+        {"attempt": attempt, "event": event, "at": 1000.0 * attempt + late, "outcome": "lost"}
+        for attempt in range(1, 100)
+        for event, late in (("start", 0.0), ("end", 900.0))
+    ]
+    RunDir(tmp_path).attempts_ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))) > 5 * len(calm)
+
+
+def test_auto_follows_steps_that_grow_longer(tmp_path: Path) -> None:
+    """From 10 s to 40 s: never more than one step beyond the optimum of 720 s."""
+
+    def pace(step: int) -> float:
+        return 10.0 + 30.0 * step / 1000
+
+    found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0), pace=pace)
+    for one, later in itertools.pairwise(found[:-1]):
+        took = sum(map(pace, range(one + 1, later + 1)))
+        assert abs(took - 720) <= pace(later)
+
+
+def test_auto_with_steps_longer_than_the_optimum_saves_every_step(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, 5, every="auto", then=Cost(0.1, 1.0), pace=1000.0) == [1, 2, 3, 4, 5]
+
+
+def test_auto_asks_the_other_ranks_a_few_times_between_two_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broadcasts = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, **more: broadcasts.append(args))
+    found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
+    assert 0 < len(broadcasts) <= (math.log2(72) + 2) * len(found) < 200
+
+
+def _ranks_whose_clocks_differ(rank: int, world_size: int, folder: Path) -> list[int]:
+    return saved_steps(
+        folder, 400, every="auto", then=Cost(3.0 + 10 * rank, 30.0), pace=lambda step: 10.0 + 7.0 * rank * (step % 3)
+    )
+
+
+def test_ranks_that_measure_different_times_agree(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, 2, _ranks_whose_clocks_differ, tmp_path)
+    assert first == second
+    assert len(first) > 3

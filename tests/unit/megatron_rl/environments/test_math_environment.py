@@ -1,0 +1,228 @@
+"""The math environment: prompts, the four rewards, and an evaluation set that is never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_rl.agent.api import GroupRolloutRequest, Problem, RolloutGroup
+from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
+from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
+from megatron_rl.inference.config import Sampling
+
+pytest.importorskip("datasets")
+pytest.importorskip("math_verify")
+
+
+class Words:
+    """A tokenizer of one token a character, which may have a chat template."""
+
+    vocab_size, eos_id, pad_id = 1_000_000, 0, 1
+
+    def __init__(self, template: str | None = None) -> None:
+        self.template = template
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(token) for token in tokens if token)
+
+    def chat(self, message: str) -> str | None:
+        return None if self.template is None else self.template.format(message)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write(tmp_path / "train.jsonl", [("What is 1/4 + 1/4?", "1/2"), ("What is 2 + 2?", "4"), ("2 +  3?", "5")])
+    write(tmp_path / "held-out.jsonl", [("What is 2\n+ 2?", "4"), ("What is 7 - 1?", "6")])
+    return tmp_path
+
+
+def write(path: Path, rows: list[tuple[str, str]]) -> None:
+    path.write_text("".join(json.dumps({"problem": text, "answer": answer}) + "\n" for text, answer in rows))
+
+
+def build(data: Path, tokenizer: Words | None = None, **arguments: Any) -> MathEnvironment:
+    config = MathConfig.model_validate(
+        {
+            "train": {"path": str(data / "train.jsonl")},
+            "evaluate": {"sums": {"path": str(data / "held-out.jsonl")}},
+            "verifiers": 1,
+            "verify_timeout_s": 30.0,
+            **arguments,
+        }
+    )
+    return MathEnvironment(config, tokenizer or Words())
+
+
+def test_problems_of_an_evaluation_set_are_not_trained_on(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    environment = build(data, prompt="{question}")
+    assert [problem.prompt for problem in environment.training_problems()] == ["What is 1/4 + 1/4?", "2 +  3?"]
+    assert {name: len(problems) for name, problems in environment.evaluation_problems().items()} == {"sums": 2}
+    assert "1 training problems left out: an evaluation set has them" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokenizer", "prompt", "said"),
+    [
+        (
+            {},
+            Words(),
+            "2 +  3?\nReason step by step and put your final answer within \\boxed{}.",
+            "boxed",
+        ),
+        ({"prompt": "Q: {question} A:", "answer_format": "tags"}, Words(), "Q: 2 +  3? A:", "tags"),
+        (
+            {"prompt": "{question}", "answer_format": "line"},
+            Words("<user>{}<assistant>"),
+            "<user>2 +  3?<assistant>",
+            "line, chat template",
+        ),
+        ({"prompt": "{question}", "chat": "never"}, Words("<user>{}<assistant>"), "2 +  3?", "boxed"),
+    ],
+)
+def test_the_prompt_is_the_recipes_and_its_format_is_said(
+    data: Path, arguments: dict[str, Any], tokenizer: Words, prompt: str, said: str
+) -> None:
+    environment = build(data, tokenizer, **arguments)
+    assert environment.training_problems()[-1] == Problem(prompt, {"answer": "5"})
+    assert environment.prompt_format == said
+
+
+def test_long_prompts_are_left_out_and_counted(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    environment = build(data, prompt="{question}", max_prompt_tokens=10)
+    assert [problem.prompt for problem in environment.training_problems()] == ["2 +  3?"]
+    assert any(message.endswith("train.jsonl: 1 of 2 problems left out: over 10 tokens") for message in caplog.messages)
+    with pytest.raises(ValueError, match=r"train.jsonl leaves no problem to train on"):
+        build(data, max_prompt_tokens=3)
+
+
+REWARDS = {"partial_end_reward": 0.6, "format_reward": 0.1, "negative_reward": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("response", "finish", "reward"),
+    [
+        (r"Half: \boxed{\frac{1}{2}}", "stop", 1.0),
+        (r"Half: $\boxed{0.5}$.", "stop", 1.0),
+        (r"\boxed{0.5} is half.", "stop", 0.6),
+        (r"\boxed{0.4}", "stop", 0.1),
+        (r"\boxed{0.4} is wrong", "stop", 0.1),
+        (r"\boxed{0.5}", "length", 0.1),
+        (r"\boxed{0.5} and so on and", "length", 0.1),
+        (r"\boxed{0.4", "length", -0.5),
+        ("0.5", "stop", -0.5),
+        ("", "stop", -0.5),
+    ],
+)
+def test_the_reward_says_how_the_answer_ended(data: Path, response: str, finish: FinishReason, reward: float) -> None:
+    environment = build(data, **REWARDS)
+    assert asyncio.run(environment.get_reward(response, {"answer": "1/2"}, finish)) == reward
+
+
+class Scripted:
+    """An engine that answers with the given texts."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        answers = [[*map(ord, text), 0] for text in self.texts]
+        return [Completion(tokens, [-1.0] * len(tokens), "stop", 3) for tokens in answers]
+
+
+def answered(environment: MathEnvironment, texts: list[str]) -> RolloutGroup:
+    problem = environment.training_problems()[-1]
+    request = GroupRolloutRequest(0, problem, len(texts), Sampling(max_new_tokens=99), 0, Scripted(texts))
+    return asyncio.run(environment.group_rollout(request))
+
+
+def test_a_group_is_scored_in_the_order_of_its_answers(data: Path) -> None:
+    environment = build(data, verifiers=2)
+    scored = answered(environment, [r"\boxed{5}", r"\boxed{6}", r"\boxed{10/2}", "5", r"\boxed{5.0}"])
+    assert [rollout.reward for rollout in scored.rollouts] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert [rollout.text for rollout in scored.rollouts][2] == r"\boxed{10/2}"
+    assert scored.failures == {}
+
+
+def test_an_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> None:
+    environment = build(data, verify_timeout_s=2.0)
+    answered(environment, [r"\boxed{6}"])  # the process is warm: its start is not what takes long
+    scored = answered(environment, [r"\boxed{5}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{6}"])
+    assert [rollout.reward for rollout in scored.rollouts] == [1.0, 0.0]
+    assert scored.failures == {"get_reward: NoVerdict: comparing two answers took longer than 2 s": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prompt": "Solve!"}, r"must contain \{question\}"),
+        ({"prompt": "{question} {hint}"}, r"unknown field \{hint\}; there are \{question\} and \{instruction\}"),
+        ({"answer_format": "plain"}, "answer_format"),
+        ({"evaluate": {"AIME 2024": {"path": "a/b"}}}, "evaluate"),
+        ({"trian": {"path": "a/b"}}, "trian"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_read(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        MathConfig.model_validate({"train": {"path": "a/b"}, **arguments})
+
+
+def test_only_names_on_the_hub_are_to_be_fetched() -> None:
+    sets = {"a": {"path": "owner/aime"}, "b": {"path": "~/data/own.jsonl"}, "c": {"path": "owner/dapo"}}
+    config = MathConfig.model_validate({"train": {"path": "owner/dapo"}, "evaluate": sets})
+    assert config.datasets() == ["owner/aime", "owner/dapo"]
+
+
+def test_arguments_are_checked_without_what_reads_and_compares() -> None:
+    program = """
+import sys
+import megatron_rl.environments.math.environment
+print(*sorted({name.split(".")[0] for name in sys.modules} & {"datasets", "math_verify", "pyarrow", "sympy", "torch"}))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == ""
+
+
+def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, group: Any) -> None:
+    """The whole way: prompts of the file, answers of a tiny policy, rewards, one update."""
+    from core_helpers import build_run, tiny_run
+
+    from megatron_rl.metrics.tally import Tally
+
+    characters = "".join(sorted(set("What is 1/4 + 1/4? 2 + 3 + 2? 7 - 1?\\boxed{}0123456789")))
+    config = tiny_run(
+        model={"max_position_embeddings": 64},
+        tokenizer={"type": "characters", "alphabet": characters},
+        environment={
+            "name": "math",
+            "args": {
+                "train": {"path": str(data / "train.jsonl")},
+                "evaluate": {"sums": {"path": str(data / "held-out.jsonl")}},
+                "prompt": "{question}",
+                "negative_reward": -1.0,
+            },
+        },
+        sampling={"max_new_tokens": 8},
+        evaluation={"prompts": 1},
+    )
+    write(data / "held-out.jsonl", [("7 - 1?", "6")])
+    write(data / "train.jsonl", [("1/4 + 1/4?", "1/2"), ("2 + 2?", "4")])
+    run = build_run(config, platform, group)
+    assert run.evaluate() == {"eval/sums/greedy_accuracy": 0.0, "eval/prompt_format": "boxed"}
+    batch = run.driver.collect(0)
+    rewards = {rollout.reward for made in batch.groups for rollout in made.rollouts}
+    assert rewards == {-1.0}  # such a policy boxes nothing
+    assert len(run.trainer.train(batch, 1, Tally())) == 1

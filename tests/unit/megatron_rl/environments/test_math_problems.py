@@ -1,0 +1,159 @@
+"""Problems of local data sets: every layout in which they come, each problem once, and one clear error otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.environments.math.problems import DataSet, Question, distinct, read_questions
+
+datasets = pytest.importorskip("datasets")
+
+ROWS = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(3)]
+QUESTIONS = [Question(row["problem"], row["answer"]) for row in ROWS]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `datasets` and the hub's client keep on disk: this test's alone."""
+    home = tmp_path / "huggingface"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", home / "datasets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    return home
+
+
+def table(rows: list[dict[str, Any]] = ROWS) -> Any:
+    return datasets.Dataset.from_list(rows)
+
+
+def as_jsonl(folder: Path) -> Path:
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder / "data.jsonl"
+
+
+def as_parquet(folder: Path) -> Path:
+    table().to_parquet(folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def as_folder_of_parquet(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    table().to_parquet(folder / "data" / "train-00000-of-00001.parquet")
+    return folder
+
+
+def as_saved(folder: Path) -> Path:
+    table().save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def as_saved_with_splits(folder: Path) -> Path:
+    datasets.DatasetDict({"train": table(), "test": table(ROWS[:1])}).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def as_arrow(folder: Path) -> Path:
+    return next(as_saved(folder).glob("*.arrow"))
+
+
+def in_the_hubs_cache(folder: Path) -> str:
+    """As `mrl prefetch` leaves it."""
+    snapshot = folder / "huggingface" / "hub" / "datasets--owner--sums" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    as_folder_of_parquet(snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    return "owner/sums"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [as_jsonl, as_parquet, as_arrow, as_folder_of_parquet, as_saved, as_saved_with_splits, in_the_hubs_cache],
+)
+def test_every_layout_gives_the_same_questions(tmp_path: Path, place: Callable[[Path], Path | str]) -> None:
+    assert list(read_questions(DataSet(path=str(place(tmp_path))))) == QUESTIONS
+
+
+@pytest.mark.parametrize("place", [as_jsonl, as_parquet, as_arrow, as_folder_of_parquet, as_saved])
+def test_reading_writes_nothing(tmp_path: Path, own_cache: Path, place: Callable[[Path], Path]) -> None:
+    """Hundreds of ranks read at once: a cache of their own on the shared file system would be locked by each."""
+    source = DataSet(path=str(place(tmp_path)))
+    shutil.rmtree(own_cache, ignore_errors=True)  # making the data may have used it
+    assert list(read_questions(source)) == QUESTIONS
+    assert not [path for path in own_cache.rglob("*") if path.is_file()]
+
+
+def test_a_split_is_chosen(tmp_path: Path) -> None:
+    source = DataSet(path=str(as_saved_with_splits(tmp_path)), split="test")
+    assert list(read_questions(source)) == QUESTIONS[:1]
+
+
+def test_nested_columns_are_reached_and_instructions_cut_out(tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Solve it.\nStep by step.\n\n{question.text}\n\nSay {{42}}."}],
+            "reward_model": {"ground_truth": question.answer},
+        }
+        for question in QUESTIONS
+    ]
+    table(rows).to_parquet(tmp_path / "nested.parquet")
+    source = DataSet(
+        path=str(tmp_path / "nested.parquet"),
+        question="prompt.0.content",
+        answer="reward_model.ground_truth",
+        remove=["Solve it. Step by step.", "Say {42}."],
+    )
+    assert list(read_questions(source)) == QUESTIONS
+
+
+def test_each_problem_comes_once_in_the_order_of_the_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """DAPO-Math-17k holds each about a hundred times."""
+    spaced = [{"problem": row["problem"].replace(" ", "  "), "answer": row["answer"]} for row in ROWS]
+    table((ROWS[::-1] + spaced) * 40).to_parquet(tmp_path / "data.parquet")
+    assert distinct(read_questions(DataSet(path=str(tmp_path / "data.parquet")))) == QUESTIONS[::-1]
+    assert not caplog.records
+
+
+def test_of_two_answers_the_first_counts_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert distinct([Question("a", "1"), Question("a ", "2"), Question("b", "3")]) == [
+        Question("a", "1"),
+        Question("b", "3"),
+    ]
+    assert caplog.messages == ["1 problems have several answers: the first one counts"]
+
+
+def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(tmp_path: Path) -> None:
+    rows = [{"problem": "a", "answer": 7}, {"problem": "b", "answer": None}, {"problem": None, "answer": 1}]
+    table(rows).to_parquet(tmp_path / "data.parquet")
+    assert list(read_questions(DataSet(path=str(tmp_path / "data.parquet")))) == [Question("a", "7")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"path": "./nowhere"}, r"data set ./nowhere: no such file or directory"),
+        ({"path": "owner/never-fetched"}, r"not on this machine; `mrl prefetch RECIPE` fetches it"),
+        ({"path": "data/train.parquet/more"}, r"neither a name on the hub nor a path that begins with / . or ~"),
+        ({"question": "text"}, r"there is no column 'text', only problem, answer"),
+        ({"question": "problem.0"}, r"data set .*data.parquet: "),
+        ({"split": "test", "path": "SAVED"}, r"there is no split 'test', only train"),
+        ({"path": "TEXT"}, r"a file ends in .parquet, .jsonl, .json, .arrow"),
+        ({"path": "BROKEN"}, r"data set .*broken.parquet: "),
+    ],
+)
+def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, fields: dict[str, str], said: str) -> None:
+    (tmp_path / "data.txt").write_text("a")
+    (tmp_path / "broken.parquet").write_text("not parquet")
+    datasets.DatasetDict({"train": table()}).save_to_disk(tmp_path / "saved")
+    places = {"SAVED": "saved", "TEXT": "data.txt", "BROKEN": "broken.parquet"}
+    values = {"path": str(as_parquet(tmp_path)), **fields}
+    if values["path"] in places:
+        values["path"] = str(tmp_path / places[values["path"]])
+    with pytest.raises(ValueError, match=said):
+        list(read_questions(DataSet(**values)))  # type: ignore[arg-type]

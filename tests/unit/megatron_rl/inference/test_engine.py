@@ -1,0 +1,296 @@
+"""The engine's answers are those of the model, whatever else it decodes at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import END, VOCAB, answer_logprobs, full_forward, tiny_model, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.engine import Engine, PromptTooLong
+from megatron_rl.model.policy import Policy
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
+CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=12)
+PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [1, 10, 2, 12], [9, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, group: Any) -> Policy:
+    """Sharp enough that greedy is no lottery, flat enough that answers end at very different lengths."""
+    return tiny_policy(platform, scale=0.15)
+
+
+def engine_of(policy: Policy, **config: int) -> Engine:
+    return Engine(policy, tiny_model(), InferenceConfig(**({"max_batch": 16} | config)), END)
+
+
+def ask(
+    prompt: Sequence[int], samples: int = 1, sampling: Sampling = GREEDY, key: int = 0, **cut: float
+) -> GenerationRequest:
+    return GenerationRequest(list(prompt), samples, sampling.model_copy(update=cut), key)
+
+
+def answer(engine: Engine, *requests: GenerationRequest) -> list[list[Completion]]:
+    """All requests at once; a test that hangs here ends in seconds."""
+
+    async def together() -> list[list[Completion]]:
+        return await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests)), timeout=60)
+
+    return asyncio.run(together())
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def greedy_without_cache(policy: Policy, prompt: Sequence[int], limit: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < limit and END not in tokens:
+        tokens.append(int(full_forward(policy, [*prompt, *tokens])[-1].argmax()))
+    return tokens
+
+
+# What is generated
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_greedy_equals_a_forward_without_cache_token_for_token(platform: Any, group: Any, dtype: str) -> None:
+    model = tiny_model(dtype=dtype, tied_embeddings=False)
+    policy = tiny_policy(platform, model, scale=0.3)  # no near ties for bf16 to break
+    engine = Engine(policy, model, InferenceConfig(max_batch=16), END)
+    answers = answer(engine, *(ask(prompt) for prompt in PROMPTS))
+    expected = [greedy_without_cache(policy, prompt, 12) for prompt in PROMPTS]
+    assert [tokens_of(completions) for completions in answers] == [[tokens] for tokens in expected]
+    assert len({token for tokens in expected for token in tokens}) > 5
+
+
+def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platform: Any, group: Any) -> None:
+    model = tiny_model(qk_norm=True, qkv_bias=False, head_dim=12)
+    policy = tiny_policy(platform, model, scale=0.15)
+    answers = answer(Engine(policy, model, InferenceConfig(max_batch=16), END), *(ask(prompt) for prompt in PROMPTS))
+    expected = [[greedy_without_cache(policy, prompt, 12)] for prompt in PROMPTS]
+    assert [tokens_of(completions) for completions in answers] == expected
+
+
+@pytest.mark.parametrize("sampling", [CUT, Sampling(max_new_tokens=12), GREEDY], ids=["cut", "plain", "greedy"])
+def test_logprobs_are_those_of_a_full_forward_before_any_cut(policy: Policy, sampling: Sampling) -> None:
+    answers = answer(engine_of(policy), *(ask(prompt, 3, sampling, key) for key, prompt in enumerate(PROMPTS)))
+    for prompt, completions in zip(PROMPTS, answers, strict=True):
+        for completion in completions:
+            expected = answer_logprobs(policy, prompt, completion.tokens, sampling.temperature or 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_first_tokens_come_as_often_as_they_are_likely(policy: Policy) -> None:
+    draws = 4000
+    request = ask(PROMPTS[0], draws, Sampling(max_new_tokens=1, temperature=1.3), key=17)
+    (completions,) = answer(engine_of(policy, max_batch=512), request)
+    counts = torch.bincount(torch.tensor([c.tokens[0] for c in completions]), minlength=VOCAB)
+    expected = draws * (full_forward(policy, PROMPTS[0])[-1] / 1.3).softmax(-1)
+    assert expected.min() > 5  # the chi-square test needs it
+    assert ((counts - expected) ** 2 / expected).sum().item() < 42.6  # exceeded with probability 1e-4 at 14 degrees
+
+
+def test_second_tokens_come_as_often_as_they_are_likely(policy: Policy) -> None:
+    """Given the first: the random numbers of two tokens do not hang together."""
+    (completions,) = answer(engine_of(policy, max_batch=512), ask(PROMPTS[0], 8000, Sampling(max_new_tokens=2), key=5))
+    pairs = [completion.tokens for completion in completions if len(completion.tokens) == 2]
+    first = max(range(VOCAB), key=lambda token: sum(pair[0] == token for pair in pairs))
+    counts = torch.bincount(torch.tensor([pair[1] for pair in pairs if pair[0] == first]), minlength=VOCAB)
+    expected = counts.sum() * full_forward(policy, [*PROMPTS[0], first])[-1].softmax(-1)
+    likely = expected > 5
+    assert likely.sum() > 5
+    assert ((counts - expected) ** 2 / expected)[likely].sum().item() < 42.6
+
+
+# What an answer does not depend on
+
+
+def test_answers_do_not_depend_on_neighbours_order_or_batch_size(policy: Policy) -> None:
+    requests = [
+        ask(prompt, 2 + key, CUT if key % 2 else Sampling(max_new_tokens=3 + key), key)
+        for key, prompt in enumerate(PROMPTS)
+    ]
+    alone = [tokens_of(*answer(engine_of(policy), request)) for request in requests]
+    for config in ({}, {"max_batch": 3}, {"max_batch": 64}, {"prefill_tokens": 1}):
+        together = answer(engine_of(policy, **config), *requests)
+        assert [tokens_of(completions) for completions in together] == alone, config
+    backwards = answer(engine_of(policy, max_batch=5), *reversed(requests))
+    assert [tokens_of(completions) for completions in reversed(backwards)] == alone
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    max_batch=st.integers(1, 12),
+    prefill_tokens=st.integers(1, 40),
+    samples=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    limits=st.lists(st.integers(1, 12), min_size=6, max_size=6),
+)
+def test_any_amount_of_work_goes_through_any_batch(
+    policy: Policy, max_batch: int, prefill_tokens: int, samples: list[int], limits: list[int]
+) -> None:
+    """Rows are refilled as sequences end, a request may have more samples than there are rows, and every answer has
+    the tokens that its key says and the log-probs that the model says."""
+    requests = [
+        ask(PROMPTS[i], count, Sampling(max_new_tokens=limits[i], temperature=0.9), i)
+        for i, count in enumerate(samples)
+    ]
+    answers = answer(engine_of(policy, max_batch=max_batch, prefill_tokens=prefill_tokens), *requests)
+    assert [len(completions) for completions in answers] == samples
+    reference = answer(engine_of(policy, max_batch=64), *requests)
+    assert [tokens_of(completions) for completions in answers] == [tokens_of(completions) for completions in reference]
+    for request, completions in zip(requests, answers, strict=True):
+        for completion in completions:
+            expected = answer_logprobs(policy, request.prompt_tokens, completion.tokens, 0.9)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_and_samples_differ_and_a_key_comes_again(policy: Policy) -> None:
+    plain = Sampling(max_new_tokens=12)
+    engine = engine_of(policy)
+    (one,), (again,), (other,) = (answer(engine, ask(PROMPTS[0], 8, plain, key)) for key in (1, 1, 2))
+    assert tokens_of(one) == tokens_of(again)
+    assert tokens_of(one) != tokens_of(other)
+    assert len(set(map(tuple, tokens_of(one)))) > 4
+
+
+def test_parameters_of_requests_in_one_batch_do_not_mix(policy: Policy) -> None:
+    """The greedy ones stay greedy beside hot ones, top_k=1 is greedy too, and the limits are each one's own."""
+    requests = [ask(PROMPTS[0], 4), ask(PROMPTS[0], 4, Sampling(temperature=3.0, max_new_tokens=5), 1)]
+    requests.append(ask(PROMPTS[0], 4, Sampling(top_k=1, max_new_tokens=12), 2))
+    greedy, hot, top = map(tokens_of, answer(engine_of(policy), *requests))
+    expected = greedy_without_cache(policy, PROMPTS[0], 12)
+    assert greedy == top == [expected] * 4
+    assert all(len(tokens) <= 5 for tokens in hot)
+    assert len(set(map(tuple, hot))) > 1
+
+
+# How an answer ends
+
+
+def test_an_answer_ends_with_the_end_token_or_at_its_limit(policy: Policy) -> None:
+    (completions,) = answer(engine_of(policy), ask(PROMPTS[0], 64, Sampling(max_new_tokens=12), 3))
+    reasons = {completion.finish_reason for completion in completions}
+    assert reasons == {"stop", "length"}
+    for completion in completions:
+        assert len(completion.logprobs) == len(completion.tokens)
+        assert END not in completion.tokens[:-1]
+        assert (completion.finish_reason == "stop") == (completion.tokens[-1] == END)
+        assert len(completion.tokens) == 12 or completion.finish_reason == "stop"
+
+
+def test_one_new_token_is_enough(policy: Policy) -> None:
+    (completions,) = answer(engine_of(policy, max_batch=2), ask(PROMPTS[0], 5, GREEDY, max_new_tokens=1))
+    assert tokens_of(completions) == [greedy_without_cache(policy, PROMPTS[0], 1)] * 5
+
+
+def test_a_prompt_may_fill_the_positions_but_for_its_answer(policy: Policy) -> None:
+    longest = [i % 10 for i in range(48 - 12)]
+    (completions,) = answer(engine_of(policy), ask(longest))
+    assert tokens_of(completions) == [greedy_without_cache(policy, longest, 12)]
+
+
+def test_a_prompt_too_long_is_one_clear_error_and_costs_the_others_nothing(policy: Policy) -> None:
+    engine = engine_of(policy)
+
+    async def together() -> list[Any]:
+        requests = [ask(PROMPTS[0]), ask([1] * 40), ask(PROMPTS[1])]
+        return await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests), return_exceptions=True), 60)
+
+    first, error, last = asyncio.run(together())
+    assert isinstance(error, PromptTooLong)
+    assert isinstance(error, ConfigurationError)
+    for part in ("40 tokens", "max_new_tokens 12", "max_position_embeddings 48"):
+        assert part in str(error)
+    assert tokens_of(first) == [greedy_without_cache(policy, PROMPTS[0], 12)]
+    assert tokens_of(last) == [greedy_without_cache(policy, PROMPTS[1], 12)]
+
+
+def test_the_sequence_length_of_the_recipe_is_the_limit(policy: Policy) -> None:
+    engine = Engine(policy, tiny_model(), InferenceConfig(max_batch=4), END, max_length=20)
+    (fits,) = answer(engine, ask([1] * 8))
+    assert tokens_of(fits) == [greedy_without_cache(policy, [1] * 8, 12)]
+    with pytest.raises(PromptTooLong, match=r"9 tokens .*max_new_tokens 12 exceed training.sequence_length 20"):
+        answer(engine, ask([1] * 9))
+
+
+# Over time
+
+
+def test_requests_may_arrive_while_others_are_decoded(policy: Policy) -> None:
+    """An agent's next turn depends on its last: here a second prompt is the first answer."""
+    engine = engine_of(policy, max_batch=3)
+
+    async def two_turns(prompt: list[int]) -> tuple[list[int], list[int]]:
+        (first,) = await engine.generate(ask(prompt, max_new_tokens=4))
+        (second,) = await engine.generate(ask([*prompt, *first.tokens], max_new_tokens=4))
+        return first.tokens, second.tokens
+
+    async def all_agents() -> list[tuple[list[int], list[int]]]:
+        return await asyncio.wait_for(asyncio.gather(*map(two_turns, PROMPTS)), timeout=60)
+
+    for prompt, (first, second) in zip(PROMPTS, asyncio.run(all_agents()), strict=True):
+        assert first == greedy_without_cache(policy, prompt, 4)
+        assert second == greedy_without_cache(policy, [*prompt, *first], 4)
+
+
+def test_new_weights_are_used_at_once_and_said(platform: Any, group: Any) -> None:
+    policy = tiny_policy(platform, scale=0.15)
+    engine = engine_of(policy)
+    (before,) = answer(engine, ask(PROMPTS[0]))
+    with torch.no_grad():
+        policy.embedding.word_embeddings.weight.mul_(-1)
+    engine.policy_version = 7
+    (after,) = answer(engine, ask(PROMPTS[0]))
+    assert (before[0].policy_version, after[0].policy_version) == (0, 7)
+    assert tokens_of(after) == [greedy_without_cache(policy, PROMPTS[0], 12)] != tokens_of(before)
+
+
+def test_an_error_inside_reaches_every_caller_and_the_engine_works_again(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some requests being decoded, some still waiting: nobody hangs."""
+    engine = engine_of(policy, max_batch=2)
+    forward, calls = policy.forward, 0
+
+    def fails_the_third_time(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("out of memory")
+        return forward(*args)
+
+    async def together() -> list[Any]:
+        requests = [ask(prompt, 2, top_k=0) for prompt in PROMPTS]
+        return await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests), return_exceptions=True), 60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "forward", fails_the_third_time)
+        outcomes = asyncio.run(together())
+    errors = [outcome for outcome in outcomes if isinstance(outcome, RuntimeError)]
+    assert len(errors) >= len(PROMPTS) - 1
+    assert {str(error) for error in errors} == {"out of memory"}
+    (completions,) = answer(engine, ask(PROMPTS[0]))
+    assert tokens_of(completions) == [greedy_without_cache(policy, PROMPTS[0], 12)]
+
+
+def test_a_caller_that_gives_up_takes_nobody_along(policy: Policy) -> None:
+    engine = engine_of(policy, max_batch=2)
+
+    async def together() -> list[Completion]:
+        quitter = asyncio.create_task(engine.generate(ask(PROMPTS[0], 4)))
+        patient = asyncio.create_task(engine.generate(ask(PROMPTS[2], 2)))
+        await asyncio.sleep(0)
+        quitter.cancel()
+        return await asyncio.wait_for(patient, timeout=60)
+
+    assert tokens_of(asyncio.run(together())) == [greedy_without_cache(policy, PROMPTS[2], 12)] * 2

@@ -1,0 +1,174 @@
+"""An answer that was interrupted goes on as if it had not been: its tokens stay, the next ones are those it would have
+had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import END, answer_logprobs, tiny_model, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy
+
+PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3]]
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0, max_new_tokens=12),
+    "plain": Sampling(max_new_tokens=12),
+    "cut": Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=12),
+}
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, group: Any) -> Policy:
+    return tiny_policy(platform, scale=0.15)
+
+
+def engine_of(policy: Policy, max_batch: int = 16, prefill_tokens: int = 16384) -> Engine:
+    return Engine(policy, tiny_model(), InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), END)
+
+
+def requests(sampling: Sampling, samples: int = 3) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, samples, sampling, key) for key, prompt in enumerate(PROMPTS)]
+
+
+def answers(engine: Engine, asked: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    async def together() -> list[list[Completion]]:
+        return await asyncio.wait_for(asyncio.gather(*map(engine.generate, asked)), timeout=60)
+
+    return asyncio.run(together())
+
+
+def interrupted(engine: Engine, asked: Sequence[GenerationRequest], steps: int) -> list[UnderWay]:
+    """What is under way after so many steps."""
+
+    async def begin() -> list[UnderWay]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in asked]
+        for _ in range(2 * steps + 1):
+            await asyncio.sleep(0)
+        found = engine.under_way()
+        for task in tasks:
+            task.cancel()
+        return found
+
+    return asyncio.run(begin())
+
+
+def resumed(asked: Sequence[GenerationRequest], found: Sequence[UnderWay]) -> list[GenerationRequest]:
+    return [replace(one, known={each.sample: each.beginning for each in found if each.request is one}) for one in asked]
+
+
+def assert_same(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Completion]]) -> None:
+    for some, theirs in zip(one, other, strict=True):
+        assert [completion.tokens for completion in some] == [completion.tokens for completion in theirs]
+        assert [completion.finish_reason for completion in some] == [each.finish_reason for each in theirs]
+        for completion, expected in zip(some, theirs, strict=True):
+            assert completion.logprobs == pytest.approx(expected.logprobs, rel=1e-6, abs=2e-6)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_an_interrupted_answer_goes_on_to_the_one_it_would_have_been(policy: Policy, name: str, steps: int) -> None:
+    asked = requests(SAMPLINGS[name], samples=8)
+    undisturbed = answers(engine_of(policy), asked)
+    found = interrupted(engine_of(policy, max_batch=6), asked, steps)
+    assert found
+    assert any(1 <= len(each.beginning.tokens) < 12 for each in found)
+    assert_same(answers(engine_of(policy), resumed(asked, found)), undisturbed)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    cuts=st.lists(st.integers(0, 12), min_size=9, max_size=9),
+    max_batch=st.integers(1, 12),
+    prefill_tokens=st.integers(1, 40),
+)
+def test_answers_may_be_cut_anywhere_each_for_itself(
+    policy: Policy, cuts: list[int], max_batch: int, prefill_tokens: int
+) -> None:
+    asked = requests(SAMPLINGS["plain"])
+    undisturbed = answers(engine_of(policy), asked)
+    cut = [
+        replace(
+            request,
+            known={
+                i: Beginning(completion.tokens[:length], completion.logprobs[:length], 0)
+                for i, (completion, length) in enumerate(zip(completions, cuts[3 * request.key :], strict=False))
+                if length
+            },
+        )
+        for request, completions in zip(asked, undisturbed, strict=True)
+    ]
+    assert_same(answers(engine_of(policy, max_batch, prefill_tokens), cut), undisturbed)
+
+
+def test_the_known_tokens_and_their_logprobs_are_handed_back_as_they_are(policy: Policy) -> None:
+    """Even those that these weights would not sample; what follows has the log-probs of these weights."""
+    known = Beginning([3, 3, 3], [-1.25, -2.5, -0.0625], 0)
+    request = GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 5, {1: known})
+    ((_, completion),) = answers(engine_of(policy), [request])
+    assert completion.tokens[:3] == [3, 3, 3]
+    assert completion.logprobs[:3] == [-1.25, -2.5, -0.0625]
+    assert len(completion.tokens) > 3
+    expected = answer_logprobs(policy, PROMPTS[0], completion.tokens)[3:]
+    torch.testing.assert_close(torch.tensor(completion.logprobs[3:]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_resumed_answer_is_as_old_as_its_oldest_token(policy: Policy) -> None:
+    engine = engine_of(policy)
+    engine.policy_version = 9
+    known = {0: Beginning([3], [-1.0], 4)}
+    (completions,) = answers(engine, [GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 0, known)])
+    assert [completion.policy_version for completion in completions] == [4, 9]
+
+
+def test_answers_known_to_their_end_cost_nothing(policy: Policy) -> None:
+    engine = engine_of(policy)
+    known = {0: Beginning([3, END], [-1.0, -2.0], 1), 1: Beginning([2] * 12, [-1.0] * 12, 2)}
+    (completions,) = answers(engine, [GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 0, known)])
+    assert [completion.finish_reason for completion in completions] == ["stop", "length"]
+    assert [completion.tokens for completion in completions] == [[3, END], [2] * 12]
+    assert engine.busy_s == 0.0
+
+
+def test_a_finished_answer_is_under_way_until_its_siblings_are_finished_too(policy: Policy) -> None:
+    """Else it would be lost with the request; nothing is under way once that is answered."""
+    engine = engine_of(policy)
+    asked = requests(SAMPLINGS["plain"], samples=8)
+    found = interrupted(engine, asked, steps=8)
+    ended = [each for each in found if each.beginning.tokens[-1] == END]
+    assert ended
+    assert len({(id(each.request), each.sample) for each in found}) == len(found)
+    again = engine_of(policy)
+    answers(again, asked)
+    assert again.under_way() == []
+
+
+def test_an_engine_whose_callers_were_interrupted_starts_afresh(policy: Policy) -> None:
+    engine = engine_of(policy)
+    asked = requests(SAMPLINGS["plain"])
+    interrupted(engine, asked, steps=3)
+    assert engine.under_way() == []
+    assert_same(answers(engine, asked), answers(engine_of(policy), asked))
+
+
+def test_the_time_spent_generating_is_told_from_the_time_waited(policy: Policy) -> None:
+    engine = engine_of(policy)
+
+    async def slow_reward() -> None:
+        await engine.generate(requests(SAMPLINGS["plain"])[0])
+        await asyncio.sleep(0.3)
+
+    before = engine.busy_s
+    started = asyncio.new_event_loop().time()
+    asyncio.run(slow_reward())
+    passed = asyncio.new_event_loop().time() - started
+    assert 0 < engine.busy_s - before <= passed - 0.3

@@ -1,0 +1,134 @@
+"""From logits to a token: the cuts keep what they should, frequencies are probabilities, log-probs are uncut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.sampling import SamplingRows, keep_likely, sample
+
+CPU = torch.device("cpu")
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0])
+
+
+def rows_of(*samplings: Sampling) -> SamplingRows:
+    rows = SamplingRows.empty(len(samplings), CPU)
+    for row, sampling in enumerate(samplings):
+        rows.set(slice(row, row + 1), sampling)
+    return rows
+
+
+def params(**fields: float) -> Sampling:
+    return Sampling(max_new_tokens=1, **fields)
+
+
+def cut_by_definition(probs: list[float], sampling: Sampling) -> set[int]:
+    """Tokens that may be drawn: top-k, then the shortest head with top_p of what is left, then min-p."""
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1:
+        total, mass, head = sum(probs[token] for token in order), 0.0, []
+        for token in order:
+            if mass >= sampling.top_p * total:
+                break
+            head.append(token)
+            mass += probs[token]
+        order = head
+    return {token for token in order if probs[token] >= sampling.min_p * max(probs)}
+
+
+CUTS = [
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_k": 100},
+    {"top_p": 0.7},
+    {"top_p": 1e-6},
+    {"min_p": 0.2},
+    {"top_k": 5, "top_p": 0.8},
+    {"top_k": 6, "top_p": 0.95, "min_p": 0.1},
+    {},
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_cuts_keep_what_their_definition_keeps(cut: dict[str, float]) -> None:
+    probs = LOGITS.softmax(-1)
+    kept = keep_likely(probs[None], rows_of(params(**cut)))[0]
+    assert set(kept.nonzero().squeeze(1).tolist()) == cut_by_definition(probs.tolist(), params(**cut))
+    assert torch.equal(kept[kept > 0], probs[kept > 0])
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    top_k=st.integers(0, 10),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 0.99),
+)
+def test_the_likeliest_token_always_stays(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+    probs = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).softmax(-1)
+    kept = keep_likely(probs, rows_of(params(top_k=top_k, top_p=top_p, min_p=min_p)))
+    assert kept[0, probs.argmax()] > 0
+
+
+# Of the chi-square distribution with 1 to 7 degrees of freedom, the values exceeded with probability 1e-4
+CHI_SQUARE_1E4 = {1: 15.1, 2: 18.4, 3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [params(), params(temperature=0.5), params(temperature=2.0, top_k=4), params(top_p=0.8), params(min_p=0.2)],
+    ids=str,
+)
+def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
+    draws = 20_000
+    probs = (LOGITS / sampling.temperature).softmax(-1)
+    allowed = sorted(cut_by_definition(probs.tolist(), sampling))
+    expected = draws * probs[allowed] / probs[allowed].sum()
+    uniform = torch.rand(draws, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tokens, _ = sample(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
+    counts = torch.bincount(tokens, minlength=8)
+    assert counts.sum() == counts[allowed].sum() == draws
+    chi_square = ((counts[allowed] - expected) ** 2 / expected).sum().item()
+    assert chi_square < CHI_SQUARE_1E4[len(allowed) - 1]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_logprobs_are_tempered_and_uncut(temperature: float, cut: dict[str, float]) -> None:
+    draws = 50
+    sampling = params(temperature=temperature, **cut)
+    uniform = torch.arange(draws) / draws
+    tokens, logprobs = sample(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
+    torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS / temperature, -1)[tokens])
+
+
+def test_temperature_zero_takes_the_likeliest_and_counts_as_one() -> None:
+    uniform = torch.tensor([0.0, 0.5, 0.999999])
+    tokens, logprobs = sample(LOGITS.expand(3, -1), rows_of(*[params(temperature=0.0)] * 3), uniform)
+    assert tokens.tolist() == [0, 0, 0]
+    torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS, -1)[:1].expand(3))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval_never_draw_what_was_cut(uniform: float) -> None:
+    """The kept tokens are in the middle: a rounding error at either end would land on a token of probability 0."""
+    logits = torch.tensor([[-4.0, -2.0, 1.0, 2.0, 0.5, -1.0, -4.0]])
+    tokens, _ = sample(logits, rows_of(params(top_k=3)), torch.tensor([uniform], dtype=torch.float64))
+    assert tokens.item() in {2, 3, 4}
+
+
+def test_each_row_obeys_its_own_parameters() -> None:
+    """Rows mixed in one batch draw what each draws alone."""
+    samplings = [params(**cut, temperature=t) for cut in CUTS for t in (0.0, 0.5, 1.5)]
+    uniform = torch.rand(len(samplings), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = sample(LOGITS.expand(len(samplings), -1), rows_of(*samplings), uniform)
+    for row, sampling in enumerate(samplings):
+        alone: tuple[Tensor, Tensor] = sample(LOGITS[None], rows_of(sampling), uniform[row : row + 1])
+        assert together[0][row] == alone[0][0], sampling
+        torch.testing.assert_close(together[1][row], alone[1][0])

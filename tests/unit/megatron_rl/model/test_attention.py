@@ -1,0 +1,119 @@
+"""Who attends to whom: every sequence to itself, causally, whatever it is packed with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import CPU, VOCAB, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.model.attention import bucket_length, packed_layout
+from megatron_rl.model.policy import Policy
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
+
+
+def side_by_side(lengths: list[int]) -> list[range]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def random_qkv(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(  # type: ignore[return-value]
+        torch.randn(tokens, heads, HEAD_SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax attention of one sequence, query head by query head."""
+    out = []
+    for head in range(HEADS):
+        kv = head // (HEADS // KV_HEADS)
+        scores = query[:, head] @ key[:, kv].T / math.sqrt(HEAD_SIZE)
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        out.append(scores.softmax(-1) @ value[:, kv])
+    return torch.cat(out, dim=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS)
+def test_every_sequence_is_attended_as_if_alone(lengths: list[int]) -> None:
+    sequences = side_by_side(lengths)
+    query, key, value = random_qkv(sum(lengths))
+    out = packed_layout(sequences, sum(lengths), CPU).attend(1, query, key, value)
+    for sequence in sequences:
+        part = slice(sequence.start, sequence.stop)
+        torch.testing.assert_close(out[part], by_definition(query[part], key[part], value[part]), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompt=st.integers(1, 20), answers=st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_a_shared_prompt_serves_every_answer(prompt: int, answers: list[int]) -> None:
+    """Each answer sees the prompt and itself; the prompt's own output is that of the prompt alone."""
+    starts = [prompt + sum(answers[:i]) for i in range(len(answers))]
+    sequences = [[*range(prompt), *range(start, start + length)] for start, length in zip(starts, answers, strict=True)]
+    tokens = prompt + sum(answers)
+    query, key, value = random_qkv(tokens)
+    out = packed_layout(sequences, tokens, CPU).attend(1, query, key, value)
+    for places in sequences:
+        expected = by_definition(query[places], key[places], value[places])
+        torch.testing.assert_close(out[places], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, group: Any) -> Policy:
+    return tiny_policy(platform)
+
+
+@settings(deadline=None, max_examples=30)
+@given(LENGTHS, st.data())
+def test_nothing_leaks_from_one_sequence_into_another(policy: Policy, lengths: list[int], data: Any) -> None:
+    """Through the whole model: with every other sequence's tokens changed, a sequence's logits keep their bits.
+
+    The lengths stay, so the same buckets are padded with other tokens: padding does not leak either.
+    """
+    sequences = side_by_side(lengths)
+    kept = data.draw(st.integers(0, len(lengths) - 1))
+    tokens = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    changed = (tokens + 1) % VOCAB
+    places = slice(sequences[kept].start, sequences[kept].stop)
+    changed[places] = tokens[places]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    layout = packed_layout(sequences, len(tokens), CPU)
+    with torch.no_grad():
+        before = policy(tokens, positions, layout)
+        after = policy(changed, positions, layout)
+    assert torch.equal(before[places], after[places])
+    assert len(lengths) == 1 or not torch.equal(before, after)
+
+
+@settings(deadline=None, max_examples=30)
+@given(length=st.integers(2, 40), data=st.data())
+def test_no_token_sees_a_later_one(policy: Policy, length: int, data: Any) -> None:
+    position = data.draw(st.integers(1, length - 1))
+    tokens = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[position:] = (changed[position:] + 1) % VOCAB
+    layout = packed_layout([range(length)], length, CPU)
+    with torch.no_grad():
+        before, after = (policy(row, torch.arange(length), layout) for row in (tokens, changed))
+    assert torch.equal(before[:position], after[:position])
+    assert not torch.equal(before[position:], after[position:])
+
+
+@given(st.integers(1, 100_000))
+def test_less_than_a_fifth_of_a_bucket_is_padding(length: int) -> None:
+    padded = bucket_length(length)
+    assert 0 <= padded - length < max(1, padded / 5)
+    assert bucket_length(padded) == padded
+
+
+def test_there_are_few_bucket_lengths() -> None:
+    assert len({bucket_length(length) for length in range(1, 4097)}) < 64

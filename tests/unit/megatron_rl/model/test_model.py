@@ -1,0 +1,172 @@
+"""The policy computes what `transformers`' Qwen2, Qwen3 and Llama compute from the same weights, packed or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import (
+    CPU,
+    PADDED_VOCAB,
+    VOCAB,
+    full_forward,
+    in_their_names,
+    random_groups,
+    tiny_model,
+    tiny_policy,
+    witness,
+)
+
+from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.packing import microbatches
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.attention import packed_layout
+from megatron_rl.model.config import Recompute
+
+SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
+
+QWEN3 = {"qk_norm": True, "qkv_bias": False, "head_dim": 12, "tied_embeddings": False}
+LLAMA = {"rope_scaling": 8.0, "rope_base": 5e5, "qkv_bias": False, "tied_embeddings": False}
+
+SHAPES = {
+    "grouped queries, tied": {},
+    "grouped queries, untied": {"tied_embeddings": False},
+    "one key for all": {"num_query_groups": 1},
+    "no grouping": {"num_query_groups": 4, "tied_embeddings": False},
+    "another rotary base and epsilon": {"rope_base": 1e6, "layernorm_epsilon": 1e-3},
+    "Qwen3": QWEN3,
+    "Llama 3.1": LLAMA,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_logits_are_those_of_the_published_model(platform: Any, group: Any, shape: dict[str, Any]) -> None:
+    model = tiny_model(**shape)
+    policy = tiny_policy(platform, model)
+    with torch.no_grad():
+        expected = witness(policy, model)(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
+    logits = full_forward(policy, SENTENCE)
+    assert expected.std() > 0.5  # else anything would be close to anything
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "recompute"),
+    [({}, "none"), ({"tied_embeddings": False}, "selective"), ({}, "full"), (QWEN3, "full"), (LLAMA, "none")],
+    ids=["tied", "untied, attention recomputed", "layers recomputed", "Qwen3, layers recomputed", "Llama 3.1"],
+)
+def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
+    platform: Any, group: Any, shape: dict[str, Any], recompute: Recompute
+) -> None:
+    """Prompts shared by answers of mixed lengths in one packed forward, against one sequence at a time."""
+    model = tiny_model(**shape)
+    policy = tiny_policy(platform, model, recompute=recompute)
+    twin = witness(policy, model)
+    rollouts = [rollout for made in random_groups(4, 4) for rollout in made.rollouts]
+    (micro,) = microbatches(rollouts, range(len(rollouts)), 10_000, CPU)
+    targets = torch.tensor([token for rollout in rollouts for token in rollout.tokens])
+
+    logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
+    logprobs, _ = token_logprobs(logits, targets[micro.answer_tokens], 1.0)
+    alone = []
+    for rollout in rollouts:
+        start = len(rollout.prompt_tokens) - 1
+        tokens = torch.tensor([[*rollout.prompt_tokens, *rollout.tokens]])
+        their_logits = twin(tokens).logits[0, start:-1, :VOCAB]
+        alone.append(torch.log_softmax(their_logits, -1).gather(1, torch.tensor(rollout.tokens)[:, None]).squeeze(1))
+    expected = torch.cat(alone)[micro.answer_tokens]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+    spread = torch.randn(len(targets), generator=torch.Generator().manual_seed(0))
+    (logprobs * spread).sum().backward()
+    (expected * spread).sum().backward()
+    gradients = in_their_names(policy, model, lambda weight: weight.grad)
+    theirs = {name: weight.grad for name, weight in twin.named_parameters()}
+    torch.testing.assert_close(gradients, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_rows_that_pad_the_embedding_have_no_logits(platform: Any, group: Any) -> None:
+    policy = tiny_policy(platform)
+    assert policy.embedding.word_embeddings.weight.shape[0] == PADDED_VOCAB > VOCAB
+    assert full_forward(policy, SENTENCE).shape == (len(SENTENCE), VOCAB)
+
+
+def test_only_the_selected_tokens_have_logits(platform: Any, group: Any) -> None:
+    policy = tiny_policy(platform)
+    rollouts = [rollout for made in random_groups(2, 3) for rollout in made.rollouts]
+    (micro,) = microbatches(rollouts, range(len(rollouts)), 10_000, CPU)
+    with torch.no_grad():
+        everything = policy(micro.tokens, micro.positions, micro.layout)
+        selected = policy(micro.tokens, micro.positions, micro.layout, micro.select)
+    assert everything.shape == (len(micro.tokens), VOCAB)
+    torch.testing.assert_close(selected, everything[micro.select], rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_is_near_fp32(platform: Any, group: Any) -> None:
+    half = tiny_policy(platform, tiny_model(dtype="bf16"), scale=0.1)
+    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
+    logits = full_forward(half, SENTENCE)
+    assert logits.dtype == torch.bfloat16
+    with torch.no_grad():
+        expected = witness(half, tiny_model(dtype="bf16"))(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_without_qkv_bias_there_is_none(platform: Any, group: Any) -> None:
+    names = dict(tiny_policy(platform, tiny_model(qkv_bias=False)).named_parameters())
+    assert not [name for name in names if name.endswith("bias")]
+
+
+def test_the_embedding_has_the_rows_of_the_published_weights(platform: Any, group: Any) -> None:
+    """The tokenizer's tokens alone have logits all the same."""
+    policy = tiny_policy(platform, tiny_model(vocab_size=40))
+    assert policy.embedding.word_embeddings.weight.shape[0] == 48  # 40, padded to a multiple of 16
+    assert full_forward(policy, SENTENCE).shape == (len(SENTENCE), VOCAB)
+
+
+def test_an_embedding_smaller_than_the_tokenizer_is_refused(platform: Any, group: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"model.vocab_size 7 is less than the tokenizer's {VOCAB} tokens"):
+        tiny_policy(platform, tiny_model(vocab_size=7))
+
+
+def test_positions_are_stretched_for_slow_rotations_only(platform: Any, group: Any) -> None:
+    """Without it the test against Llama could pass by ignoring the factor."""
+    plain, stretched = (
+        tiny_policy(platform, tiny_model(**LLAMA | {"rope_scaling": factor})).rotary_pos_emb.inv_freq
+        for factor in (None, 8.0)
+    )
+    wavelength = 2 * torch.pi / plain
+    assert (wavelength > 8192).any() and (wavelength < 2048).any()
+    torch.testing.assert_close(stretched[wavelength > 8192], plain[wavelength > 8192] / 8)
+    assert torch.equal(stretched[wavelength < 2048], plain[wavelength < 2048])
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
+    platform: Any, group: Any, recompute: Recompute
+) -> None:
+    def kept_and_gradient(recompute: Recompute) -> tuple[int, torch.Tensor]:
+        policy = tiny_policy(platform, recompute=recompute)
+        sizes = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layout = packed_layout([range(len(SENTENCE))], len(SENTENCE), CPU)
+            logits = policy(torch.tensor(SENTENCE), torch.arange(len(SENTENCE)), layout)
+        logits.logsumexp(-1).sum().backward()
+        return sum(sizes), policy.decoder.layers[0].mlp.linear_fc1.weight.grad
+
+    kept, gradient = kept_and_gradient("none")
+    less, same = kept_and_gradient(recompute)
+    assert less < kept
+    assert torch.equal(gradient, same)
+
+
+def test_the_same_seed_gives_the_same_weights(platform: Any, group: Any) -> None:
+    one, other = tiny_policy(platform), tiny_policy(platform)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))

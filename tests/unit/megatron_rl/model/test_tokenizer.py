@@ -1,0 +1,108 @@
+"""Tokenizers: characters for tiny models, Hugging Face's for real ones, behind one interface."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+
+ALPHABET = "0123456789+-="
+
+
+def characters() -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
+
+
+def test_characters_are_numbered_in_order_then_end_then_padding() -> None:
+    tokenizer = characters()
+    assert tokenizer.encode(ALPHABET) == list(range(13))
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (13, 14, 15)
+
+
+@given(st.text(alphabet=ALPHABET))
+def test_decoding_undoes_encoding(text: str) -> None:
+    tokenizer = characters()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(alphabet=ALPHABET), st.integers(0, 3), st.integers(0, 3))
+def test_special_tokens_leave_no_trace_in_the_text(text: str, ends: int, pads: int) -> None:
+    tokenizer = characters()
+    tokens = tokenizer.encode(text) + [tokenizer.eos_id] * ends + [tokenizer.pad_id] * pads
+    assert tokenizer.decode(tokens) == text
+
+
+def test_unknown_character_is_named_with_the_text_and_the_alphabet() -> None:
+    with pytest.raises(ValueError, match=r"no token for the character 'x' of '3x4=': add it to tokenizer.alphabet"):
+        characters().encode("3x4=")
+
+
+@pytest.fixture(scope="module")
+def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A word-level tokenizer whose post-processor would add a beginning token."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[BOS]": 0, "[EOS]": 1, "[UNK]": 2, "one": 3, "and": 4, "two": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 0)])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]", extra_special_tokens=["[X]"]
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_hugging_face_text_is_encoded_as_it_stands(hugging_face_folder: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
+    assert tokenizer.encode("one and two") == [3, 4, 5]
+    assert tokenizer.encode("[BOS] one") == [0, 3]
+    assert tokenizer.decode([0, 3, 4, 5, 1]) == "one and two"
+
+
+def test_hugging_face_ids_count_added_tokens_and_pad_with_the_end_token(hugging_face_folder: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
+    assert tokenizer.vocab_size == 7
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (1, 1)
+
+
+def test_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer.path .*nowhere: no such directory"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path / "nowhere")))
+
+
+def test_folder_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"tokenizer.path .*: not a Hugging Face tokenizer"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+
+
+def test_a_chat_template_asks_as_a_user_and_its_absence_is_said(hugging_face_folder: Path, tmp_path: Path) -> None:
+    assert characters().chat("1+1=") is None
+    assert build_tokenizer(TokenizerConfig(path=str(hugging_face_folder))).chat("one") is None
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hugging_face_folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    assert build_tokenizer(TokenizerConfig(path=str(tmp_path))).chat("one and two") == "[user] one and two [assistant]"
+
+
+def test_a_name_of_the_hub_is_looked_for_in_its_cache(
+    hugging_face_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `mrl prefetch` leaves it; nothing is fetched."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"tokenizer.path owner/words: no such directory, and nothing of that name"):
+        build_tokenizer(TokenizerConfig(path="owner/words"))
+    repository = tmp_path / "models--owner--words"
+    shutil.copytree(hugging_face_folder, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    assert build_tokenizer(TokenizerConfig(path="owner/words")).encode("one and two") == [3, 4, 5]

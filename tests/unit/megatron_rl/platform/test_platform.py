@@ -1,0 +1,95 @@
+"""The CPU stands in for CUDA where megatron-core names it, and what is not supported is said at start."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import run_ranks
+
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform.select import UnsupportedPlatform, check_megatron_version, select
+from megatron_rl.rank.config import JobConfig
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.0", "0.19.2", "0.19.0rc1", "0.16.1+local"])
+def test_supported_versions_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    check_megatron_version()
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.9.0", "0.20.0", "1.0.0"])
+def test_any_other_version_says_what_to_install(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    with pytest.raises(UnsupportedPlatform, match=rf"megatron-core {version} .*install 'megatron-core>=0.16.1,<0.20'"):
+        select(JobConfig(device="cpu"))
+
+
+def test_it_is_a_configuration_error() -> None:
+    """So a rank ends with the code that is never retried."""
+    assert issubclass(UnsupportedPlatform, ConfigurationError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_recipe_for_cuda_without_a_gpu_says_so() -> None:
+    with pytest.raises(UnsupportedPlatform, match=r"torch sees no GPU.*job\.device=cpu"):
+        select(JobConfig(device="cuda"))
+
+
+def test_threads_are_the_recipes(platform: Any) -> None:
+    assert platform.device == torch.device("cpu")
+    assert platform.backend == "gloo"
+    assert torch.get_num_threads() == 1
+
+
+def test_the_generator_state_comes_back(platform: Any, group: Any) -> None:
+    platform.seed(3)
+    state = platform.rng_state()
+    drawn = torch.rand(5)
+    platform.set_rng_state(state)
+    assert torch.equal(torch.rand(5), drawn)
+
+
+def test_all_of_torch_stays_as_it_was(platform: Any) -> None:
+    """Outside megatron-core nothing believes that the CPU is a GPU."""
+    assert torch.zeros(1).device.type == "cpu"
+    assert not torch.zeros(1).is_cuda
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA|cuda"):
+            torch.zeros(1, device="cuda")
+
+
+def _without_a_symbol(rank: int, world_size: int) -> str:
+    import megatron.core.optimizer.clip_grads
+
+    from megatron_rl.platform import cpu
+
+    del megatron.core.optimizer.clip_grads.torch
+    try:
+        cpu.CpuPlatform(threads=1)
+    except UnsupportedPlatform as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_patched_symbol_that_is_gone_is_one_clear_error(tmp_path: Path) -> None:
+    """In a process of its own: the patches stay for good."""
+    (message,) = run_ranks(tmp_path, 1, _without_a_symbol)
+    assert message.startswith("megatron.core.optimizer.clip_grads.torch, which the CPU platform patches, is gone")
+    assert "install a supported version" in message
+
+
+def _patched_modules(rank: int, world_size: int) -> list[str]:
+    import sys
+
+    before = "megatron_rl.platform.cpu" in sys.modules
+    import megatron_rl.run  # noqa: F401
+
+    return [str(before), str("megatron_rl.platform.cpu" in sys.modules)]
+
+
+def test_no_patch_is_imported_before_the_recipe_asks_for_a_cpu(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, 1, _patched_modules) == [["False", "False"]]

@@ -1,0 +1,214 @@
+"""What a rank leaves behind for whoever has to explain its end: heartbeats, stacks, last words."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.rank.black_box import (
+    LINE_LIMIT,
+    LOG_LINES,
+    MESSAGE_LIMIT,
+    TRACE_LINES,
+    BlackBox,
+    heartbeat_period,
+    trace,
+    waited_in_vain,
+)
+from megatron_rl.rank.progress import Progress
+from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, Attempt, RunDir, read_json
+
+RANK = """
+import logging, sys, time
+from megatron_rl.run_dir import RunDir
+from megatron_rl.rank.black_box import BlackBox
+from megatron_rl.rank.progress import Progress
+
+logging.basicConfig(level=logging.INFO)
+attempt = RunDir(sys.argv[1]).attempt(1)
+progress = Progress(attempt, shared=False)
+box = BlackBox(attempt, 3, 8, progress)
+box.start()
+progress.enter("generating", 41)
+print("started", flush=True)
+
+def stuck_in_c():
+    time.sleep(60)
+
+def works():
+    for _ in range(20):
+        progress.beat()
+        time.sleep(0.05)
+
+{then}
+"""
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return RunDir(tmp_path).attempt(1)
+
+
+def start(attempt: Attempt, then: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RANK.replace("{then}", then), str(attempt.folder.parent.parent)]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "started\n"
+    return rank
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    give_up = time.monotonic() + 60  # seconds; a busy machine imports slowly
+    while not what():
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.02)
+
+
+def heartbeat(attempt: Attempt) -> dict:
+    return read_json(attempt.heartbeat(3)) or {"at": 0.0, "written": 0.0, "step": 0}
+
+
+def last_words(attempt: Attempt, error: Exception, exit_code: int = EXIT_CRASHED) -> dict:
+    """The error file of a rank that raised `error`."""
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress(attempt, shared=False)
+    progress.enter("training", 41)
+    try:
+        raise error
+    except type(error) as raised:
+        BlackBox(attempt, 3, 8, progress).report_failure(raised, exit_code)
+    return read_json(attempt.error(3))
+
+
+def test_a_heartbeat_tells_where_the_main_thread_got_on_last(attempt):
+    rank = start(attempt, "stuck_in_c()", MRL_SILENCE_S="0.5")
+    try:
+        wait_for(lambda: heartbeat(attempt)["step"] == 41)
+        stuck = heartbeat(attempt)
+        assert (stuck["rank"], stuck["ranks"], stuck["phase"], stuck["entered"]) == (3, 8, "generating", 1)
+        wait_for(lambda: heartbeat(attempt)["written"] > stuck["written"] + 0.2)
+        assert heartbeat(attempt)["at"] == pytest.approx(stuck["at"], abs=0.02), "it writes on and does not get on"
+    finally:
+        rank.kill()
+
+
+def test_a_rank_that_works_moves_its_heartbeat_and_says_goodbye(attempt):
+    rank = start(attempt, "began = time.time(); works(); box.stop()", MRL_SILENCE_S="0.5")
+    wait_for(lambda: heartbeat(attempt)["step"] == 41)
+    first = heartbeat(attempt)["at"]
+    rank.wait(10)
+    assert heartbeat(attempt)["at"] > first + 0.3
+    assert heartbeat(attempt)["phase"] == "left"
+
+
+def test_sigquit_shows_every_thread_even_where_the_main_one_hangs_in_c(attempt):
+    rank = start(attempt, "stuck_in_c()")
+
+    def dump() -> str:
+        rank.send_signal(signal.SIGQUIT)
+        time.sleep(0.1)
+        return attempt.stacks(3).read_text()
+
+    try:
+        wait_for(lambda: dump().count("in stuck_in_c") >= 2)
+        assert "_beat" in attempt.stacks(3).read_text(), "the heartbeat's thread too"
+        assert rank.poll() is None, "it lives on"
+    finally:
+        rank.kill()
+
+
+def test_files_that_cannot_be_written_end_nothing(attempt, tmp_path):
+    (tmp_path / "attempts").write_text("a file where a folder should be")
+    (tmp_path / "logs").write_text("the same")
+    rank = start(attempt, "works(); box.report_failure(RuntimeError('boom'), 1); sys.exit(5)", MRL_SILENCE_S="0.5")
+    _, said = rank.communicate(timeout=60)
+    assert rank.returncode == 5
+    assert said.count("heartbeats cannot be written") == 1
+    assert "boom" in said
+
+
+def test_the_error_file_says_who_where_when_and_what(attempt):
+    logging.getLogger().setLevel(logging.INFO)
+    words = last_words(attempt, ValueError("no such token\nwith details"))
+    assert (words["rank"], words["step"], words["phase"], words["exit_code"]) == (3, 41, "training", EXIT_CRASHED)
+    assert words["error"] == "ValueError: no such token"
+    assert "with details" in words["traceback"]
+    assert "in last_words" in words["traceback"]
+    assert words["host"]
+
+
+def test_a_bad_configuration_is_all_message_and_no_traceback(attempt):
+    words = last_words(attempt, ValueError("model:\n  no such field"), EXIT_CONFIG)
+    assert words["error"] == "ValueError: model:\n  no such field"
+    assert words["traceback"] == ""
+
+
+def test_the_newest_log_lines_are_in_the_error_file(attempt):
+    say = "for n in range(200): logging.info('line %d %s', n, 'x' * 5000)\n"
+    start(attempt, say + "box.report_failure(RuntimeError('boom'), 1)").communicate(timeout=60)
+    log = read_json(attempt.error(3))["log"]
+    assert len(log) == LOG_LINES
+    assert "line 199 xxx" in log[-1]
+    assert "line 150 xxx" in log[0]
+    assert all(len(line) < LINE_LIMIT + 50 for line in log)
+
+
+def test_a_log_call_that_is_wrong_itself_is_no_reason_to_die(attempt):
+    rank = start(attempt, "logging.error('%d', 'not a number')")
+    rank.communicate(timeout=60)
+    assert rank.returncode == 0
+
+
+def test_huge_messages_and_endless_tracebacks_are_cut(attempt):
+    words = last_words(attempt, RuntimeError("x" * 1_000_000))
+    assert len(words["error"]) < MESSAGE_LIMIT + 100
+    assert len(words["traceback"]) < 10_000
+
+    def deeper(n: int) -> None:
+        if n:
+            deeper(n - 1)
+        exec("raise RuntimeError('the end')")
+
+    try:
+        deeper(500)
+    except RuntimeError as error:
+        lines = trace(error).splitlines()
+    assert len(lines) <= TRACE_LINES + 1
+    assert lines[-1] == "RuntimeError: the end"
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"),
+    [
+        (RuntimeError("[unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"), True),
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:41077"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (TimeoutError("the verifier timed out"), False),
+    ],
+)
+def test_a_collective_that_timed_out_is_marked_as_another_ranks_fault(error, waited):
+    assert waited_in_vain(error) == waited
+
+
+@pytest.mark.parametrize(("limit", "period"), [(None, 10.0), ("1800", 10.0), ("5", 1.0)])
+def test_several_heartbeats_fit_into_the_silence_that_is_allowed(limit, period):
+    assert heartbeat_period(limit) == period
+
+
+def test_only_a_change_of_phase_is_shared_and_a_full_disk_is_no_reason_to_end(attempt, caplog):
+    progress = Progress(attempt, shared=True)
+    progress.enter("training", 1)  # there is no folder yet
+    assert "live view" in caplog.text
+    attempt.folder.mkdir(parents=True)
+    progress.enter("training", 2)
+    assert not attempt.progress.exists()
+    progress.enter("evaluating", 2)
+    assert read_json(attempt.progress) == {"phase": "evaluating", "step": 2}
+    assert progress.entered == 3

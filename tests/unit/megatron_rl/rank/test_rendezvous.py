@@ -1,0 +1,51 @@
+"""Ranks meet at an address that rank 0 publishes, on the job's interface alone, within a limit."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from megatron_rl.rank.rendezvous import meet
+from megatron_rl.rank.world import World
+from megatron_rl.run_dir import read_json
+
+SHORT = timedelta(seconds=10)
+
+
+def test_a_rank_that_comes_first_waits_for_the_address(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    address = tmp_path / "addresses" / "train.json"
+    stores = {}
+    early = threading.Thread(target=lambda: stores.update(one=meet(address, 1, 2, SHORT)))
+    early.start()
+    early.join(0.3)
+    assert early.is_alive()
+    stores["zero"] = meet(address, 0, 2, SHORT)
+    early.join(10)
+    stores["one"].set("key", "value")
+    assert stores["zero"].get("key") == b"value"
+
+
+def test_the_listener_is_bound_to_the_interface_and_to_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = meet(tmp_path / "train.json", 0, 1, SHORT)
+    port = read_json(tmp_path / "train.json")["port"]
+    listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == port and not c.raddr]
+    assert listening == ["127.0.0.1"], store
+
+
+def test_an_address_that_never_comes_is_an_error_that_names_the_file(tmp_path):
+    with pytest.raises(TimeoutError, match=r"did not publish its address in .*train\.json"):
+        meet(tmp_path / "train.json", 1, 2, timedelta(seconds=0.3))
+
+
+def test_in_a_step_of_ours_slurm_says_who_is_who_whatever_the_image_thinks(monkeypatch):
+    for name, value in {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "3")
+    assert World.from_environment().rank == 3, "no step of ours"
+    monkeypatch.setenv("MRL_STEP", "train")
+    assert World.from_environment() == World(rank=9, size=16, local_rank=1)

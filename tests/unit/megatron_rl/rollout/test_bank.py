@@ -1,0 +1,387 @@
+"""Generation that is interrupted, over and over and with other numbers of ranks, is generated once."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bank_helpers import line
+from core_helpers import build_run, tiny_run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.rank import safe_points
+from megatron_rl.rollout.bank import bank as bank_module
+from megatron_rl.rollout.bank.bank import Bank
+from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
+from megatron_rl.rollout.bank.memory import NoBank
+from megatron_rl.rollout.config import ResumeConfig
+from megatron_rl.run import Run
+
+KEEP = ResumeConfig(partial="keep")
+REGENERATE = ResumeConfig(partial="regenerate")
+PROMPTS, SAMPLES = 4, 4
+
+
+def run_of(platform: Any, group: Any, **sampling: Any) -> Run:
+    """Long answers, of which the small cache decodes six at a time."""
+    config = tiny_run(
+        sampling={"max_new_tokens": 16} | sampling,
+        inference={"max_batch": 6},
+        grpo={"prompts_per_step": PROMPTS, "group_size": SAMPLES},
+    )
+    return build_run(config, platform, group, scale=0.15)
+
+
+@pytest.fixture(scope="module")
+def run(platform: Any, group: Any) -> Run:
+    return run_of(platform, group)
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Run) -> list[RolloutGroup]:
+    run.engine.policy_version = 0
+    return collect(run)
+
+
+def bank_of(run: Run, folder: Path, attempt: int, resume: ResumeConfig = KEEP, version: int = 0, **where: int) -> Bank:
+    run.engine.policy_version = version
+    place = {"next_ordinal": 0, "driver": 0, "drivers": 1} | where
+    return Bank(folder, run.engine, resume, line(attempt, version), **place)  # type: ignore[arg-type]
+
+
+def collect(
+    run: Run, bank: Bank | None = None, share: range = range(PROMPTS), stop_after: int | None = None
+) -> list[RolloutGroup]:
+    """A driver's groups; none where it was asked to leave after `stop_after` steps of the engine."""
+    run.driver.bank = bank or NoBank(run.engine)
+    step, steps = run.engine.step, 0
+
+    def counted() -> None:
+        nonlocal steps
+        step()
+        steps += 1
+        run.pulse.drain.asked |= steps == stop_after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.engine, "step", counted)
+        try:
+            return run.driver._roll_out(share)
+        finally:
+            run.pulse.drain.asked = False
+            if bank is not None:
+                bank.close()
+
+
+def tokens(groups: list[RolloutGroup]) -> list[list[list[int]]]:
+    return [[rollout.tokens for rollout in group.rollouts] for group in groups]
+
+
+def assert_equal(groups: list[RolloutGroup], expected: list[RolloutGroup]) -> None:
+    """The same answers, log-probs to the last digits that a batch of another shape leaves alone."""
+    assert [group.ordinal for group in groups] == [group.ordinal for group in expected]
+    assert tokens(groups) == tokens(expected)
+    for group, other in zip(groups, expected, strict=True):
+        for one, two in zip(group.rollouts, other.rollouts, strict=True):
+            assert one.logprobs == pytest.approx(two.logprobs, rel=1e-6, abs=2e-6)
+            assert (one.reward, one.finish_reason, one.text) == (two.reward, two.finish_reason, two.text)
+
+
+def banked_tokens(folder: Path) -> int:
+    """Of answers under way, each counted once."""
+    heads = [entry.head for path in bank_files(folder) for entry in scan(path).entries]
+    return sum(head["count"] for head in heads if head["kind"] == "stretch")
+
+
+# keep
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("stop_after", [1, 6, 14, 20])
+def test_an_interrupted_step_goes_on_to_the_same_answers(
+    platform: Any, group: Any, tmp_path: Path, stop_after: int, temperature: float
+) -> None:
+    run = run_of(platform, group, temperature=temperature)
+    undisturbed = collect(run)
+    assert collect(run, bank_of(run, tmp_path, 1), stop_after=stop_after) == []
+    assert banked_tokens(tmp_path) > 0
+    assert_equal(collect(run, bank_of(run, tmp_path, 2)), undisturbed)
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stops=st.lists(st.integers(1, 15), max_size=6))
+def test_however_often_it_is_interrupted(
+    run: Run, undisturbed: list[RolloutGroup], tmp_path_factory: pytest.TempPathFactory, stops: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("bank")
+    for attempt, stop_after in enumerate(stops, start=1):
+        groups = collect(run, bank_of(run, folder, attempt), stop_after=stop_after)
+        if groups:
+            break
+    assert_equal(collect(run, bank_of(run, folder, len(stops) + 1)), undisturbed)
+
+
+def test_no_token_is_paid_for_twice(run: Run, undisturbed: list[RolloutGroup], tmp_path: Path) -> None:
+    """But for those of the decode steps that the engine makes while it is being left."""
+    sampled = 0
+    take = run.engine._take
+
+    def counted(rows: slice, logits: Any) -> None:
+        nonlocal sampled
+        sampled += len(logits)
+        take(rows, logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.engine, "_take", counted)
+        for attempt, stop_after in enumerate((5, 9, 13, None), start=1):
+            collect(run, bank_of(run, tmp_path, attempt), stop_after=stop_after)
+    needed = sum(len(answer) for group in tokens(undisturbed) for answer in group)
+    assert needed <= sampled <= needed + 3 * 3 * 6
+
+
+def test_a_finished_step_is_neither_generated_nor_scored_again(
+    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = collect(run, bank_of(run, tmp_path, 1))
+    assert first == undisturbed  # no neighbour has changed: bit for bit
+
+    def refuses(*_: Any) -> None:
+        raise AssertionError("generated or scored again")
+
+    monkeypatch.setattr(run.environment, "get_reward", refuses)
+    monkeypatch.setattr(run.engine, "generate", refuses)
+    assert collect(run, bank_of(run, tmp_path, 2)) == undisturbed
+
+
+def test_what_is_under_way_is_written_now_and_then(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL takes what is newer than `resume.flush_s`."""
+    bank = bank_of(run, tmp_path, 1, ResumeConfig(flush_s=0.001))
+    seen = []
+    step = run.engine.step
+
+    def watched() -> None:
+        step()
+        seen.append(banked_tokens(tmp_path))
+
+    monkeypatch.setattr(run.engine, "step", watched)
+    collect(run, bank)
+    assert 0 < seen[len(seen) // 2] < seen[-1]
+
+
+def test_evaluation_leaves_nothing_in_the_bank(run: Run, tmp_path: Path) -> None:
+    bank = bank_of(run, tmp_path, 1)
+    run.driver.bank = bank
+    run.evaluate()
+    bank.flush()
+    bank.close()
+    assert banked_tokens(tmp_path) == 0
+
+
+# Damage and other ranks
+
+
+@pytest.fixture(scope="module")
+def torn_bank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
+    """Name and content of the file of a step that was interrupted twice."""
+    folder = tmp_path_factory.mktemp("torn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
+        collect(run, bank_of(run, folder, 1, ResumeConfig(flush_s=0.001)), stop_after=25)
+    (path,) = bank_files(folder)
+    return path.name, path.read_bytes()
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_bank_costs_time_and_nothing_else(
+    run: Run,
+    undisturbed: list[RolloutGroup],
+    torn_bank: tuple[str, bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+) -> None:
+    name, content = torn_bank
+    damaged = bytearray(content)
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3), label="flipped"):
+        damaged[place] ^= 255
+    folder = tmp_path_factory.mktemp("bank")
+    (folder / name).write_bytes(damaged[: data.draw(st.integers(0, len(content)), label="length")])
+    assert_equal(collect(run, bank_of(run, folder, 2)), undisturbed)
+
+
+def test_other_ranks_go_on_with_what_some_have_left(run: Run, undisturbed: list[RolloutGroup], tmp_path: Path) -> None:
+    """Two write, one reads; then three read what one wrote: everyone reads everything."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    for driver in (0, 1):
+        share = range(2 * driver, 2 * driver + 2)
+        assert collect(run, bank_of(run, two, 1, driver=driver, drivers=2), share, stop_after=12) == []
+    assert len(bank_files(two)) == 2
+    known = banked_tokens(two)
+    assert_equal(collect(run, bank_of(run, two, 2)), undisturbed)
+    assert known > 20
+
+    assert collect(run, bank_of(run, one, 1), stop_after=20) == []
+    for driver, share in enumerate((range(1), range(1, 2), range(2, 4))):
+        groups = collect(run, bank_of(run, one, 2, driver=driver, drivers=3), share)
+        assert_equal(groups, undisturbed[share.start : share.stop])
+
+
+# regenerate
+
+
+def test_regenerated_answers_are_the_same_bit_for_bit(
+    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path
+) -> None:
+    """Whatever of the share was there: its groups are used all together or not at all."""
+    for attempt, stop_after in enumerate((3, 12, 18), start=1):
+        assert collect(run, bank_of(run, tmp_path, attempt, REGENERATE), stop_after=stop_after) == []
+    entries = [entry for path in bank_files(tmp_path) for entry in scan(path).entries]
+    scored = {entry.head["ordinal"] for entry in entries if entry.head["kind"] == "group"}
+    assert 0 < len(scored) < PROMPTS
+    assert not any(entry.head["kind"] == "stretch" for entry in entries)
+    assert collect(run, bank_of(run, tmp_path, 4, REGENERATE)) == undisturbed
+
+
+def test_a_whole_share_is_not_generated_again_even_then(
+    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect(run, bank_of(run, tmp_path, 1, REGENERATE))
+    monkeypatch.delattr(run.engine.__class__, "generate")
+    assert collect(run, bank_of(run, tmp_path, 2, REGENERATE)) == undisturbed
+
+
+def test_logprobs_do_depend_on_the_neighbours(run: Run, undisturbed: list[RolloutGroup]) -> None:
+    """The reason for all or nothing. Should this fail one day, the rule can go."""
+    (alone,) = collect(run, share=range(1))
+    assert tokens([alone]) == tokens(undisturbed[:1])
+    assert alone != undisturbed[0]
+
+
+# Checkpoints
+
+
+def test_groups_of_newer_weights_are_generated_again_or_used_as_they_are(run: Run, tmp_path: Path) -> None:
+    newer = collect(run, bank_of(run, tmp_path, 1, version=7))
+    run.engine.policy_version = 5
+    expected = collect(run)
+    assert tokens(expected) != tokens(newer)  # other keys
+    assert collect(run, bank_of(run, tmp_path, 2, ResumeConfig(newer="reuse"), version=5)) == newer
+    assert collect(run, bank_of(run, tmp_path, 2, version=5)) == expected
+
+
+def test_answers_under_way_of_newer_weights_are_never_gone_on_with(run: Run, tmp_path: Path) -> None:
+    for resume in (KEEP, ResumeConfig(newer="reuse")):
+        collect(run, bank_of(run, tmp_path, 1, version=7), stop_after=10)
+        run.engine.policy_version = 5
+        assert collect(run, bank_of(run, tmp_path, 2, resume, version=5)) == collect(run)
+
+
+def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path) -> None:
+    """Where generation runs ahead of training, the checkpoint may be newer than what is under way."""
+    collect(run, bank_of(run, tmp_path, 1, version=3), stop_after=4)
+    begun = {entry.head["ordinal"] for path in bank_files(tmp_path) for entry in scan(path).entries[1:]}
+    expected = []
+    for version in (3, 4):
+        run.engine.policy_version = version
+        expected.append(tokens(collect(run)))
+    groups = collect(run, bank_of(run, tmp_path, 2, version=4))
+    for group in groups:
+        assert tokens([group])[0] == expected[group.ordinal not in begun][group.ordinal]
+    assert begun
+    assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {3, 4}
+
+
+def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[RolloutGroup], tmp_path: Path) -> None:
+    bank = bank_of(run, tmp_path, 1)
+    run.driver.bank = bank
+    run.driver._roll_out(range(PROMPTS))
+    assert bank._file.wait(20)
+    bank.saving(9, next_ordinal=3)
+    bank.saved(9)
+    bank.close()
+    (path,) = bank_files(tmp_path)
+    heads = [entry.head for entry in scan(path).entries]
+    assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [3]
+    assert collect(run, bank_of(run, tmp_path, 2, next_ordinal=3), range(3, 4)) == undisturbed[3:]
+
+
+def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
+    for ordinal in range(PROMPTS):
+        run.driver._roll_out(range(ordinal, ordinal + 1))
+    assert not bank_files(tmp_path)
+    bank.saving(9, next_ordinal=2)
+    bank.saved(9)
+    bank.close()
+    (path,) = bank_files(tmp_path)
+    heads = [entry.head for entry in scan(path).entries]
+    assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [2, 3]  # the others never were
+
+
+def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 0.0)
+    run.driver._roll_out(range(2))
+    assert bank._file.wait(20)
+    (path,) = bank_files(tmp_path)
+    assert [entry.head["kind"] for entry in scan(path).entries] == ["attempt", "group", "group"]
+
+
+def test_a_step_that_fails_leaves_what_it_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
+    run.driver._roll_out(range(1))
+    monkeypatch.setattr(run.engine, "step", fail)
+    with pytest.raises(OSError, match="out of order"):
+        run.driver._roll_out(range(1, 2))
+    assert bank._file.wait(20)
+    assert [entry.head["kind"] for entry in scan(bank_files(tmp_path)[0]).entries] == ["attempt", "group"]
+
+
+def fail() -> None:
+    raise OSError("out of order")
+
+
+def test_the_first_driver_folds_earlier_files_and_the_others_find_them_again(
+    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path
+) -> None:
+    collect(run, bank_of(run, tmp_path, 1))
+    collect(run, bank_of(run, tmp_path, 2), stop_after=1)
+    (tmp_path / ".attempt-001.driver-00000.bank.x.tmp").touch()
+    first, second = (bank_of(run, tmp_path, 3, driver=driver, drivers=2) for driver in (0, 1))
+    for bank in (second, first):
+        bank.flush()
+        bank.saving(9, next_ordinal=2)
+        bank.saved(9)
+        assert bank._file.wait(20)
+    assert sorted(tmp_path.iterdir()) == [bank_file(tmp_path, 3, driver) for driver in (0, 1)]
+    for bank in (first, second):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(run.engine.__class__, "generate")
+            assert collect(run, bank, range(2, 4)) == undisturbed[2:]
+    assert collect(run, bank_of(run, tmp_path, 4), range(2, 4)) == undisturbed[2:]
+
+
+def test_it_says_what_it_found(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        collect(run, bank_of(run, tmp_path, 1))
+        assert not caplog.records
+        collect(run, bank_of(run, tmp_path, 2, version=3), range(4, 8), stop_after=4)
+        with bank_file(tmp_path, 2, 0).open("ab") as file:
+            file.write(b"torn")
+        bank_of(run, tmp_path, 3, version=2).close()
+    assert re.fullmatch(
+        r"bank: 4 scored groups and 0 answers of earlier attempts; \d records put aside, newer than the checkpoint; "
+        "1 damaged or torn places skipped",
+        caplog.messages[-1],
+    )

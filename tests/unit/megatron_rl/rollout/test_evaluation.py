@@ -1,0 +1,51 @@
+"""Evaluation: greedy, on at most so many problems of each set, and only a reward of exactly 1 counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import quiet_pulse
+
+from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse, Problem, Rollout
+from megatron_rl.inference.config import Sampling
+from megatron_rl.rollout.evaluation import evaluate
+
+
+class Scripted(EvaluationAgent):
+    """Knows its rewards beforehand: they are the problems' golden answers."""
+
+    def __init__(self, sets: Mapping[str, Sequence[float]]) -> None:
+        self.sets = {name: [Problem("", {"reward": reward}) for reward in rewards] for name, rewards in sets.items()}
+        self.requests: list[EvaluationRequest] = []
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return self.sets
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        self.requests.append(request)
+        return EvaluationResponse(
+            [[Rollout([], [], [], "", problem.golden["reward"], "stop", 0)] for problem in request.problems]
+        )
+
+
+def score(agent: Scripted, group: Any, limit: int | None = None) -> dict[str, float]:
+    return evaluate(
+        agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), group, torch.device("cpu"), quiet_pulse(), limit
+    )
+
+
+def test_only_a_reward_of_one_is_right(group: Any) -> None:
+    agent = Scripted({"aime": [1.0, 0.5, 0.0, 1.0], "other": [0.99]})
+    assert score(agent, group) == {"eval/aime/greedy_accuracy": 0.5, "eval/other/greedy_accuracy": 0.0}
+    assert {request.sampling for request in agent.requests} == {Sampling(temperature=0.0, max_new_tokens=7)}
+
+
+@pytest.mark.parametrize(("limit", "accuracy"), [(2, 1.0), (3, 2 / 3), (99, 0.5)])
+def test_a_limit_takes_the_first_problems_and_is_the_base_of_the_share(group: Any, limit: int, accuracy: float) -> None:
+    agent = Scripted({"aime": [1.0, 1.0, 0.0, 0.0]})
+    assert score(agent, group, limit) == {"eval/aime/greedy_accuracy": pytest.approx(accuracy)}
+    assert len(agent.requests[0].problems) == min(limit, 4)

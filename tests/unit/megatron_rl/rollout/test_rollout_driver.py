@@ -1,0 +1,202 @@
+"""Which prompts a step trains on: in ordinal order, each settled exactly once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import CPU, quiet_pulse, rollout, tiny_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, Problem, RolloutGroup
+from megatron_rl.config import RunConfig
+from megatron_rl.rollout import driver as driver_module
+from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
+from megatron_rl.rollout.stream import PromptStream, group_key
+
+PROBLEMS = [Problem(str(number), {"number": number}) for number in range(7)]
+
+
+class Agent(GroupedRolloutGenerator):
+    """Answers without a model: the groups of the ordinals in `dull` have equal rewards, those in `lost` lose one."""
+
+    def __init__(self, dull: set[int] | None = None, lost: set[int] | None = None) -> None:
+        self.dull, self.lost = dull or set(), lost or set()
+        self.requests: list[GroupRolloutRequest] = []
+
+    def training_problems(self) -> Sequence[Problem]:
+        return PROBLEMS
+
+    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+        self.requests.append(request)
+        lost = request.ordinal in self.lost
+        rewards = [0.0 if request.ordinal in self.dull else float(i % 2) for i in range(request.group_size - lost)]
+        rollouts = [rollout([1], [2], reward) for reward in rewards]
+        return RolloutGroup(request.ordinal, request.problem, rollouts, {"timeout": 1} if lost else {})
+
+
+class Threads:
+    """Stands in for torch.distributed where ranks are threads and a group is the rank's number."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.parts: list[Tensor] = [torch.empty(0)] * ranks
+
+    def get_world_size(self, group: int) -> int:
+        return self.ranks
+
+    def get_rank(self, group: int) -> int:
+        return group
+
+    def all_reduce(self, tensor: Tensor, group: int) -> None:
+        self.parts[group] = tensor.clone()
+        self.barrier.wait()
+        tensor.copy_(torch.stack(self.parts).sum(0))
+        self.barrier.wait()
+
+
+def collect(
+    agent: Agent, config: RunConfig, ranks: int, steps: int = 1, policy_version: int = 0
+) -> list[list[RolloutBatch]]:
+    """For every step, each rank's batch."""
+    batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
+
+    def drive(rank: int) -> None:
+        engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
+        driver = RolloutDriver(agent, engine, config, rank, CPU, quiet_pulse())  # type: ignore[arg-type]
+        ordinal = 0
+        for step in range(steps):
+            batches[step][rank] = driver.collect(ordinal)
+            ordinal = batches[step][rank].next_ordinal
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver_module, "dist", Threads(ranks))
+        threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+    assert all(batch is not None for step in batches for batch in step)
+    return batches
+
+
+def ordinals(step: list[RolloutBatch]) -> list[int]:
+    return [group.ordinal for batch in step for group in batch.groups]
+
+
+def dynamic(prompts: int, rounds: int) -> RunConfig:
+    return tiny_run(grpo={"prompts_per_step": prompts, "dynamic_sampling": {"enabled": True, "max_rounds": rounds}})
+
+
+@settings(deadline=None, max_examples=30)
+@given(prompts=st.integers(1, 9), ranks=st.integers(1, 4), steps=st.integers(1, 3))
+def test_the_batch_of_a_step_is_the_next_ordinals_whatever_the_ranks(prompts: int, ranks: int, steps: int) -> None:
+    config = tiny_run(grpo={"prompts_per_step": prompts})
+    for number, step in enumerate(collect(Agent(), config, ranks, steps)):
+        first = number * prompts
+        assert ordinals(step) == list(range(first, first + prompts))
+        assert [place for batch in step for place in batch.positions] == list(range(prompts))
+        assert {(batch.first_ordinal, batch.next_ordinal) for batch in step} == {(first, first + prompts)}
+        assert all(not batch.dropped and batch.rounds == 1 for batch in step)
+        sizes = [len(batch.groups) for batch in step]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_request_says_all_that_makes_its_answers() -> None:
+    agent = Agent()
+    config = tiny_run(grpo={"prompts_per_step": 5, "group_size": 6}, training={"seed": 3})
+    collect(agent, config, ranks=1, steps=2, policy_version=4)
+    stream = PromptStream(PROBLEMS, 3)
+    for ordinal, request in enumerate(agent.requests):
+        assert request.ordinal == ordinal
+        assert request.problem == stream.problem(ordinal)
+        assert request.group_size == 6
+        assert request.sampling == config.sampling
+        assert request.key == group_key(3, ordinal, 0, 4)
+    assert len({request.key for request in agent.requests}) == 10
+
+
+DULL = st.sets(st.integers(0, 60), max_size=45)
+
+
+@settings(deadline=None, max_examples=60)
+@given(dull=DULL, prompts=st.integers(1, 6), rounds=st.integers(1, 8), ranks=st.integers(1, 3), steps=st.integers(1, 3))
+def test_dynamic_sampling_takes_the_first_with_signal_and_settles_every_ordinal_once(
+    dull: set[int], prompts: int, rounds: int, ranks: int, steps: int
+) -> None:
+    expected_first = 0
+    for step in collect(Agent(dull), dynamic(prompts, rounds), ranks, steps):
+        one = step[0]
+        trained = ordinals(step)
+        assert len(trained) == len(set(trained)) == prompts
+        assert sorted([*trained, *one.dropped]) == list(range(expected_first, one.next_ordinal))
+        assert all(batch.dropped == one.dropped for batch in step)
+        assert {(batch.next_ordinal, batch.rounds) for batch in step} == {(one.next_ordinal, one.rounds)}
+        assert set(one.dropped.values()) <= {"no signal"}
+        assert one.dropped.keys() <= dull
+        by_place = sorted(
+            (place, group.ordinal) for b in step for place, group in zip(b.positions, b.groups, strict=True)
+        )
+        assert [place for place, _ in by_place] == list(range(prompts))
+        assert [ordinal for _, ordinal in by_place] == sorted(trained)
+        assert one.rounds <= rounds
+        if one.rounds < rounds:
+            assert not dull & set(trained)
+        expected_first = one.next_ordinal
+
+
+@settings(deadline=None, max_examples=30)
+@given(dull=DULL, prompts=st.integers(1, 6), rounds=st.integers(1, 4), ranks=st.integers(2, 4))
+def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int, rounds: int, ranks: int) -> None:
+    config = dynamic(prompts, rounds)
+    for one, many in zip(collect(Agent(dull), config, 1, 2), collect(Agent(dull), config, ranks, 2), strict=True):
+        assert sorted(ordinals(one)) == sorted(ordinals(many))
+        assert (one[0].dropped, one[0].next_ordinal) == (many[0].dropped, many[0].next_ordinal)
+
+
+def test_when_the_rounds_are_used_up_groups_without_signal_stand_in() -> None:
+    ((batch,),) = collect(Agent(set(range(1000))), dynamic(4, 3), ranks=1)
+    assert batch.rounds == 3
+    assert [group.ordinal for group in batch.groups] == [8, 9, 10, 11]
+    assert batch.dropped == dict.fromkeys(range(8), "no signal")
+
+
+def test_a_lost_answer_is_no_reward_of_zero() -> None:
+    """It is missing from its group and counted: the others' mean is theirs alone."""
+    ((batch,),) = collect(Agent(lost={2}), tiny_run(), ranks=1)
+    lost = batch.groups[2]
+    assert [rollout.reward for rollout in lost.rollouts] == [0.0, 1.0, 0.0]
+    assert lost.failures == {"timeout": 1}
+
+
+def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
+    class LosesAlmostAll(Agent):
+        async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+            left = [rollout([1], [2], 1.0)] if request.ordinal == 0 else []
+            if request.ordinal >= 2:
+                return await super().group_rollout(request)
+            return RolloutGroup(request.ordinal, request.problem, left, {"timeout": request.group_size - len(left)})
+
+    ((batch,),) = collect(LosesAlmostAll(), dynamic(2, 4), ranks=1)
+    assert batch.dropped == {0: "no signal", 1: "no signal"}
+    assert ordinals([batch]) == [2, 3]
+
+
+def test_an_agents_error_is_not_swallowed() -> None:
+    class Broken(Agent):
+        async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+            raise RuntimeError("no such tool")
+
+    engine: Any = SimpleNamespace(policy_version=0, busy_s=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver_module, "dist", Threads(1))
+        driver = RolloutDriver(Broken(), engine, tiny_run(), 0, CPU, quiet_pulse())  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="no such tool"):
+            driver.collect(0)

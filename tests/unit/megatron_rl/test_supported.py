@@ -1,0 +1,72 @@
+"""What the ranks cannot do yet is refused with key and value, by a function that needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.recipe.load import load_recipe
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.supported import check_supported, not_yet
+
+
+def test_the_demo_runs() -> None:
+    config = load_recipe("demo").config
+    assert not_yet(config) == []
+    check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["placement.training.tp=2"], "placement.training.tp 2"),
+        (["placement.training.pp=2"], "placement.training.pp 2"),
+        (["placement.training.cp=2"], "placement.training.cp 2"),
+        (["placement.training.ep=2"], "placement.training.ep 2"),
+        (["placement.training.sequence_parallel=true"], "placement.training.sequence_parallel True"),
+        (["placement.inference.tp=2"], "placement.inference.tp 2"),
+        (["placement.inference.pp=2"], "placement.inference.pp 2"),
+        (
+            ["placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1"],
+            "placement.mode partitioned",
+        ),
+        (
+            ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_hidden_size=8"],
+            "model.num_experts 4",
+        ),
+        (["model.init=huggingface", "model.huggingface=a/b"], "model.init huggingface"),
+    ],
+)
+def test_what_is_missing_is_named(overrides: list[str], said: str) -> None:
+    config = load_recipe("demo", overrides).config
+    (problem,) = not_yet(config)
+    assert problem.startswith(f"{said} is not supported yet: ")
+    with pytest.raises(ConfigurationError, match=said):
+        check_supported(config)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["placement.inference.tp=1"],
+        ["model.head_dim=32", "model.qk_norm=true", "model.rope_scaling=8.0", "model.vocab_size=64"],
+        ["training.recompute=full", "training.sequence_length=16", "evaluation.prompts=4"],
+        ["optimizer.grad_reduce_in_fp32=false"],
+    ],
+)
+def test_what_is_honoured_is_not_refused(overrides: list[str]) -> None:
+    assert not_yet(load_recipe("demo", overrides).config) == []
+
+
+def test_a_rank_refuses_before_it_builds_anything(tmp_path: Any) -> None:
+    from core_helpers import quiet_pulse
+
+    from launcher.recipe.load import dump_resolved
+    from megatron_rl.run_dir import RunDir
+    from megatron_rl.train_rl import World, run_rank
+
+    run_dir = RunDir(tmp_path)
+    run_dir.resolved.write_text(dump_resolved(load_recipe("demo", ["placement.training.tp=2"]).config))
+    with pytest.raises(ConfigurationError, match=r"placement\.training\.tp 2"):
+        run_rank(run_dir, run_dir.attempt(1), World(0, 1, 0), quiet_pulse())

@@ -1,0 +1,167 @@
+"""The taught base model: the same bits however it comes about, and a cache that can only save time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import quiet_pulse, tiny_model, tiny_run
+from torch import Tensor
+
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.run import initial_policy
+from megatron_rl.training import supervised
+from megatron_rl.training.supervised import NoDemonstrations, cache_path
+
+
+class Shop:
+    """The environment of these tests: two worked examples."""
+
+    def demonstrations(self) -> list[tuple[str, str]]:
+        return [("1+1=", "2"), ("9-2=", "7")]
+
+
+supervised.Demonstrator.register(Shop)
+
+
+def recipe(**model: Any) -> RunConfig:
+    taught = {"steps": 60, "batch_size": 8, "learning_rate": 3e-3, "seed": 1}
+    return tiny_run(model=tiny_model(init="supervised", supervised=taught).model_dump() | model)
+
+
+def weights(config: RunConfig, platform: Any, *, writer: bool = True, environment: Any = None) -> list[Tensor]:
+    environment = Shop() if environment is None else environment
+    tokenizer = build_tokenizer(config.tokenizer)
+    policy = initial_policy(config, environment, tokenizer, platform, quiet_pulse(), writer=writer)
+    return [weight.detach().clone() for weight in policy.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def teachings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever a model is really taught."""
+    counted: list[int] = []
+    train = supervised._train
+
+    def counting(*args: Any) -> None:
+        counted.append(1)
+        train(*args)
+
+    monkeypatch.setattr(supervised, "_train", counting)
+    return counted
+
+
+def test_cached_or_not_the_bits_are_the_same(platform: Any, group: Any, teachings: list[int], cache: Path) -> None:
+    taught = weights(recipe(), platform)
+    torch.manual_seed(99)  # what happened in the process before does not matter
+    cached = weights(recipe(), platform)
+    assert len(teachings) == 1
+    cache_path(recipe()).unlink()
+    taught_again = weights(recipe(), platform)
+    assert len(teachings) == 2
+    assert same(taught, cached)
+    assert same(taught, taught_again)
+    assert [path.name for path in (cache / "supervised").iterdir()] == [cache_path(recipe()).name]  # no debris
+
+
+def test_it_teaches(platform: Any, group: Any) -> None:
+    config = recipe()
+    tokenizer = build_tokenizer(config.tokenizer)
+    policy = initial_policy(config, Shop(), tokenizer, platform, quiet_pulse(), writer=True)  # type: ignore[arg-type]
+    engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
+    greedy = config.sampling.model_copy(update={"temperature": 0.0})
+    for prompt, answer in Shop().demonstrations():
+        (completion,) = asyncio.run(engine.generate(GenerationRequest(tokenizer.encode(prompt), 1, greedy, 0)))
+        assert tokenizer.decode(completion.tokens) == answer
+        assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("junk", [b"", b"no checkpoint at all", None], ids=["empty", "garbage", "cut short"])
+def test_a_corrupt_cache_is_said_and_taught_again(
+    platform: Any, group: Any, teachings: list[int], caplog: pytest.LogCaptureFixture, junk: bytes | None
+) -> None:
+    taught = weights(recipe(), platform)
+    path = cache_path(recipe())
+    path.write_bytes(path.read_bytes()[:-1000] if junk is None else junk)
+    with caplog.at_level(logging.WARNING):
+        assert same(weights(recipe(), platform), taught)
+    assert len(teachings) == 2
+    assert f"{path} cannot be read" in caplog.text
+    assert same(weights(recipe(), platform), taught)
+    assert len(teachings) == 2  # mended
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(
+    platform: Any, group: Any, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = weights(recipe(), platform, writer=False)
+    cache.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert same(weights(recipe(), platform), expected)
+    assert "could not be cached" in caplog.text
+
+
+def test_a_full_disk_is_a_warning_too(
+    platform: Any, group: Any, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MRL_CACHE", str(small_disk))
+    cache_path(recipe()).parent.mkdir(parents=True)
+    with (small_disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with caplog.at_level(logging.WARNING):
+        weights(recipe(), platform)
+    assert "No space left on device" in caplog.text
+    assert list(cache_path(recipe()).parent.iterdir()) == []
+
+
+def test_ranks_that_do_not_write_leave_no_cache(platform: Any, group: Any, cache: Path) -> None:
+    weights(recipe(), platform, writer=False)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"supervised": {"steps": 61}}},
+        {"model": {"supervised": {"seed": 2}}},
+        {"model": {"hidden_size": 64}},
+        {"tokenizer": {"alphabet": "0123456789+-=x"}},
+        {"environment": {"args": {"seed": 1}}},
+        {"job": {"threads_per_rank": 2}},
+    ],
+    ids=str,
+)
+def test_the_cache_is_kept_apart_by_all_that_the_weights_depend_on(change: dict[str, Any]) -> None:
+    assert cache_path(tiny_run(**change)) != cache_path(tiny_run())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"training": {"seed": 9}}, {"grpo": {"group_size": 8}}, {"optimizer": {"learning_rate": 1.0}}],
+    ids=str,
+)
+def test_the_cache_is_shared_by_what_they_do_not_depend_on(change: dict[str, Any]) -> None:
+    assert cache_path(tiny_run(**change)) == cache_path(tiny_run())
+
+
+def test_an_environment_without_examples_is_one_clear_error(platform: Any, group: Any) -> None:
+    with pytest.raises(NoDemonstrations, match="'arithmetic' has no worked examples"):
+        weights(recipe(), platform, environment=object())
