@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import click
 
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_USAGE
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE
 
 
 class BadInput(click.ClickException):

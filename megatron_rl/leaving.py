@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.drain import MARGIN_S, Drain, fits
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, Pulse
 from megatron_rl.run import Run
-from megatron_rl.run_dir import RunDir, read_json
+from megatron_rl.run_dir import read_json
 
 logger = logging.getLogger(__name__)
 

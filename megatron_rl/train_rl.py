@@ -27,7 +27,9 @@ from megatron_rl.checkpoint.save import Checkpointer, Published
 from megatron_rl.checkpoint.save import Outcome as SaveOutcome
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.config import RunConfig
-from megatron_rl.disk import once_there_is_room
+from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
+from megatron_rl.contract.files import once_there_is_room
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.leaving import finish, leave
 from megatron_rl.metrics.report import StepReport
@@ -43,7 +45,7 @@ from megatron_rl.rank.safe_points import LOOK_EVERY_S, Left, Pulse
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.run import Run, set_up
-from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED, Attempt, RunDir, write_json
+from megatron_rl.run_dir import write_json
 from megatron_rl.supported import check_supported
 
 logger = logging.getLogger("megatron_rl")

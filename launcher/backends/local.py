@@ -17,8 +17,8 @@ from submitit import LocalExecutor, LocalJob
 from submitit.helpers import CommandFunction
 
 from launcher.host.process.processes import start_time
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
-from megatron_rl.run_dir import Attempt, RunDir
 
 TEN_YEARS_MIN = 10 * 365 * 24 * 60  # submitit ends local jobs after two minutes unless told otherwise
 RANK_COMMAND = [sys.executable, "-m", "megatron_rl.train_rl"]

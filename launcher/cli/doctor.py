@@ -29,7 +29,7 @@ from launcher.plan.gpu_memory import checkpoint_bytes, vocabulary
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.config import RunConfig
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 from megatron_rl.supported import not_yet
 
 STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}

@@ -23,7 +23,7 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     from launcher.cli.show.progress import last_row
     from launcher.runs.find import runs, submissions
     from launcher.runs.state import look_all
-    from megatron_rl.run_dir import RunDir
+    from megatron_rl.contract.paths import RunDir
 
     entries = runs(submissions())
     shown = entries if every else entries[:limit]

@@ -12,7 +12,7 @@ import click
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.fetch.prefetch import Cache, Need, fetch, needs
 from launcher.recipe.load import load_recipe
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 
 @click.command("prefetch", short_help="Fetch what a recipe needs to where jobs find it.")

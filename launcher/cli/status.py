@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from launcher.cli.complete import complete_run
-from megatron_rl.run_dir import EXIT_FINISHED, EXIT_UNKNOWN
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_UNKNOWN
 
 
 @click.command("status", short_help="Say how a run stands and what it waits for.")
@@ -34,7 +34,7 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
     from launcher.errors import BadInput
     from launcher.runs.find import find, runs, submissions
     from launcher.runs.state import look_all
-    from megatron_rl.run_dir import RunDir
+    from megatron_rl.contract.paths import RunDir
 
     if every and run is not None:
         raise BadInput("--all: and a RUN: give one of them")

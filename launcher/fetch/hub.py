@@ -17,7 +17,8 @@ from pathlib import Path
 import click
 
 from launcher.fetch.prefetch import record_of
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE, write_json
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.run_dir import write_json
 
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 NEVER = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "onnx/*", "original/*", "*.tflite"]

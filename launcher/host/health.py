@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from xml.etree import ElementTree
 
-from megatron_rl.run_dir import Attempt, RunDir, read_json, write_json
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json, write_json
 
 TOOL_LIMIT = 60.0  # seconds for nvidia-smi: with a sick driver it never answers
 CANARY_LIMIT = 30.0  # seconds for a megabyte to the shared file system and back

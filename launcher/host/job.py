@@ -24,7 +24,8 @@ from launcher.host.code import snapshot
 from launcher.host.process.output import Saying
 from launcher.host.record import goodput
 from launcher.host.slurm import client
-from megatron_rl.run_dir import EXIT_FINISHED, EXIT_USAGE, FULL
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.contract.files import FULL
 
 
 def mark(here: Here, options: argparse.Namespace) -> int:

@@ -23,16 +23,9 @@ from launcher.host.record import goodput, ledger
 from launcher.host.record.evidence import verdict_of
 from launcher.host.record.heartbeats import Vigil, record_hang
 from launcher.host.record.ledger import point_latest, record
-from megatron_rl.run_dir import (
-    EXIT_DRAINED,
-    EXIT_FINISHED,
-    EXIT_USAGE,
-    SILENCE_VARIABLE,
-    Attempt,
-    RunDir,
-    read_json,
-    write_json,
-)
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_USAGE, SILENCE_VARIABLE
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json, write_json
 
 TICK = 0.1  # seconds between looks at ranks, owner and drain file
 REMIND = 2.0  # seconds between SIGUSR1s: a rank that is still importing ignores it, a later one finds its handler

@@ -19,7 +19,8 @@ from launcher.job.script import Job, render
 from launcher.job.sources import code_sources
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import Recipe
-from megatron_rl.run_dir import RunDir, read_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json
 from megatron_rl.supported import not_yet
 
 

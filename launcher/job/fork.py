@@ -18,7 +18,9 @@ from launcher.job.run_directory import clear, opened, run_directory, run_name
 from launcher.recipe.changes import Change, changes
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
 from launcher.runs.find import find
-from megatron_rl.run_dir import RunDir, read_json_lines, write_atomic, write_json
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json_lines, write_json
 
 FIXED = ("model.", "tokenizer.")
 """Keys below these describe the weights that the checkpoint holds."""

@@ -15,7 +15,9 @@ from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.recipe.changes import CHANGEABLE, Change, changes
 from launcher.recipe.load import Recipe, asked_text, dump_resolved, read_resolved
 from megatron_rl.config import RunConfig
-from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json, read_json_lines, write_atomic
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import append_json_line, read_json, read_json_lines
 
 RUNS = "runs"
 """Where local runs are made that were given no directory: below the current one."""

@@ -20,7 +20,8 @@ from launcher.cluster.profile import Container, Profile
 from launcher.errors import BadInput
 from launcher.plan.placement import Plan, Step
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
-from megatron_rl.run_dir import SILENCE_VARIABLE, RunDir
+from megatron_rl.contract.codes import SILENCE_VARIABLE
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.supported import not_yet
 
 MAX_REPLICA_RESTARTS = 5

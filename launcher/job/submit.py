@@ -23,7 +23,9 @@ from launcher.job.draft import Draft
 from launcher.job.run_directory import opened, run_directory
 from launcher.job.script import Job, header, render
 from launcher.recipe.changes import Change
-from megatron_rl.run_dir import RunDir, read_json, write_atomic, write_json
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json, write_json
 
 
 @dataclass(frozen=True, slots=True)

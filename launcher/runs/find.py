@@ -14,7 +14,7 @@ from launcher.errors import BadInput
 from launcher.host.record.submissions import index_file
 from launcher.host.slurm.client import SlurmRefused
 from launcher.host.slurm.client import show_job
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json_lines
 
 NEAR = 5  # names to offer where one was not found

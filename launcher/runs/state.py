@@ -21,7 +21,7 @@ from launcher.host.judge.verdict import DRAINED
 from launcher.host.judge.verdict import LOST
 from launcher.host.judge.verdict import in_words as exit_in_words
 from launcher.host.judge.sentence import in_words
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 from megatron_rl.run_dir import read_json_lines
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.publish import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 logger = logging.getLogger(__name__)
 

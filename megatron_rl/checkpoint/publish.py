@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.config import SaveConfig
-from megatron_rl.run_dir import RunDir, write_atomic, write_json
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import write_json
 
 MANIFEST = "manifest.json"
 

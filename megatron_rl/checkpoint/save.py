@@ -27,7 +27,7 @@ from megatron_rl.checkpoint.load import Verified, restore_newest
 from megatron_rl.checkpoint.publish import CheckpointError, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.checkpoint.writer import Outcome, Published, SaveFailed, SaveUnderWay, Writer
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 __all__ = ["Checkpointer", "Outcome", "Published", "SaveFailed"]
 

@@ -28,7 +28,7 @@ from typing import Any
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import Damaged, Manifest, discard, publish, read_manifest
 from megatron_rl.checkpoint.shards import Abandoned, Part, Snapshot, write_metadata, write_part
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 # Rank 0 ends a save at its deadline; the others give its verdict this long to arrive, and the training loop gives
 # its own thread as long again.

@@ -31,10 +31,11 @@ import torch.distributed as dist
 import yaml
 
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.fabric.ring import culprits, rounds
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
-from megatron_rl.run_dir import Attempt, RunDir, read_json, write_json
+from megatron_rl.run_dir import read_json, write_json
 
 logger = logging.getLogger("megatron_rl.fabric.check")
 

@@ -20,11 +20,12 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.agent.api import RolloutGroup
-from megatron_rl.disk import once_there_is_room
+from megatron_rl.contract.files import once_there_is_room, write_atomic
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import check_name
 from megatron_rl.metrics.wandb.mirror import Mirror
-from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines, write_atomic
+from megatron_rl.run_dir import append_json_line, read_json_lines
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,10 @@ import traceback
 from collections import deque
 from typing import Any
 
+from megatron_rl.contract.codes import EXIT_CONFIG, HEARTBEAT_LEFT, HEARTBEAT_S, SILENCE_VARIABLE
+from megatron_rl.contract.paths import Attempt
 from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import EXIT_CONFIG, HEARTBEAT_LEFT, HEARTBEAT_S, SILENCE_VARIABLE, Attempt, write_json
+from megatron_rl.run_dir import write_json
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_rl.run_dir import Attempt, read_json, write_json
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.run_dir import read_json, write_json
 
 DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 

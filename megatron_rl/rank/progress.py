@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from megatron_rl.run_dir import Attempt, write_json
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.run_dir import write_json
 
 logger = logging.getLogger(__name__)
 

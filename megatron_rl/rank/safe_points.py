@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.drain import Drain, fits
 from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import HEARTBEAT_WAIT
 
 LOOK_EVERY_S = 0.1
 

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 Seconds = tuple[float, float]  # blocked, total
 TENSORS = 96

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 STEPS = 8
 WARM_UP = 3

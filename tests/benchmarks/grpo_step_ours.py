@@ -16,6 +16,7 @@ from grpo_step_weights import as_qwen2, lengthen
 
 from megatron_rl.agent.api import RolloutGroup
 from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, NoRecord
 from megatron_rl.model.attention import packed_layout
@@ -25,7 +26,7 @@ from megatron_rl.rank.progress import Progress
 from megatron_rl.rank.safe_points import Pulse
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.run import Run, set_up
-from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.run_dir import write_json
 from megatron_rl.train_rl import train
 
 PROMPTS = 4096

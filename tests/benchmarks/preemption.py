@@ -26,7 +26,9 @@ import yaml
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.publish import MANIFEST
-from megatron_rl.run_dir import EXIT_DRAINED, Attempt, RunDir, read_json_lines
+from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json_lines
 
 RANKS = 2
 LIMIT_S = 300.0

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.save import Checkpointer, Published, SaveFailed
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 

@@ -21,6 +21,7 @@ from transformers import (
 
 from megatron_rl.agent.api import Problem, Rollout, RolloutGroup
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig, Recompute
@@ -31,7 +32,6 @@ from megatron_rl.rank.progress import Progress
 from megatron_rl.rank.safe_points import Pulse
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.run import Run, set_up
-from megatron_rl.run_dir import RunDir
 
 CPU = torch.device("cpu")
 ALPHABET = "0123456789+-="

@@ -15,7 +15,8 @@ import yaml
 from checkpoint_helpers import ended
 from core_helpers import tiny_model, tiny_run
 
-from megatron_rl.run_dir import RunDir, read_json_lines
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json_lines
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 VARYING = ("time/", "throughput/", "system/")

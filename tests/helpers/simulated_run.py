@@ -37,6 +37,8 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.exactly_once import fates
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
 from megatron_rl.metrics import writer
 from megatron_rl.metrics.tally import Tally
@@ -47,10 +49,9 @@ from megatron_rl.rank.progress import Progress
 from megatron_rl.rank.safe_points import Pulse
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
-from megatron_rl.rollout.exactly_once import settled
 from megatron_rl.rollout.stream import stable_key
 from megatron_rl.run import Run
-from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.run_dir import write_json
 from megatron_rl.training.optimizer import Update
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
@@ -148,7 +149,7 @@ class Simulation:
     def record(self) -> Record:
         """Of a run that has finished."""
         steps, evaluations = reproducible(self.run_dir)
-        return Record(settled(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
+        return Record(fates(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
 
     def _set_up(self, config: RunConfig, platform: Any, group: Any, pulse: Pulse) -> Run:
         torch.manual_seed(config.training.seed)

@@ -15,8 +15,8 @@ from loop_helpers import Attempt, loop_recipe, prepare
 from megatron_rl.rollout.bank.file import bank_file
 from megatron_rl.rollout.bank.file import bank_files
 from megatron_rl.rollout.bank.file import scan
-from megatron_rl.run_dir import EXIT_DRAINED
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json_lines
 
 RECIPE: dict[str, Any] = {

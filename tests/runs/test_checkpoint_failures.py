@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.shards import write_part
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.publish import clean_up
 from megatron_rl.checkpoint.publish import find_corruption
 from megatron_rl.checkpoint.publish import find_latest
 from megatron_rl.checkpoint.publish import read_manifest
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 _TOUCHING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 

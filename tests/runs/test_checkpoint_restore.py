@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.load import Verified
 from megatron_rl.checkpoint.load import read
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.publish import read_manifest
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -16,7 +16,7 @@ from megatron_rl.rank.config import JobConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.platform.select import select
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.policy import build_policy
 from megatron_rl.training.optimizer import PolicyOptimizer
 

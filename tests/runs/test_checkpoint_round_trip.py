@@ -27,7 +27,7 @@ from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.checkpoint.shards import write_metadata
 from megatron_rl.checkpoint.shards import write_part
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
-from megatron_rl.run_dir import EXIT_DRAINED
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 from megatron_rl.run_dir import read_json_lines
 from megatron_rl.run_dir import write_json

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
-from megatron_rl.run_dir import EXIT_DRAINED
-from megatron_rl.run_dir import EXIT_FINISHED
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.codes import EXIT_FINISHED
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 
 RANKS = (2, 1, 3)

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_run import PROMPTS, STEPS, Record, Simulation, recipe
 
-from megatron_rl.rollout.exactly_once import NotSettledOnce
-from megatron_rl.rollout.exactly_once import settled
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.exactly_once import NotExactlyOnce
+from megatron_rl.contract.exactly_once import fates
+from megatron_rl.contract.paths import RunDir
 
 MakeRun = Callable[..., Simulation]
 DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["all prompts", "dynamic sampling"])
@@ -146,37 +146,3 @@ def test_a_run_may_be_asked_to_leave_whenever_it_looks(
             check_finished(run, undisturbed[True])
         else:  # too late
             assert run.record() == undisturbed[True]
-
-
-# The reader of the record
-
-
-def lines(*fields: tuple[int, int, int, dict[str, str]]) -> str:
-    names = ("step", "first_ordinal", "next_ordinal", "dropped_ordinals")
-    return "".join(json.dumps(dict(zip(names, values, strict=True))) + "\n" for values in fields)
-
-
-def test_settled_says_which_step_trained_on_a_prompt_or_why_none_did(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    assert settled(run_dir) == {}
-    run_dir.metrics.write_text(lines((1, 0, 2, {}), (2, 2, 5, {"3": "no signal"})) + '{"step": 3, "first_ord')
-    assert settled(run_dir) == {0: 1, 1: 1, 2: 2, 3: "no signal", 4: 2}
-
-
-@pytest.mark.parametrize(
-    ("second", "complaint"),
-    [
-        ((2, 3, 5, {}), "step 2 settles the prompts from 3 up to 5, the one before ended at 2"),
-        ((2, 1, 3, {}), "step 2 settles the prompts from 1"),
-        ((3, 2, 4, {}), "step 3 where step 2 belongs"),
-        ((1, 0, 2, {}), "step 1 where step 2 belongs"),
-        ((2, 2, 4, {"1": "no signal"}), r"step 2 drops \[1\]"),
-    ],
-    ids=["lost", "twice", "a step is missing", "a step is there twice", "dropped by another step"],
-)
-def test_settled_refuses_a_record_in_which_a_prompt_is_not_settled_once(
-    tmp_path: Path, second: tuple[int, int, int, dict[str, str]], complaint: str
-) -> None:
-    RunDir(tmp_path).metrics.write_text(lines((1, 0, 2, {}), second))
-    with pytest.raises(NotSettledOnce, match=complaint):
-        settled(RunDir(tmp_path))

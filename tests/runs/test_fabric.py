@@ -17,7 +17,7 @@ from megatron_rl.rank.config import JobConfig
 from megatron_rl.fabric.check import Limits
 from megatron_rl.fabric.check import findings
 from megatron_rl.fabric.check import whole_nodes
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)

@@ -17,7 +17,7 @@ from loop_helpers import loop_recipe, prepare
 
 from launcher.host.record.heartbeats import Vigil
 from launcher.host.process.processes import start_time
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 from megatron_rl.run_dir import read_json_lines
 from megatron_rl.run_dir import write_json

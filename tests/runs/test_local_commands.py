@@ -16,7 +16,7 @@ from run_helpers import FAKE_RANK
 
 from launcher.host.process.lock import owner_of
 from launcher.runs.state import job_id_of
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import append_json_line
 from megatron_rl.run_dir import read_json_lines
 from megatron_rl.run_dir import write_json

@@ -17,10 +17,10 @@ from loop_helpers import Attempt, loop_recipe, prepare, read_error, reproducible
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.metrics.names import STEP_METRICS
-from megatron_rl.run_dir import EXIT_CONFIG
-from megatron_rl.run_dir import EXIT_CRASHED
-from megatron_rl.run_dir import EXIT_DRAINED
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.codes import EXIT_CONFIG
+from megatron_rl.contract.codes import EXIT_CRASHED
+from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 from megatron_rl.run_dir import read_json_lines
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 from megatron_rl.run_dir import write_json
 

@@ -16,8 +16,8 @@ from run_helpers import FAKE_RANK
 
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
-from megatron_rl.run_dir import Attempt
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import read_json
 from megatron_rl.run_dir import read_json_lines
 from megatron_rl.run_dir import write_json

@@ -34,7 +34,7 @@ from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.metrics.wandb.rows import Record
 from megatron_rl.metrics.wandb.rows import Row
 from megatron_rl.metrics.writer import MetricsWriter
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import append_json_line
 from megatron_rl.run_dir import read_json
 from megatron_rl.run_dir import write_json

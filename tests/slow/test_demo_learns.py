@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from launcher.recipe.load import load_recipe
-from megatron_rl.run_dir import RunDir, read_json_lines
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json_lines
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 LIMIT = 300.0
 """Seconds after which a rank that nobody asks to leave goes on: then the test has failed long since."""

@@ -13,7 +13,8 @@ import yaml
 from lab import HERE, Cluster, wait_until
 from stand_in import make_image
 
-from megatron_rl.run_dir import RunDir, read_json, read_json_lines
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json, read_json_lines
 
 STUB = HERE / "stub_rank.py"
 SECONDS = 120.0

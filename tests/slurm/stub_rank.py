@@ -22,9 +22,11 @@ import sys
 import time
 
 from megatron_rl import run_dir as run_dir_module
+from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.black_box import BlackBox
 from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import HEARTBEAT_WAIT, RunDir, append_json_line, read_json, read_json_lines, write_json
+from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-m", dest="module")

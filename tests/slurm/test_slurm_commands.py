@@ -10,7 +10,9 @@ from typing import Any
 from lab import wait_until
 from login import SECONDS, Login, Run
 
-from megatron_rl.run_dir import RunDir, read_json, write_atomic, write_json
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json, write_json
 
 LONG = {"steps": 3000, "seconds": 0.1}
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")

@@ -12,7 +12,8 @@ from pathlib import Path
 from lab import wait_until
 from login import SECONDS, Login
 
-from megatron_rl.run_dir import RunDir, read_json_lines
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json_lines
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up: a room imports from itself and from those before it. An entry is a room, a room in one, or a file.
 ORDER = {
     "megatron_rl": """
-        contract errors section CONFIG config supported
+        contract run_dir errors section CONFIG config supported
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
         fabric run leaving train_rl rank_main
     """,
@@ -26,7 +26,13 @@ ORDER = {
 }
 CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which import one another and nothing else of theirs
 
-LIGHT = ("megatron_rl.contract", "megatron_rl.section", "megatron_rl.agent.registry", "megatron_rl.supported")
+LIGHT = (
+    "megatron_rl.contract",
+    "megatron_rl.run_dir",
+    "megatron_rl.section",
+    "megatron_rl.agent.registry",
+    "megatron_rl.supported",
+)
 """What the launcher may import of the other side, beside every room's `config`."""
 
 

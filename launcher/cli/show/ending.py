@@ -11,7 +11,9 @@ from launcher.cli.submit.follow import log_tail
 from launcher.host.judge.policy import STOPPED
 from launcher.host.judge.sentence import in_words
 from launcher.host.judge.verdict import CRASHED, DRAINED, FINISHED, MISCONFIGURED
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, Attempt, RunDir, read_json
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json
 
 EXIT_CODES = {
     FINISHED: EXIT_FINISHED,

@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run_dir import Attempt, RunDir, read_json
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json
 
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_ROW = 65536  # bytes

@@ -11,7 +11,7 @@ from launcher.host.record import goodput
 from launcher.host.slurm.client import SlurmRefused, avoided, show_job
 from launcher.runs.commands import mrl
 from launcher.runs.state import Standing, resolved_values
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 
 def report(standing: Standing) -> dict[str, Any]:

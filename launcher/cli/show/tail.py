@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 BATCH = "batch"
 BLOCK = 1 << 16

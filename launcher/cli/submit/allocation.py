@@ -19,7 +19,7 @@ from launcher.job.draft import Draft
 from launcher.job.run_directory import opened, run_directory
 from launcher.job.script import Job, header
 from launcher.job.submit import write_files
-from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 
 TICK = 0.2
 

@@ -16,7 +16,8 @@ from launcher.backends.local import Submitted
 from launcher.cli.show.panel import View
 from launcher.cli.show.progress import Reader
 from launcher.host.process.lock import owner_of
-from megatron_rl.run_dir import Attempt, RunDir, read_json_lines, write_json
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json_lines, write_json
 
 TICK = 0.2  # seconds between looks at the run directory
 START_LIMIT = 60.0  # seconds until the supervisor must have written its first line

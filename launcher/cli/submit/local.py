@@ -17,7 +17,7 @@ from launcher.job.run_directory import RUNS, Prepared, check, prepare, run_direc
 from launcher.recipe.load import Recipe, dump_resolved
 from launcher.runs.commands import mrl
 from megatron_rl.config import RunConfig
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 from megatron_rl.supported import not_yet
 
 

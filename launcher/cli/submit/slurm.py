@@ -14,7 +14,7 @@ from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.job.draft import Draft, default_root, draft
 from launcher.job.run_directory import check
-from megatron_rl.run_dir import EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_FINISHED
 
 
 def run_there(planned: Sequence[Planned], asked: Asked, profile: Profile) -> int:

@@ -21,7 +21,8 @@ from launcher.recipe.sweep import chains
 from launcher.runs.commands import mrl
 from launcher.runs.find import find
 from launcher.runs.state import job_id_of
-from megatron_rl.run_dir import RunDir, read_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json
 
 FORESIGHT_S = 365 * 86400  # seconds: Slurm takes a job without a time limit for one of a year, and adds these up
 

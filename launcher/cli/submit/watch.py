@@ -14,7 +14,9 @@ from launcher.cli.submit.follow import Interruptions, mute
 from launcher.errors import BadInput
 from launcher.runs.commands import mrl
 from launcher.runs.state import Standing, job_id_of, look
-from megatron_rl.run_dir import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, RunDir, read_json_lines
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json_lines
 
 TICK = 0.3  # seconds between looks at the run directory
 ASK_EVERY_S = 5.0  # seconds between questions to Slurm: many people ask the same controller

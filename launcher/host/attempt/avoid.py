@@ -9,7 +9,8 @@ from typing import Any, Dict, List
 
 from launcher.host.judge import policy
 from launcher.host.slurm import client
-from megatron_rl.run_dir import RunDir, read_json_lines
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json_lines
 
 EXCLUDED_FOR = 86400.0  # seconds
 

@@ -21,7 +21,10 @@ from launcher.host.judge.policy import HELD, HERE, OVER, Facts, who_starts_it
 from launcher.host.judge.sentence import in_words
 from launcher.host.record import ledger
 from launcher.host.slurm import client
-from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, Attempt, RunDir, read_json, read_json_lines, write_atomic
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json, read_json_lines
 
 EXIT_NOTHING_TO_DO = 3  # between this and the batch script
 

@@ -18,7 +18,8 @@ from launcher.host.judge.verdict import DRAINED, FINISHED, LOST, Verdict
 from launcher.host.record import ledger
 from launcher.host.record.evidence import Death, ended_by_slurm, read_errors, verdict_of
 from launcher.host.slurm import client
-from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json, read_json_lines, write_json
 
 UNSEEN = "its batch script was killed: its node died, it had no memory left, or it did not leave in time"
 

@@ -3,7 +3,8 @@
 import time
 from typing import Dict
 
-from megatron_rl.run_dir import Attempt, RunDir, write_json
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import write_json
 
 
 class Refused(Exception):

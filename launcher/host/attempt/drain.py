@@ -10,7 +10,8 @@ from launcher.host.judge.causes import REQUEUE, SIGNALLED, Cause, cause_of, comp
 from launcher.host.record import ledger
 from launcher.host.record.evidence import ended_by_slurm
 from launcher.host.slurm import client
-from megatron_rl.run_dir import EXIT_FINISHED, read_json, write_json
+from megatron_rl.contract.codes import EXIT_FINISHED
+from megatron_rl.run_dir import read_json, write_json
 
 
 def drain(here: Here, options: argparse.Namespace) -> int:

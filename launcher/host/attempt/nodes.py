@@ -10,7 +10,8 @@ from launcher.host.attempt.avoid import just_excluded
 from launcher.host.attempt.context import Here, ask_to_leave
 from launcher.host.judge import causes
 from launcher.host.slurm import client
-from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, read_json, read_json_lines, write_json
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
+from megatron_rl.run_dir import read_json, read_json_lines, write_json
 
 
 def choose_nodes(here: Here, options: argparse.Namespace) -> int:

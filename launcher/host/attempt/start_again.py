@@ -14,7 +14,8 @@ from launcher.host.attempt.context import Here
 from launcher.host.judge.policy import BY_SLURM, BY_US, SUCCESSOR
 from launcher.host.record import submissions
 from launcher.host.slurm import client
-from megatron_rl.run_dir import Attempt, read_json, write_json
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.run_dir import read_json, write_json
 
 OUTAGE = 1800.0  # seconds: a controller that starts again or is updated; meanwhile nobody else gets the nodes either
 LIMIT = 25.0  # seconds: what a script has left after its own requeue is KillWait, 30 by default

@@ -12,7 +12,8 @@ from launcher.host.attempt.drain import complete
 from launcher.host.judge.hang import Silence
 from launcher.host.record.heartbeats import Vigil, record_hang
 from launcher.host.slurm import client
-from megatron_rl.run_dir import EXIT_FINISHED, SILENCE_VARIABLE, read_json
+from megatron_rl.contract.codes import EXIT_FINISHED, SILENCE_VARIABLE
+from megatron_rl.run_dir import read_json
 
 TICK = 1.0  # seconds between looks at the run directory
 REMIND = 5.0  # seconds between signals to steps that were asked to leave

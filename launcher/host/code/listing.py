@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 
 from launcher.host.code import git
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 T = TypeVar("T")
 CREDENTIALS = (".env", ".env.*", ".netrc", ".credentials", "*.pem", "*.key", "id_rsa", "id_ed25519")

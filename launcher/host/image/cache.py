@@ -29,7 +29,8 @@ from typing import Callable, List, Optional
 
 from launcher.host.image.reference import ImageError, Reference, is_path, parse
 from launcher.host.process.lock import RunIsOwned, RunLock
-from megatron_rl.run_dir import EXIT_CRASHED, read_json, write_json
+from megatron_rl.contract.codes import EXIT_CRASHED
+from megatron_rl.run_dir import read_json, write_json
 
 IMPORT_LIMIT = 7200.0  # seconds for one import: tens of GB over a slow link
 DIGEST_LIMIT = 120.0  # seconds for one question to the registry

@@ -8,7 +8,7 @@ When one rank hangs the others soon do too, in the collective that it does not j
 
 from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from megatron_rl.run_dir import HEARTBEAT_LEFT, HEARTBEAT_WAIT
+from megatron_rl.contract.codes import HEARTBEAT_LEFT, HEARTBEAT_WAIT
 
 START_LIMIT = 600.0  # seconds that a rank has, at least, until its first heartbeat: containers and imports can be slow
 MISSED = 3  # heartbeats that a rank may miss while others go on: a busy file system

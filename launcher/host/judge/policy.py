@@ -18,7 +18,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from launcher.host.judge.causes import BAD_NODES, CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
 from launcher.host.judge.verdict import CRASHED, FINISHED, LOST, MISCONFIGURED, Verdict
-from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
 
 STOPPED = "stopped"  # outcome of a drain that somebody wanted
 

@@ -9,7 +9,7 @@ import signal
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from launcher.host.judge.hang import accused
-from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
 
 FINISHED = "finished"
 DRAINED = "drained"

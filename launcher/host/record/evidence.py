@@ -9,7 +9,8 @@ from typing import Any, Dict, List, NamedTuple, Optional
 from launcher.host.judge.causes import cause_in_log
 from launcher.host.judge.verdict import CRASHED, Verdict, judge
 from launcher.host.record.heartbeats import read_heartbeats
-from megatron_rl.run_dir import Attempt, RunDir, read_json
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json
 
 LINE_LIMIT = 300  # characters of a log's last line
 TAIL = 4096  # bytes of a log that are read for it

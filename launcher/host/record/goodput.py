@@ -21,7 +21,8 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from launcher.host.judge.policy import STOPPED
 from launcher.host.judge.verdict import FINISHED
-from megatron_rl.run_dir import Attempt, RunDir, read_json, read_json_lines, write_json
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json, read_json_lines, write_json
 
 QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait", "lost", "drain"
 USEFUL = ("generate", "reward", "log-probs", "train", "refit", "evaluate")

@@ -5,7 +5,9 @@ import time
 from typing import Any, Dict, List, Optional
 
 from launcher.host.judge import hang
-from megatron_rl.run_dir import HEARTBEAT_S, Attempt, read_json, write_json
+from megatron_rl.contract.codes import HEARTBEAT_S
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.run_dir import read_json, write_json
 
 
 class Vigil:

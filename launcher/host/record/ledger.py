@@ -4,7 +4,8 @@ import socket
 from typing import Any, Dict, List, Optional
 
 from launcher.host.judge.verdict import Verdict
-from megatron_rl.run_dir import Attempt, RunDir, append_json_line, read_json_lines
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import append_json_line, read_json_lines
 
 
 def record(run: RunDir, attempt: int, event: str, at: float, **facts: Any) -> None:

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 from typing import Mapping, Optional
 
-from megatron_rl.run_dir import RunDir, append_json_line
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import append_json_line
 
 
 def index_file(environ: Mapping[str, str] = os.environ) -> Path:

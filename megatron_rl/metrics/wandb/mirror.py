@@ -15,9 +15,9 @@ import sys
 import time
 from contextlib import suppress
 
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.config import LoggingConfig
-from megatron_rl.run_dir import Attempt, RunDir
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.run_dir import Attempt, RunDir, read_json_lines
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import read_json_lines
 
 
 class Row(NamedTuple):

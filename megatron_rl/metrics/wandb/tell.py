@@ -33,8 +33,10 @@ from typing import NoReturn
 import yaml
 
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.codes import EXIT_CRASHED
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.metrics.wandb.rows import Record
-from megatron_rl.run_dir import EXIT_CRASHED, Attempt, RunDir, read_json, write_json
+from megatron_rl.run_dir import read_json, write_json
 
 LOOK_EVERY_S = 5.0
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import Problem, RolloutGroup
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, InferenceInterface, ResumableInference
 from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.records import (
@@ -47,7 +48,6 @@ from megatron_rl.rollout.bank.records import (
     whole_share,
 )
 from megatron_rl.rollout.config import ResumeConfig
-from megatron_rl.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ def test_a_rank_refuses_before_it_builds_anything(tmp_path: Any) -> None:
     from core_helpers import quiet_pulse
 
     from launcher.recipe.load import dump_resolved
-    from megatron_rl.run_dir import RunDir
+    from megatron_rl.contract.paths import RunDir
     from megatron_rl.train_rl import World, run_rank
 
     run_dir = RunDir(tmp_path)

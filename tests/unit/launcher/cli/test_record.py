@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from launcher.cli.show.ending import results
 from launcher.cli.show.progress import BARS, Reader, Status, clock, sparkline
-from megatron_rl.run_dir import RunDir, append_json_line, write_atomic, write_json
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import append_json_line, write_json
 
 
 def test_rows_are_read_as_they_come_and_a_torn_line_waits(tmp_path: Path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.show.tail import Tail, _start_of_last, log_files, missing
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 
 def write(run: RunDir, attempt: int, rank: int, text: str, role: str = "train") -> None:

@@ -22,7 +22,8 @@ from launcher.host.health import (
     read_reports,
     within,
 )
-from megatron_rl.run_dir import RunDir, read_json, write_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json, write_json
 
 OK = {"ok": True, "problems": []}
 

@@ -9,7 +9,8 @@ from launcher.errors import BadInput, Unsure
 from launcher.job.fork import Fork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
 from launcher.recipe.changes import Change
 from launcher.recipe.load import load_recipe
-from megatron_rl.run_dir import RunDir, append_json_line, read_json, read_json_lines
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import append_json_line, read_json, read_json_lines
 
 
 def trained(root) -> RunDir:

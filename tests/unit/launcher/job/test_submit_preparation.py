@@ -10,7 +10,8 @@ from launcher.errors import BadInput
 from launcher.host.process.lock import RunLock
 from launcher.job.run_directory import Prepared, opened, prepare, run_directory
 from launcher.recipe.load import load_recipe, read_resolved
-from megatron_rl.run_dir import RunDir, read_json_lines, write_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json_lines, write_json
 
 
 def ask(root: Path, *overrides: str, change: bool = False) -> Prepared:

@@ -11,7 +11,7 @@ from launcher.backends.slurm.jobs import JobState
 from launcher.host.process.lock import RunLock
 from launcher.runs.state import Standing
 from launcher.runs.state import look
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import write_json
 
 

@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.publish import (
     publish,
     read_manifest,
 )
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 
 @pytest.fixture

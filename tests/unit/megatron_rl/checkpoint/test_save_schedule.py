@@ -16,7 +16,7 @@ from checkpoint_helpers import run_ranks
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.interval import Cost
 from megatron_rl.checkpoint.schedule import SaveSchedule
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

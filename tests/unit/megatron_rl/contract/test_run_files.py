@@ -14,7 +14,9 @@ from launcher.host.record import ledger
 from launcher.host.record.submissions import index_file, note
 from launcher.runs.find import submissions
 from megatron_rl import run_dir
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_atomic
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import append_json_line, read_json_lines
 
 LINES = st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=4)
 

@@ -15,12 +15,13 @@ from core_helpers import CPU, rollout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.agent.api import Problem, RolloutGroup
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import STEP_METRICS, check_name
 from megatron_rl.metrics.report import rollout_metrics, update_metrics
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.writer import MetricsWriter, NoRecord, cut_back
-from megatron_rl.run_dir import RunDir, read_json_lines
+from megatron_rl.run_dir import read_json_lines
 from megatron_rl.training.optimizer import Update
 
 

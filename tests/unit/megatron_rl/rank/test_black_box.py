@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.black_box import (
     LINE_LIMIT,
     LOG_LINES,
@@ -23,11 +25,11 @@ from megatron_rl.rank.black_box import (
     waited_in_vain,
 )
 from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import EXIT_CONFIG, EXIT_CRASHED, Attempt, RunDir, read_json
+from megatron_rl.run_dir import read_json
 
 RANK = """
 import logging, sys, time
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.black_box import BlackBox
 from megatron_rl.rank.progress import Progress
 

@@ -17,12 +17,13 @@ from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.checkpoint.shards import write_part
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.leaving import finish, leave
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.drain import MARGIN_S, Drain
 from megatron_rl.rank.progress import Progress
 from megatron_rl.rank.safe_points import Pulse
-from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.run_dir import write_json
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

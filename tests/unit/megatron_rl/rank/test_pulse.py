@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from core_helpers import quiet_pulse
 
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.drain import FIT, MARGIN_S, Drain, fits
 from megatron_rl.rank.safe_points import IN_WORDS, Left
-from megatron_rl.run_dir import RunDir, read_json, write_json
+from megatron_rl.run_dir import read_json, write_json
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def test_compaction_keeps_what_lives_and_takes_in_other_files(tmp_path: Path) ->
 
 
 def test_attempts_and_drivers_come_in_order(tmp_path: Path) -> None:
-    names = [file_module.bank_file(tmp_path, attempt, driver) for attempt in (2, 9, 10, 1000) for driver in (0, 3, 100000)]
+    names = [
+        file_module.bank_file(tmp_path, attempt, driver) for attempt in (2, 9, 10, 1000) for driver in (0, 3, 100000)
+    ]
     for path in reversed(names):
         path.touch()
     (tmp_path / "notes.txt").touch()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.checkpoint.load import load
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer, learning_rate

@@ -17,7 +17,7 @@ from launcher.cli.show import report
 from launcher.host.attempt.avoid import EXCLUDED_FOR, nodes_to_avoid
 from launcher.host.slurm import client
 from launcher.runs.state import look
-from megatron_rl.run_dir import RunDir
+from megatron_rl.contract.paths import RunDir
 
 NOW = 1e6
 RECENT, LONG_AGO = NOW - EXCLUDED_FOR + 1, NOW - EXCLUDED_FOR

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import append_json_line, read_json_lines, write_json
 
 ROOT = Path(__file__).parents[5]
 SLURM = """#!/bin/sh

@@ -19,7 +19,8 @@ from launcher.host.attempt import begin, close, conclude, start_again
 from launcher.host.attempt.context import Here, Refused
 from launcher.host.record import goodput, ledger
 from launcher.host.slurm import client
-from megatron_rl.run_dir import RunDir, read_json, read_json_lines, write_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import read_json, read_json_lines, write_json
 
 NOTHING_TO_DO, GOES_ON = begin.EXIT_NOTHING_TO_DO, 0
 NEVER = -1

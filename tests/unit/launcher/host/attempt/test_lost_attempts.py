@@ -12,7 +12,8 @@ from launcher.host.attempt.conclude import UNSEEN, conclude_lost
 from launcher.host.attempt.context import Here
 from launcher.host.attempt.drain import read_cause
 from launcher.host.slurm import client
-from megatron_rl.run_dir import RunDir, append_json_line, read_json_lines, write_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import append_json_line, read_json_lines, write_json
 
 BEGAN = time.mktime(time.strptime("2026-11-21T14:44:57", "%Y-%m-%dT%H:%M:%S"))
 LOG = "slurmstepd-node01: error: *** JOB {} ON node01 CANCELLED AT 2026-11-21T14:45:00{} ***\n"  # as 22.05 wrote it

@@ -13,7 +13,9 @@ from launcher.host.attempt import nodes
 from launcher.host.attempt.context import Here
 from launcher.host.judge.policy import BY_US, HERE
 from launcher.host.slurm import client
-from megatron_rl.run_dir import EXIT_DRAINED, EXIT_FINISHED, RunDir, append_json_line, read_json, write_json
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import append_json_line, read_json, write_json
 
 PLAN = {"nodes": 2, "gpus_per_node": 1, "spare_nodes": 1, "steps": [{"name": "train", "nodes": [0, 1]}]}
 

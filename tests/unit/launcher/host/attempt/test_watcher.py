@@ -16,7 +16,8 @@ from launcher.host.attempt import drain, watch
 from launcher.host.attempt.context import Here
 from launcher.host.attempt.watch import Watcher
 from launcher.host.slurm import client
-from megatron_rl.run_dir import HEARTBEAT_WAIT, read_json, write_json
+from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from megatron_rl.run_dir import read_json, write_json
 
 LIMIT = 1800.0
 

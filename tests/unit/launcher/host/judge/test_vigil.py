@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host.judge.hang import Silence, accused, judge
-from megatron_rl.run_dir import HEARTBEAT_WAIT
+from megatron_rl.contract.codes import HEARTBEAT_WAIT
 
 NOW = 100_000.0
 LIMIT = 1800.0

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from launcher.host.record.evidence import Death, first_death, last_line, parse_death, verdict_of
-from megatron_rl.run_dir import HEARTBEAT_WAIT, Attempt, RunDir, write_json
+from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.run_dir import write_json
 
 TIMED_OUT = "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to complete"
 

@@ -14,8 +14,9 @@ from launcher.cli.show.report import lines, report
 from launcher.host.record import goodput
 from launcher.host.record.goodput import CATEGORIES, Row, Trace, book
 from launcher.runs.state import look
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics import timeline
-from megatron_rl.run_dir import RunDir, append_json_line, read_json, write_json
+from megatron_rl.run_dir import append_json_line, read_json, write_json
 
 
 def start(attempt: int, at: float, **facts: Any) -> dict[str, Any]:

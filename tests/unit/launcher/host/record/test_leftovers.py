@@ -15,7 +15,8 @@ import pytest
 from launcher.host.attempt import begin as begin_module
 from launcher.host.attempt.context import Here, Refused
 from launcher.host.record import ledger
-from megatron_rl.run_dir import RunDir, write_json
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.run_dir import write_json
 
 
 @pytest.fixture

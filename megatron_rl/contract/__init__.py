@@ -1,0 +1,15 @@
+"""What the login node, the batch host and the ranks must agree on, because they meet in files only.
+
+    paths            the name of every file of a run
+    codes            exit codes, causes, outcomes, and the deadlines and environment names that two sides share
+    files            bytes: written whole or not at all, appended line by line, read once more where a mount is stale
+    shapes           a record type <-> a JSON object: what `@record` declares is checked in both directions
+    records          a record <-> a file: `read`, `write`, `append`, `read_lines`; a reader never raises
+    attempt_records  the types in attempts/NNN/
+    run_records      the types in the run directory, the user's index and the caches
+    exactly_once     whether every prompt of a run ended exactly once
+
+Something belongs here when two processes would disagree if each said it by itself. Policy does not: what an unreadable
+file means for a run is decided by whoever reads it. Standard library only, and readable by Python 3.6, the oldest
+python3 of a batch host.
+"""

@@ -1,0 +1,66 @@
+"""What became of every prompt of a run, read from its record: trained once or dropped once, with a reason."""
+
+from typing import Dict, Union
+
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Unreadable, read_lines
+
+Fate = Union[int, str]
+"""The step that trained on a prompt, or the reason why none did."""
+
+
+class NotExactlyOnce(ValueError):
+    """A record in which an ordinal has two fates or none, or in which that cannot be seen; the message says where."""
+
+
+def fates(run: RunDir) -> Dict[int, Fate]:
+    """The fate of every ordinal that the run has drawn.
+
+    Raises:
+        NotExactlyOnce: not each of 0, 1, 2, ... up to the last one has exactly one, or the record cannot be read.
+    """
+    lines = read_lines(MetricsLine, run.metrics)
+    if isinstance(lines, Unreadable):
+        raise NotExactlyOnce(str(lines))
+    for damage in lines.damaged:
+        raise NotExactlyOnce("{}: line {}: {}".format(run.metrics, damage.line, damage.why))
+    found: Dict[int, Fate] = {}
+    for expected, line in enumerate(lines.records, start=1):
+        try:
+            _settle(found, line, expected)
+        except NotExactlyOnce as error:
+            raise NotExactlyOnce("{}: {}".format(run.metrics, error)) from None
+    return found
+
+
+def _settle(found: Dict[int, Fate], line: MetricsLine, expected: int) -> None:
+    """Add the fates of one step's ordinals."""
+    step = line.step
+    if step != expected:
+        raise NotExactlyOnce("step {} where step {} belongs".format(step, expected))
+    first, beyond = (_whole(line, name) for name in ("first_ordinal", "next_ordinal"))
+    if first != len(found) or beyond < first:
+        said = "step {} settles the prompts from {} up to {}, the one before ended at {}"
+        raise NotExactlyOnce(said.format(step, first, beyond, len(found)))
+    dropped = _dropped(line)
+    strangers = sorted(ordinal for ordinal in dropped if not first <= ordinal < beyond)
+    if strangers:
+        raise NotExactlyOnce("step {} drops {}, which it has not drawn".format(step, strangers))
+    found.update((ordinal, dropped.get(ordinal, step)) for ordinal in range(first, beyond))
+
+
+def _whole(line: MetricsLine, name: str) -> int:
+    value = line.values.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise NotExactlyOnce("step {} has no {}".format(line.step, name))
+    return value
+
+
+def _dropped(line: MetricsLine) -> Dict[int, str]:
+    """Ordinal -> reason. JSON has no numbers as keys."""
+    dropped = line.values.get("dropped_ordinals", {})
+    try:
+        return {int(ordinal): str(reason) for ordinal, reason in dropped.items()}
+    except (AttributeError, ValueError):
+        raise NotExactlyOnce("step {}: its dropped_ordinals cannot be read".format(line.step)) from None

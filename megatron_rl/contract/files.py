@@ -1,0 +1,118 @@
+"""Bytes on a shared file system: whole files or none, lines in one write, and reads that a stale mount may delay."""
+
+import errno
+import logging
+import os
+import stat
+import time
+import uuid
+from pathlib import Path
+from typing import Callable, List, TypeVar, Union
+
+T = TypeVar("T")
+AnyPath = Union[str, Path]
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: no room on the disk, or none left to this user
+ROOM_PATIENCE_S = 30.0  # seconds: a save that fills the disk gives the space back when it fails
+
+logger = logging.getLogger(__name__)
+
+
+def write_atomic(path: AnyPath, text: str, durable: bool = True) -> None:
+    """Write `text` so that readers and a crash see either the old file or the whole new one. Raises OSError; its folder
+    must be there.
+
+    Args:
+        durable: whether it must outlive a power failure; what is written every few seconds need not.
+    """
+    target = Path(str(path))
+    # A process id is unique on its node only, and the nodes share the file system.
+    temporary = str(target.with_name(".{}.{}.tmp".format(target.name, uuid.uuid4().hex)))
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, str(target))
+    except BaseException:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass  # it may not even have been made; what counts is the first error
+        raise
+
+
+def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
+    """Append one line in a single write. A torn last line, left by a crash or a full disk, is ended first and stays by
+    itself. Raises OSError.
+
+    Args:
+        line: without its line break.
+        durable: whether it must outlive a power failure.
+    """
+    data = (line + "\n").encode("utf-8")
+    with open(str(path), "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        file.write(data)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+
+
+def once_there_is_room(path: AnyPath, write: Callable[[], T], patience: float = ROOM_PATIENCE_S) -> T:
+    """What `write`, which writes `path`, returns once it succeeds.
+
+    Args:
+        patience: seconds for which a full disk is waited for.
+
+    Raises:
+        OSError: the disk stays full, or something else is wrong with it.
+    """
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            left = give_up - time.monotonic()
+            if error.errno not in FULL or left <= 0:
+                raise
+            logger.warning("%s waits for room: %s", path, error)
+        time.sleep(min(1.0, left))
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """The content of a regular file; a pipe or a device, which may have no end, is refused. Raises OSError."""
+    return _again_if_stale(lambda: _read_bytes(str(path)))
+
+
+def names_in(folder: AnyPath) -> List[str]:
+    """The names in a folder; none where there is no such folder. Raises OSError."""
+    try:
+        return _again_if_stale(lambda: os.listdir(str(folder)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _read_bytes(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or the open of a pipe would wait for its writer
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", path)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def _again_if_stale(read: Callable[[], T]) -> T:
+    """A file that another node replaced while this one had its handle is found under its name at the second try."""
+    try:
+        return read()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return read()

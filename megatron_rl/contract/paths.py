@@ -1,0 +1,265 @@
+"""The only place that names a file of a run. Nothing is created by asking for a path.
+
+Where a docstring names a record, its type in `attempt_records` or `run_records` says who writes and reads it.
+"""
+
+import re
+from pathlib import Path
+from typing import List
+
+from megatron_rl.contract.files import AnyPath, names_in
+
+
+class RunDir:
+    """Paths of one run."""
+
+    def __init__(self, root: AnyPath) -> None:
+        self.root = Path(root)
+
+    # What was asked
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as the user gave it."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def resolved(self) -> Path:
+        """The recipe with every default written out. A directory with this file in it is a run's."""
+        return self.root / "resolved.yaml"
+
+    @property
+    def changes(self) -> Path:
+        """RecipeChange, a line for each `--change` of a resumed run."""
+        return self.root / "changes.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        """PlanRecord."""
+        return self.root / "plan.json"
+
+    @property
+    def script(self) -> Path:
+        """The sbatch script of this run; submitting it again goes on with the run."""
+        return self.root / "job.sbatch"
+
+    @property
+    def code(self) -> Path:
+        """Snapshot of the code that runs, first on the ranks' PYTHONPATH; a link to the newest one."""
+        return self.root / "code"
+
+    @property
+    def code_record(self) -> Path:
+        """CodeSnapshot."""
+        return self.code / "SNAPSHOT.json"
+
+    @property
+    def job(self) -> Path:
+        """Owner: the Slurm job that owns this run, or was the last to."""
+        return self.root / "job.json"
+
+    @property
+    def job_lock(self) -> Path:
+        """flock of the batch script that is running this run."""
+        return self.root / ".job.lock"
+
+    @property
+    def batch_log(self) -> Path:
+        """Output of the batch script, all attempts in one. Beside the run directory, because Slurm opens it before the
+        job can create anything."""
+        return self.root.with_name(self.root.name + ".log")
+
+    @property
+    def fork(self) -> Path:
+        """Fork."""
+        return self.root / "fork.json"
+
+    @property
+    def lock(self) -> Path:
+        """flock of the one owner; its text is a LockOwner."""
+        return self.root / ".lock"
+
+    # What happened
+
+    @property
+    def attempts_ledger(self) -> Path:
+        """AttemptStart and AttemptEnd, a line for each start and end of an attempt."""
+        return self.root / "attempts.jsonl"
+
+    @property
+    def goodput(self) -> Path:
+        """Where every GPU-second of all attempts went; written anew at each attempt's end, for people."""
+        return self.root / "goodput.json"
+
+    @property
+    def done(self) -> Path:
+        """Done: present = finished."""
+        return self.root / "DONE"
+
+    @property
+    def metrics(self) -> Path:
+        """MetricsLine, one a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """MetricsLine, one an evaluation; step 0 is the model before training."""
+        return self.root / "evaluations.jsonl"
+
+    def samples(self, step: int) -> Path:
+        """Sample rollouts of one step, as text."""
+        return self.root / "rollouts" / "samples" / "step-{:06d}.txt".format(step)
+
+    @property
+    def bank(self) -> Path:
+        """Folder of the answers that are paid for and not yet trained on."""
+        return self.root / "rollouts" / "bank"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """WandbRun."""
+        return self.root / "wandb.json"
+
+    @property
+    def wandb_files(self) -> Path:
+        """Folder of wandb's own files: the record once more, as the newest attempt tells it."""
+        return self.root / "wandb"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of all checkpoints."""
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of one published checkpoint."""
+        return self.checkpoints / "step-{:06d}".format(step)
+
+    def checkpoint_under_way(self, step: int, save_id: str) -> Path:
+        """Where a save is written until it is published; every `.tmp` is debris once its processes are gone."""
+        return self.checkpoints / "step-{:06d}.{}.tmp".format(step, save_id)
+
+    def checkpoint_steps(self) -> List[int]:
+        """Steps that have a published checkpoint, newest first; whether it is intact is another question. Raises
+        OSError where the folder is there and cannot be listed."""
+        names = names_in(self.checkpoints)
+        return sorted((int(name[5:]) for name in names if re.match(r"^step-[0-9]{6,}$", name)), reverse=True)
+
+    @property
+    def latest_checkpoint(self) -> Path:
+        """Text file with the name of the newest published checkpoint."""
+        return self.checkpoints / "latest"
+
+    def attempt(self, number: int) -> "Attempt":
+        """The files of one attempt."""
+        return Attempt(self, number)
+
+    def last_attempt(self) -> int:
+        """Number of the newest attempt, 0 before the first. Raises OSError where the folder is there and cannot be
+        listed."""
+        return max([int(name) for name in names_in(self.root / "attempts") if re.match(r"^[0-9]+$", name)] or [0])
+
+
+class Attempt:
+    """Files of one attempt: one start of the ranks."""
+
+    def __init__(self, run: RunDir, number: int) -> None:
+        self.number = number
+        self.folder = run.root / "attempts" / "{:03d}".format(number)
+        self.logs = run.root / "logs" / "attempt-{:03d}".format(number)
+        self.latest_logs = run.root / "logs" / "latest"
+
+    @property
+    def drain(self) -> Path:
+        """Drain: present = stop at the next safe point."""
+        return self.folder / "drain.json"
+
+    @property
+    def outcome(self) -> Path:
+        """Outcome."""
+        return self.folder / "outcome.json"
+
+    @property
+    def requeued(self) -> Path:
+        """Requeued."""
+        return self.folder / "requeued.json"
+
+    @property
+    def progress(self) -> Path:
+        """Progress; replaced, never appended."""
+        return self.folder / "progress.json"
+
+    @property
+    def nodes(self) -> Path:
+        """NodeAssignment."""
+        return self.folder / "nodes.json"
+
+    @property
+    def marks(self) -> Path:
+        """Marks."""
+        return self.folder / "marks.json"
+
+    @property
+    def image(self) -> Path:
+        """Text file with the path of the container image that the steps were given."""
+        return self.folder / "image"
+
+    def health(self, host: str) -> Path:
+        """NodeHealth of one node."""
+        return self.folder / "health" / "{}.json".format(host)
+
+    @property
+    def fabric(self) -> Path:
+        """FabricReport."""
+        return self.folder / "fabric.json"
+
+    def address(self, name: str) -> Path:
+        """Address of a listener of this attempt, such as `train` (its rendezvous)."""
+        return self.folder / "addresses" / "{}.json".format(name)
+
+    def error(self, rank: int) -> Path:
+        """RankError of one rank."""
+        return self.folder / "error.{}.json".format(rank)
+
+    def errors(self) -> List[Path]:
+        """Error files written so far, lowest rank first. Raises OSError where the folder is there and cannot be
+        listed."""
+        found = [re.match(r"^error\.([0-9]+)\.json$", name) for name in names_in(self.folder)]
+        return [self.error(rank) for rank in sorted(int(match.group(1)) for match in found if match)]
+
+    @property
+    def timeline(self) -> Path:
+        """TimelineLine, one per stretch of time. The seconds of a line are those of all ranks since the line before it;
+        the first: since `began`."""
+        return self.folder / "timeline.jsonl"
+
+    @property
+    def heartbeats(self) -> Path:
+        """Folder of the ranks' heartbeats."""
+        return self.folder / "heartbeats"
+
+    def heartbeat(self, rank: int) -> Path:
+        """Heartbeat of one rank."""
+        return self.heartbeats / "{}.json".format(rank)
+
+    @property
+    def hang(self) -> Path:
+        """Hang."""
+        return self.folder / "hang.json"
+
+    def stacks(self, rank: int, role: str = "train") -> Path:
+        """Where every thread of a rank was, each time it got STACKS_SIGNAL."""
+        return self.logs / "{}.{}.stacks".format(role, rank)
+
+    @property
+    def srun(self) -> Path:
+        """What srun says of the training step itself, such as `node05: task 3: Killed`."""
+        return self.folder / "srun.train"
+
+    def log(self, rank: int, role: str = "train") -> Path:
+        """Output of one rank."""
+        return self.logs / "{}.{}.log".format(role, rank)

@@ -1,0 +1,232 @@
+"""Records in files: one way to write each, and readers that never raise.
+
+    found = read(Drain, attempt.drain)
+    if found is ABSENT: ...                       nobody has asked the attempt to leave
+    elif isinstance(found, Unreadable): ...       somebody may have; found.why says what is wrong
+    else: found.deadline
+
+What cannot be read is never taken for absent: the three are different types, and mypy lets nobody ask one of them for
+the fields of another. Where they do come to the same, as in a view, the caller says so: `if_readable(found)`.
+"""
+
+import json
+import math
+import time
+from enum import Enum
+from typing import Any, Callable, Generic, List, NamedTuple, Optional, Tuple, Type, TypeVar, Union, overload
+
+from megatron_rl.contract.files import AnyPath, append_line, read_bytes, write_atomic
+from megatron_rl.contract.shapes import SHAPES, Mismatch, from_json, to_json
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+LOOK_S = 0.2  # seconds between looks at a file that is unreadable for now
+
+
+class Absent(Enum):
+    """There is no such file."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
+
+
+class Unreadable(NamedTuple):
+    """There is a file, or may be one, and it does not say what it should."""
+
+    path: str
+    why: str
+
+    def __str__(self) -> str:
+        return "{} cannot be used: {}".format(self.path, self.why)
+
+
+class Damage(NamedTuple):
+    """A line that is no record: torn, foreign or of a newer mrl."""
+
+    line: int  # number, from 1
+    why: str
+
+
+class Lines(Generic[T]):
+    """What a JSON-lines file holds.
+
+    records: of the lines that can be read, in their order.
+    damaged: the others.
+    absent: whether there is no such file.
+    """
+
+    def __init__(self, records: List[T], damaged: List[Damage], absent: bool = False) -> None:
+        self.records = records
+        self.damaged = damaged
+        self.absent = absent
+
+
+Found = Union[T, Absent, Unreadable]
+
+
+def read(kind: Type[T], path: AnyPath, patience: float = 0.0) -> Union[T, Absent, Unreadable]:
+    """The record in a file.
+
+    Args:
+        patience: seconds for which a file that cannot be read is looked at again: a stale mount, somebody's editor.
+    """
+    return _patiently(lambda: _read(kind, path), patience)
+
+
+def if_readable(found: Union[T, Absent, Unreadable]) -> Optional[T]:
+    """The record; None where there is none and where it cannot be read. For what is shown or merely helps: a decision
+    has to look which of the two it is."""
+    return None if isinstance(found, (Absent, Unreadable)) else found
+
+
+def write(path: AnyPath, value: Any, durable: bool = True) -> None:
+    """Put a record into a file, whole or not at all.
+
+    Args:
+        durable: whether it must outlive a power failure.
+
+    Raises:
+        OSError: the file is as it was.
+        ValueError: a field does not hold what its type says, or a number that is not finite.
+    """
+    write_atomic(path, encode(value), durable)
+
+
+def encode(value: Any) -> str:
+    """The text of a record's file. Raises ValueError."""
+    return json.dumps(to_json(value), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def decode(kind: Type[T], data: bytes, path: AnyPath) -> Union[T, Unreadable]:
+    """The record in the content of a file.
+
+    Args:
+        path: of that file, for the complaint.
+    """
+    try:
+        return from_json(kind, _parse(data))
+    except ValueError as error:
+        return Unreadable(str(path), str(error))
+
+
+def append(path: AnyPath, value: Any, durable: bool = False) -> None:
+    """Add a record to a JSON-lines file. Raises OSError, and ValueError as `write` does.
+
+    Args:
+        durable: whether it must outlive a power failure.
+    """
+    append_line(path, encode_line(value), durable)
+
+
+def encode_line(value: Any) -> str:
+    """A record as one line, without a line break. Raises ValueError."""
+    return json.dumps(to_json(value), sort_keys=True, allow_nan=False)
+
+
+@overload
+def read_lines(kinds: Type[T], path: AnyPath, patience: float = ...) -> Union[Lines[T], Unreadable]: ...
+@overload
+def read_lines(
+    kinds: Tuple[Type[T], Type[S]], path: AnyPath, patience: float = ...
+) -> Union[Lines[Union[T, S]], Unreadable]: ...
+def read_lines(kinds: Any, path: AnyPath, patience: float = 0.0) -> Any:
+    """The records of a JSON-lines file, none where there is no such file; Unreadable where it cannot be read at all.
+
+    Args:
+        kinds: type of the lines; of two types, told apart by their events.
+        patience: seconds for which a file that cannot be read is looked at again.
+    """
+    return _patiently(lambda: _read_lines(kinds, path), patience)
+
+
+@overload
+def decode_lines(kinds: Type[T], data: bytes) -> Lines[T]: ...
+@overload
+def decode_lines(kinds: Tuple[Type[T], Type[S]], data: bytes) -> Lines[Union[T, S]]: ...
+def decode_lines(kinds: Any, data: bytes) -> Any:
+    """The records in a part of a JSON-lines file, which begins where a line begins. A last line that only lacks its end
+    counts; empty ones do not.
+
+    Args:
+        kinds: as of `read_lines`.
+    """
+    several = kinds if isinstance(kinds, tuple) else (kinds,)
+    found: Lines[Any] = Lines([], [])
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            value = _parse(line)
+            found.records.append(from_json(_kind_of(several, value), value))
+        except ValueError as error:
+            found.damaged.append(Damage(number, str(error)))
+    return found
+
+
+def _read(kind: Type[T], path: AnyPath) -> Union[T, Absent, Unreadable]:
+    try:
+        data = read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ABSENT
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return _failed(path, error)
+    return decode(kind, data, path)
+
+
+def _read_lines(kinds: Any, path: AnyPath) -> Union[Lines[Any], Unreadable]:
+    try:
+        data = read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return Lines([], [], absent=True)
+    except (OSError, ValueError) as error:
+        return _failed(path, error)
+    found: Lines[Any] = decode_lines(kinds, data)
+    return found
+
+
+def _failed(path: AnyPath, error: Exception) -> Unreadable:
+    return Unreadable(str(path), getattr(error, "strerror", None) or str(error))
+
+
+def _patiently(look: Callable[[], T], patience: float) -> T:
+    give_up = time.monotonic() + patience
+    found = look()
+    while isinstance(found, Unreadable) and time.monotonic() < give_up:
+        time.sleep(LOOK_S)
+        found = look()
+    return found
+
+
+def _kind_of(kinds: Tuple[Any, ...], value: Any) -> Any:
+    if len(kinds) == 1:
+        return kinds[0]
+    event = value.get("event") if isinstance(value, dict) else None
+    for kind in kinds:
+        if SHAPES[kind].event == event:
+            return kind
+    raise Mismatch("is no line of this file")
+
+
+def _parse(data: bytes) -> Any:
+    """Raises ValueError, in words that name no file."""
+    if not data.strip():
+        raise Mismatch("is empty")
+    try:
+        return _DECODER.decode(data.decode("utf-8"))
+    except RecursionError:
+        raise Mismatch("is nested too deeply") from None
+    except ValueError as error:
+        raise Mismatch("is torn or no JSON ({})".format(error)) from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Mismatch("{} is not finite".format(text))
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)

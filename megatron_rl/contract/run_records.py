@@ -1,0 +1,172 @@
+"""What stands in the run directory for all its attempts, in the user's index of runs and in the caches.
+
+Times are unix seconds by the writer's clock, durations seconds.
+"""
+
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from megatron_rl.contract.shapes import record
+
+
+@record()
+class Owner(NamedTuple):
+    """job.json: the Slurm job that owns the run, or was the last to; a local run has none. Written by mrl-submit, and
+    by the batch host for a job submitted by plain sbatch and for a successor. Read by both, to refuse a second one."""
+
+    job_id: str
+    cluster: str  # name of the profile
+    submitted_at: float
+    by: str = ""  # user
+    slurm_cluster: Optional[str] = None  # Slurm's own name: the same id in another Slurm is another job
+    succeeds: Optional[str] = None  # id of the job that submitted this one in its place
+
+
+@record(version=None, rest="rest")
+class PlanStep(NamedTuple):
+    """What one srun starts."""
+
+    name: str  # train, infer-0, ...
+    nodes: List[int]  # indices into the plan's nodes
+    tasks_per_node: int
+    rest: Dict[str, Any] = {}
+
+
+@record(version=None, rest="rest")
+class SmallerPlan(NamedTuple):
+    """In what the plan for fewer nodes of a range `job.nodes` may differ."""
+
+    nodes: int
+    steps: List[PlanStep]
+    rest: Dict[str, Any] = {}
+
+
+@record(version=None, rest="rest")
+class CheckpointPlan(NamedTuple):
+    """What a checkpoint takes."""
+
+    seconds: Optional[float] = None  # to write one; None: the profile does not say how fast the file system is
+    rest: Dict[str, Any] = {}  # sizes in bytes
+
+
+@record(rest="rest")
+class PlanRecord(NamedTuple):
+    """plan.json: who does what. Written by mrl-submit, or by the first attempt from what its script carries; read by
+    the batch host, `mrl attach`, `mrl status` and rank 0. What only people and `mrl plan` read is in `rest`."""
+
+    nodes: int  # without the spare ones
+    gpus_per_node: int
+    spare_nodes: int
+    steps: List[PlanStep]
+    alternatives: List[SmallerPlan] = []  # the largest first
+    checkpoint: CheckpointPlan = CheckpointPlan()
+    rest: Dict[str, Any] = {}
+
+
+@record(keys={"source": "from"})
+class Fork(NamedTuple):
+    """fork.json: the run and checkpoint that this one began as. Written by `mrl fork`, read for W&B."""
+
+    source: str  # run directory, absolute
+    step: int
+    changes: Dict[str, List[Any]]  # key of the recipe -> [value there, value here]
+    at: float
+    by: str = ""
+
+
+@record()
+class WandbRun(NamedTuple):
+    """wandb.json: the W&B run that shows this one. Written and read by metrics.tell_wandb of one attempt after the
+    other. Not in a checkpoint: a fork begins as one and has its own."""
+
+    id: str
+    url: Optional[str] = None  # None: W&B has not heard of it yet
+
+
+@record()
+class Done(NamedTuple):
+    """DONE: the run is finished, and nothing starts it again. Written by the host side, looked for by whoever starts
+    something."""
+
+    attempt: int
+    step: Optional[int]
+    at: float
+
+
+@record()
+class RecipeChange(NamedTuple):
+    """A line of changes.jsonl: one `--change` of a resumed run. Written by mrl-submit; read by people, and that there
+    is a newer one by the host side."""
+
+    attempt: int  # the first that has it
+    changes: Dict[str, List[Any]]  # key of the recipe -> [old value, new value]
+    at: float
+    by: str = ""
+
+
+@record()
+class Submission(NamedTuple):
+    """A line of the user's index of runs. Written by mrl-submit and by the batch host for a successor, read by `mrl` to
+    find a run by its name or job."""
+
+    run_dir: str  # absolute
+    cluster: str
+    at: float
+    job_id: Optional[str] = None  # None: a local run
+
+
+@record()
+class LockOwner(NamedTuple):
+    """The text of the lock file: who holds the run. Written by the holder in place, for the file that is locked must
+    stay the same one; read, perhaps half written, by whoever finds the run in use."""
+
+    what: str  # in words
+    pid: int
+    host: str
+    since: str  # local time
+
+
+@record(version=None)
+class CodeSource(NamedTuple):
+    """Where a part of the snapshot came from. Until the snapshot is taken only the first five are known."""
+
+    path: str
+    name: str  # of its folder in the snapshot
+    kind: str  # package, metadata, git, directory
+    commit: Optional[str] = None
+    dirty: bool = False
+    diff: Optional[str] = None  # file beside the folder with the uncommitted changes
+    untracked: List[str] = []  # files that git did not know
+    files: int = 0
+    bytes: int = 0
+    notes: List[str] = []  # what was left out, and why
+
+
+@record()
+class CodeSnapshot(NamedTuple):
+    """code/SNAPSHOT.json: where the code that runs came from. Written last, by mrl-submit or the first attempt; read by
+    the batch host, `mrl attach` and the next submission."""
+
+    snapshot: int  # number, from 1
+    at: float
+    sources: List[CodeSource]
+    pythonpath: List[str]  # folders of the snapshot
+
+
+@record()
+class CachedImage(NamedTuple):
+    """NAME.CODE.json in the cache of images: which file an image reference stands for. Written by the import, on any
+    node; read by the next one and by prefetch."""
+
+    reference: str
+    file: str  # name in the same folder
+    at: float
+    digest: Optional[str] = None  # None: the registry did not say
+
+
+@record()
+class CachedRepository(NamedTuple):
+    """The record of a repository of the hub that was fetched as a whole. Written by launcher.hub, read by prefetch."""
+
+    commit: str
+    path: str  # of the snapshot, from the cache's folder on
+    at: float

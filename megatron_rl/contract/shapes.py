@@ -1,0 +1,191 @@
+"""What a record type looks like as a JSON object: declared once, by the type itself, and checked in both directions.
+
+    @record()
+    class Done(NamedTuple):
+        attempt: int
+        step: Optional[int]
+        at: float
+
+    to_json(Done(3, 40, 1e9))             {"version": 1, "attempt": 3, "step": 40, "at": 1e9}
+    from_json(Done, {"attempt": "3"})     raises Mismatch: attempt: expected a whole number, got text
+
+Field types: int, float (an int is taken too), str, bool, Any, other records, and Optional, List and Dict[str, ...] of
+them. A field whose default is None is left out of the JSON where it is None. Lists and dictionaries of a record are not
+to be changed.
+"""
+
+import copy
+import math
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar, Union
+
+T = TypeVar("T")
+
+LARGEST_INT = 2**63  # beyond: no count, time or size, but damage; and arithmetic with floats would raise OverflowError
+
+
+class Mismatch(ValueError):
+    """A JSON value is not what its record type says; the text says where and how."""
+
+
+class Shape(NamedTuple):
+    """How a record type is written."""
+
+    version: Optional[int]
+    event: Optional[str]
+    rest: Optional[str]  # field that holds all other keys
+    keys: Dict[str, str]  # field -> its key in the JSON; without `rest`
+    types: Dict[str, Any]  # field -> annotation; without `rest`
+    defaults: Dict[str, Any]
+
+
+SHAPES: Dict[Any, Shape] = {}
+
+
+def record(
+    version: Optional[int] = 1,
+    event: Optional[str] = None,
+    keys: Optional[Dict[str, str]] = None,
+    rest: Optional[str] = None,
+) -> Callable[[Type[T]], Type[T]]:
+    """Declare a NamedTuple to be a record.
+
+    Args:
+        version: raised with every change that an older reader would misunderstand; a further field with a default is
+            none. A newer one is refused, a missing one counts as 1. None: neither written nor looked for, in parts of
+            other records and in lines that people read with tools of their own.
+        event: value of the key `event`, by which the kinds of lines of one file are told apart.
+        keys: field -> its key in the JSON, where that is no Python name.
+        rest: field, a Dict[str, Any], that holds all keys that are no other field's, beside these in the JSON.
+    """
+
+    def declare(kind: Type[T]) -> Type[T]:
+        named: Any = kind
+        annotations = getattr(named, "_field_types", None) or named.__annotations__  # of Python 3.6, of later ones
+        types = {field: annotation for field, annotation in annotations.items() if field != rest}
+        names = {field: (keys or {}).get(field, field) for field in types}
+        SHAPES[kind] = Shape(version, event, rest, names, types, dict(named._field_defaults))
+        return kind
+
+    return declare
+
+
+def to_json(value: Any) -> Dict[str, Any]:
+    """The JSON object of a record. Raises Mismatch where a field does not hold what its type says."""
+    plain: Dict[str, Any] = _plain(value)
+    from_json(type(value), plain)
+    return plain
+
+
+def from_json(kind: Type[T], value: Any) -> T:
+    """The record of a JSON object; keys that it does not know are passed over. Raises Mismatch."""
+    return _read_record(kind, value, "")
+
+
+def _plain(value: Any) -> Any:
+    shape = SHAPES.get(type(value))
+    if shape is not None:
+        return _plain_record(shape, value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _plain_record(shape: Shape, value: Any) -> Dict[str, Any]:
+    plain: Dict[str, Any] = {}
+    if shape.version is not None:
+        plain["version"] = shape.version
+    if shape.event is not None:
+        plain["event"] = shape.event
+    for field, key in shape.keys.items():
+        item = getattr(value, field)
+        if item is not None or shape.defaults.get(field, "") is not None:
+            plain[key] = _plain(item)
+    if shape.rest is not None:
+        others = _plain(getattr(value, shape.rest))
+        taken = sorted(set(others) & _own_keys(shape))
+        if taken:
+            raise Mismatch("{}: {} is the name of a field".format(shape.rest, taken[0]))
+        plain.update(others)
+    return plain
+
+
+def _own_keys(shape: Shape) -> Set[str]:
+    own = set(shape.keys.values())
+    own.update(["version"] if shape.version is not None else [])
+    own.update(["event"] if shape.event is not None else [])
+    return own
+
+
+def _read_record(kind: Any, value: Any, name: str) -> Any:
+    shape = SHAPES[kind]
+    if not isinstance(value, dict):
+        raise _mismatch(name, "a JSON object", value)
+    if shape.version is not None:
+        _check_version(shape.version, value.get("version", 1), name)
+    if shape.event is not None and value.get("event") != shape.event:
+        raise _mismatch(_below(name, "event"), repr(shape.event), value.get("event"))
+    given: Dict[str, Any] = {}
+    for field, key in shape.keys.items():
+        if key in value:
+            given[field] = _read(shape.types[field], value[key], _below(name, key))
+        elif field in shape.defaults:
+            given[field] = copy.copy(shape.defaults[field])  # which nobody shares
+        else:
+            raise Mismatch("{} is missing".format(_below(name, key)))
+    if shape.rest is not None:
+        own = _own_keys(shape)
+        given[shape.rest] = {key: item for key, item in value.items() if key not in own}
+    return kind(**given)
+
+
+def _check_version(known: int, found: Any, name: str) -> None:
+    if type(found) is not int or found < 1:
+        raise _mismatch(_below(name, "version"), "a whole number from 1 on", found)
+    if found > known:
+        raise Mismatch("was written by a newer mrl (version {}, this one knows {})".format(found, known))
+
+
+def _read(kind: Any, value: Any, name: str) -> Any:
+    if kind is Any:
+        return value
+    if kind in SHAPES:
+        return _read_record(kind, value, name)
+    origin = getattr(kind, "__origin__", None)
+    arguments: Tuple[Any, ...] = getattr(kind, "__args__", ())
+    if origin is Union:  # Optional
+        return None if value is None else _read(arguments[0], value, name)
+    if origin in (list, List):  # the second on Python 3.6
+        if not isinstance(value, (list, tuple)):
+            raise _mismatch(name, "a list", value)
+        return [_read(arguments[0], item, _below(name, str(place))) for place, item in enumerate(value)]
+    if origin in (dict, Dict):
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _mismatch(name, "a JSON object", value)
+        return {key: _read(arguments[1], item, _below(name, key)) for key, item in value.items()}
+    return _read_scalar(kind, value, name)
+
+
+def _read_scalar(kind: Any, value: Any, name: str) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is int and number and isinstance(value, int) and abs(value) <= LARGEST_INT:
+        return value
+    if kind is float and number and (isinstance(value, float) or abs(value) <= LARGEST_INT):
+        return float(value)
+    words = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    raise _mismatch(name, words[kind], value)
+
+
+def _below(name: str, key: str) -> str:
+    return "{}.{}".format(name, key) if name else key
+
+
+def _mismatch(name: str, expected: str, value: Any) -> Mismatch:
+    words = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "a JSON object"}
+    said = words.get(type(value), "a number that does not fit")
+    return Mismatch("{}expected {}, got {}".format(name + ": " if name else "", expected, said))

@@ -1,0 +1,81 @@
+"""Every prompt of a run has one fate, and a record in which it has not, or in which nobody can tell, is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.exactly_once import NotExactlyOnce, fates
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append
+
+
+def step(number: int, first: int, beyond: int, **dropped: str) -> MetricsLine:
+    values: dict[str, Any] = {"first_ordinal": first, "next_ordinal": beyond}
+    if dropped:
+        values["dropped_ordinals"] = {name[1:]: reason for name, reason in dropped.items()}
+    return MetricsLine(number, values)
+
+
+def run_of(folder, *lines: MetricsLine) -> RunDir:
+    run = RunDir(folder)
+    for line in lines:
+        append(run.metrics, line)
+    return run
+
+
+def test_a_prompt_is_trained_on_in_its_step_or_dropped_for_a_reason(tmp_path):
+    run = run_of(tmp_path, step(1, 0, 2), step(2, 2, 4, o3="too long"))
+    assert fates(run) == {0: 1, 1: 1, 2: 2, 3: "too long"}
+
+
+def test_a_run_without_a_record_has_drawn_nothing(tmp_path):
+    assert fates(RunDir(tmp_path)) == {}
+
+
+@given(sizes=st.lists(st.integers(0, 3), max_size=5))
+def test_ordinals_have_no_gaps(tmp_path_factory, sizes):
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    lines = [step(number, end - size, end) for number, (size, end) in enumerate(zip(sizes, ends, strict=True), 1)]
+    found = fates(run_of(tmp_path_factory.mktemp("run"), *lines))
+    assert list(found) == list(range(sum(sizes)))
+    assert all(ends[fate - 1] > ordinal for ordinal, fate in found.items())
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([step(1, 0, 2), step(3, 2, 4)], "step 3 where step 2 belongs"),
+        ([step(1, 0, 2), step(1, 0, 2)], "step 1 where step 2 belongs"),
+        ([step(1, 0, 2), step(2, 3, 4)], "step 2 settles the prompts from 3 up to 4, the one before ended at 2"),
+        ([step(1, 0, 2), step(2, 1, 4)], "step 2 settles the prompts from 1 up to 4, the one before ended at 2"),
+        ([step(1, 0, -1)], "step 1 settles the prompts from 0 up to -1"),
+        ([step(1, 0, 2, o2="too long")], r"step 1 drops \[2\], which it has not drawn"),
+        ([MetricsLine(1, {})], "step 1 has no first_ordinal"),
+        ([MetricsLine(1, {"first_ordinal": 0, "next_ordinal": True})], "step 1 has no next_ordinal"),
+        ([step(1, 0, 2, ox="too long")], "its dropped_ordinals cannot be read"),
+        ([MetricsLine(1, {"first_ordinal": 0, "next_ordinal": 1, "dropped_ordinals": [3]})], "cannot be read"),
+    ],
+)
+def test_a_record_with_another_fate_is_refused(tmp_path, lines, said):
+    with pytest.raises(NotExactlyOnce, match=said):
+        fates(run_of(tmp_path, *lines))
+
+
+def test_an_unreadable_line_is_named(tmp_path):
+    run = run_of(tmp_path, step(1, 0, 2))
+    with run.metrics.open("a") as file:
+        file.write('{"step": 2, "first_or')
+    with pytest.raises(NotExactlyOnce, match=r"metrics\.jsonl: line 2: is torn"):
+        fates(run)
+
+
+def test_an_unreadable_record_is_not_an_empty_one(tmp_path):
+    run = RunDir(tmp_path)
+    run.metrics.mkdir()
+    with pytest.raises(NotExactlyOnce, match=r"metrics\.jsonl cannot be used: is no regular file"):
+        fates(run)

@@ -1,0 +1,102 @@
+"""Files are whole or not there, however many nodes write, and a disk that is full for a moment is waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from megatron_rl.contract import files
+from megatron_rl.contract.files import append_line, names_in, once_there_is_room, read_bytes, write_atomic
+from megatron_rl.contract.paths import RunDir
+
+
+def test_two_nodes_with_the_same_process_id_may_write_one_file_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "job.json"
+    real = os.fsync
+
+    def meanwhile_elsewhere(descriptor: int) -> None:
+        monkeypatch.setattr(files.os, "fsync", real)
+        write_atomic(path, "theirs")
+        assert path.read_text() == "theirs"
+
+    monkeypatch.setattr(files.os, "fsync", meanwhile_elsewhere)
+    write_atomic(path, "ours")
+    assert path.read_text() == "ours"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "job.json"
+    write_atomic(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new")
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
+
+
+def test_a_folder_that_is_missing_is_the_callers_affair(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_atomic(tmp_path / "none" / "job.json", "text")
+    with pytest.raises(FileNotFoundError):
+        append_line(tmp_path / "none" / "lines.jsonl", "line")
+
+
+def test_a_full_disk_is_waited_for_and_nothing_else_is(monkeypatch):
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    errors = [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "quota")]
+
+    def write() -> str:
+        if errors:
+            raise errors.pop()
+        return "written"
+
+    assert once_there_is_room("f", write) == "written"
+    errors.append(OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(OSError, match="Input/output"):
+        once_there_is_room("f", write)
+
+
+def test_a_disk_that_stays_full_is_waited_for_as_long_as_was_said(monkeypatch):
+    clock, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(files.time, "sleep", sleep)
+
+    def write() -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        once_there_is_room("f", write, patience=2.5)
+    assert sum(slept) == 2.5
+    with pytest.raises(OSError, match="full"):
+        once_there_is_room("f", write, patience=0.0)
+    assert sum(slept) == 2.5
+
+
+def test_bytes_are_read_whole(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 100_000)
+    assert read_bytes(tmp_path / "file") == b"x" * 100_000
+
+
+def test_a_folder_that_is_missing_is_empty_and_one_that_cannot_be_listed_is_not(tmp_path, monkeypatch):
+    assert names_in(tmp_path / "none") == []
+    run = RunDir(tmp_path)
+    assert (run.checkpoint_steps(), run.last_attempt(), run.attempt(1).errors()) == ([], 0, [])
+
+    def refuse(path: str) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, "listdir", refuse)
+    for look in (run.checkpoint_steps, run.last_attempt, run.attempt(1).errors):
+        with pytest.raises(OSError, match="Input/output"):
+            look()

@@ -1,0 +1,149 @@
+"""JSON-lines files: what is torn costs itself and is counted, and nothing raises."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+from contract_strategies import LINES, records
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, MetricsLine
+from megatron_rl.contract.records import (
+    Damage,
+    Lines,
+    Unreadable,
+    append,
+    decode_lines,
+    encode_line,
+    read_lines,
+)
+
+few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+GOOD = MetricsLine(1, {"loss": 0.5})
+TORN = [b'{"step": 2, "lo', b"5", b"{}", b"[]", b"null", b"\0" * 40, b'{"step": "2"}', b'{"n": "\xff', b"[" * 100_000]
+
+
+def whole(found):
+    assert isinstance(found, Lines)
+    return found
+
+
+@pytest.mark.parametrize("kind", LINES, ids=lambda kind: kind.__name__)
+@few
+@given(data=st.data())
+def test_lines_come_back_in_order(tmp_path_factory, kind, data):
+    path = tmp_path_factory.mktemp("lines") / "lines.jsonl"
+    values = data.draw(st.lists(records(kind), max_size=3))
+    for value in values:
+        append(path, value)
+    found = whole(read_lines(kind, path))
+    assert (found.records, found.damaged, found.absent) == (values, [], not values)
+
+
+@few
+@given(lines=st.lists(records(AttemptStart) | records(AttemptEnd), max_size=4))
+def test_starts_and_ends_are_told_apart(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("ledger") / "attempts.jsonl"
+    for line in lines:
+        append(path, line, durable=True)
+    found = whole(read_lines(LEDGER, path))
+    assert found.records == lines
+    assert [type(line) for line in found.records] == [type(line) for line in lines]
+
+
+def test_a_line_of_the_ledger_says_its_version_and_event():
+    assert json.loads(encode_line(AttemptStart(1, 5.0, "a"))) == {
+        "version": 1,
+        "event": "start",
+        "attempt": 1,
+        "at": 5.0,
+        "host": "a",
+        "restart": 0,
+        "nodes": [],
+    }
+
+
+def test_a_step_is_one_flat_object_as_ever(tmp_path):
+    append(tmp_path / "metrics.jsonl", MetricsLine(3, {"mean_reward": 0.5, "dropped_ordinals": {"7": "too long"}}))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"dropped_ordinals": {"7": "too long"}, "mean_reward": 0.5, "step": 3}\n'
+
+
+@pytest.mark.parametrize("hurt", TORN, ids=lambda hurt: hurt[:16].decode("latin1"))
+def test_what_is_hurt_between_good_lines_is_counted_with_its_number(tmp_path, hurt):
+    path = tmp_path / "metrics.jsonl"
+    good = encode_line(GOOD).encode()
+    path.write_bytes(good + b"\n" + hurt + b"\n" + good + b"\n")
+    found = whole(read_lines(MetricsLine, path))
+    assert found.records == [GOOD, GOOD]
+    assert [damage.line for damage in found.damaged] == [2]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ({"event": "pause", "attempt": 1, "at": 1.0}, "is no line of this file"),
+        ({"event": ["start"], "attempt": 1, "at": 1.0}, "is no line of this file"),
+        ({"event": "start", "attempt": 1}, "at is missing"),
+        (
+            {"event": "start", "attempt": 1, "at": 1.0, "version": 2},
+            "was written by a newer mrl (version 2, this one knows 1)",
+        ),
+    ],
+)
+def test_a_strange_line_of_the_ledger_is_damage_that_says_why(line, why):
+    assert decode_lines(LEDGER, json.dumps(line).encode()).damaged == [Damage(1, why)]
+
+
+@few
+@given(cut=st.integers(0, 1000), after=st.lists(records(MetricsLine), max_size=3))
+def test_a_torn_last_line_is_ended_before_the_next_one(tmp_path_factory, cut, after):
+    path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
+    line = encode_line(MetricsLine(2, {"torn": "line"})).encode()
+    path.write_bytes(encode_line(GOOD).encode() + b"\n" + line[: 1 + cut % (len(line) - 1)])
+    for value in after:
+        append(path, value)
+    found = whole(read_lines(MetricsLine, path))
+    assert found.records == [GOOD, *after]
+    assert [damage.line for damage in found.damaged] == [2]
+
+
+def test_a_line_that_only_lacks_its_end_counts_before_and_after_the_next_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(encode_line(GOOD))
+    assert whole(read_lines(MetricsLine, path)).records == [GOOD]
+    append(path, GOOD)
+    found = whole(read_lines(MetricsLine, path))
+    assert (found.records, found.damaged) == ([GOOD, GOOD], [])
+
+
+def test_no_file_has_no_lines_and_a_file_that_cannot_be_read_is_unreadable(tmp_path, monkeypatch):
+    found = whole(read_lines(LEDGER, tmp_path / "attempts.jsonl"))
+    assert (found.records, found.damaged, found.absent) == ([], [], True)
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "open", refuse)
+    path = tmp_path / "attempts.jsonl"
+    assert read_lines(LEDGER, path) == Unreadable(str(path), "Input/output error")
+
+
+@few
+@given(data=st.binary(max_size=200))
+def test_no_bytes_raise(data):
+    for kinds in (LEDGER, MetricsLine):
+        found = decode_lines(kinds, data)
+        assert len(found.records) + len(found.damaged) == len([line for line in data.split(b"\n") if line])
+
+
+def test_a_line_that_could_not_be_read_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="step is the name of a field"):
+        append(tmp_path / "metrics.jsonl", MetricsLine(1, {"step": 2}))
+    with pytest.raises(ValueError, match="Out of range"):
+        append(tmp_path / "metrics.jsonl", MetricsLine(1, {"loss": float("nan")}))
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,36 @@
+"""Names of files: those that are ours are found in their order, strangers beside them are passed over."""
+
+from __future__ import annotations
+
+from megatron_rl.contract import codes
+from megatron_rl.contract.paths import RunDir
+
+
+def test_only_published_checkpoints_count_the_newest_first(tmp_path):
+    run = RunDir(tmp_path)
+    strangers = ("step-000050.x1.tmp", "step-000060.old", "step-5", "step-00006\u0966", "latest", "step-")
+    for name in (run.checkpoint(40).name, run.checkpoint(1_000_040).name, run.checkpoint(9).name, *strangers):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert run.checkpoint_steps() == [1_000_040, 40, 9]
+
+
+def test_the_last_attempt_is_the_highest_number(tmp_path):
+    run = RunDir(tmp_path)
+    for number in (9, 1000, 10):
+        run.attempt(number).folder.mkdir(parents=True)
+    (tmp_path / "attempts" / "later").mkdir()
+    assert run.last_attempt() == 1000
+
+
+def test_error_files_come_lowest_rank_first_and_strangers_are_none(tmp_path):
+    attempt = RunDir(tmp_path).attempt(3)
+    attempt.folder.mkdir(parents=True)
+    for name in ("error.10.json", "error.9.json", "error.x.json", ".error.1.json.ab.tmp", "error.json"):
+        (attempt.folder / name).touch()
+    assert attempt.errors() == [attempt.error(9), attempt.error(10)]
+
+
+def test_the_ranks_are_done_before_the_host_side_ends_them():
+    assert codes.MARGIN_S > codes.LAST_MOMENT_S
+    assert codes.STACKS_S > codes.STACKS_LIMIT_S
+    assert codes.KILLED_TOO_S < codes.LAST_MOMENT_S
