@@ -40,6 +40,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
 
 
+def test_the_first_error_is_told_though_the_mount_has_gone_by_then(tmp_path, monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EIO if arguments[0] == "fsync" else errno.ESTALE, "refused")
+
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: refuse("fsync"))
+    monkeypatch.setattr(files.os, "unlink", refuse)
+    with pytest.raises(OSError, match="refused") as found:
+        write_atomic(tmp_path / "job.json", "text")
+    assert found.value.errno == errno.EIO
+
+
 def test_a_folder_that_is_missing_is_the_callers_affair(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomic(tmp_path / "none" / "job.json", "text")

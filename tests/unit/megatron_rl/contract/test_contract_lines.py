@@ -24,7 +24,19 @@ from megatron_rl.contract.records import (
 
 few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 GOOD = MetricsLine(1, {"loss": 0.5})
-TORN = [b'{"step": 2, "lo', b"5", b"{}", b"[]", b"null", b"\0" * 40, b'{"step": "2"}', b'{"n": "\xff', b"[" * 100_000]
+TORN = [
+    b'{"step": 2, "lo',
+    b"5",
+    b"{}",
+    b"[]",
+    b"null",
+    b"\0" * 40,
+    b'{"step": "2"}',
+    b'{"n": "\xff',
+    b"[" * 100_000,
+    b'{"step": 2, "loss": 1e999}',
+    b'{"step": 2, "loss": NaN}',
+]
 
 
 def whole(found):
