@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-from megatron_rl.platform.select import Platform
+from megatron_rl.platform.api import Platform
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutDriver

@@ -29,7 +29,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.platform.select import Platform
+from megatron_rl.platform.api import Platform
 from megatron_rl.rank.safe_points import SafePoints
 
 logger = logging.getLogger(__name__)

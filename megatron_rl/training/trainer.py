@@ -23,7 +23,7 @@ from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.select import Platform
+from megatron_rl.platform.api import Platform
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutBatch

@@ -26,7 +26,7 @@ from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.select import Platform
+from megatron_rl.platform.api import Platform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
