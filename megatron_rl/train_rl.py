@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 import yaml
@@ -43,7 +43,7 @@ from megatron_rl.metrics.report import StepReport
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
-from megatron_rl.metrics.writer import MetricsWriter, NoRecord
+from megatron_rl.metrics.writer import MetricsWriter, NoMetrics, Writer
 from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
@@ -51,6 +51,7 @@ from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.rollout.bank.bank import open_bank
+from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run import Run, set_up
 from megatron_rl.run_dir import write_json
 from megatron_rl.supported import check_supported
@@ -62,7 +63,7 @@ Outcome = Literal["finished", "drained"]
 EXIT_CODES: dict[Outcome, int] = {"finished": EXIT_FINISHED, "drained": EXIT_DRAINED}
 
 
-def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_points: SafePoints) -> Outcome:
+def train(run: Run, checkpointer: Checkpointer, record: Writer, safe_points: SafePoints) -> Outcome:
     """The loop: evaluate and save where it is time to, then train a step; to the last one or until asked to leave."""
     config = run.config
     last = config.training.steps
@@ -80,7 +81,7 @@ def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_poin
         return "drained"
 
 
-def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_points: SafePoints) -> None:
+def train_step(run: Run, checkpointer: Checkpointer, record: Writer, safe_points: SafePoints) -> None:
     """Generate and score, train, record. Raises LeaveAgreed with the run as it was after the step before, unless
     `run.trainer.between_steps` is false."""
     step = run.step + 1
@@ -94,13 +95,13 @@ def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe
         run.engine.policy_version = run.trainer.policy_version
     run.step, run.next_ordinal = step, batch.next_ordinal
 
-    metrics, stretch = report.metrics(batch, updates, run.trainer.policy_version, run.groups)
+    metrics, line = report.metrics(batch, updates, run.trainer.policy_version, run.groups)
     record.step(step, metrics | save_metrics(run, checkpointer.poll()))
-    record.stretch(stretch)
-    record.look(step, batch.groups)
+    record.timeline(line)
+    record.rollouts(step, GroupsView(batch.groups))
 
 
-def evaluate(run: Run, record: MetricsWriter, safe_points: SafePoints) -> None:
+def evaluate(run: Run, record: Writer, safe_points: SafePoints) -> None:
     safe_points.activity.enter("evaluating", run.step)
     with safe_points.phase("evaluate"):
         record.evaluation(run.step, run.evaluate())
@@ -111,7 +112,7 @@ def due(step: int, every: int, last: int) -> bool:
     return step in (0, last) or (every > 0 and step % every == 0)
 
 
-def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_points: SafePoints) -> None:
+def save(run: Run, checkpointer: Checkpointer, record: Writer, safe_points: SafePoints) -> None:
     """Start a checkpoint of the current step; it is written behind the following steps. Where the one before is not
     done yet, LeaveAgreed may come before."""
     with safe_points.phase("save"):
@@ -121,7 +122,7 @@ def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_point
         begin_save(run, checkpointer, record)
 
 
-def begin_save(run: Run, checkpointer: Checkpointer, record: MetricsWriter) -> None:
+def begin_save(run: Run, checkpointer: Checkpointer, record: Writer) -> None:
     """Blocks for the copy."""
     record.sync()
     run.driver.bank.saving(run.step, run.next_ordinal)
@@ -144,12 +145,12 @@ def save_metrics(run: Run, outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
     return metrics
 
 
-def book(run: Run, record: MetricsWriter, **facts: Any) -> None:
+def book(run: Run, record: Writer, resumed: int | None = None) -> None:
     """Write what passed since the last line of the attempt's timeline. Collective."""
     tally = Tally()
     run.safe_points.timeline.tally(tally)
     total = tally.reduce(run.groups.control)
-    record.stretch({**run.safe_points.timeline.line(total, dist.get_world_size(run.groups.control), run.step), **facts})
+    record.timeline(run.safe_points.timeline.line(total, dist.get_world_size(run.groups.control), run.step, resumed))
 
 
 def run_rank(run_dir: RunDir, attempt: Attempt, world: World, safe_points: SafePoints) -> Outcome:
@@ -179,7 +180,9 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, safe_points: SafeP
     with safe_points.timeline.phase("load"):
         if checkpointer.restore(run.restore) is not None:
             logger.info("going on after step %d", run.step)
-    record = MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoRecord()
+    record: Writer = (
+        MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoMetrics()
+    )
     run.driver.bank = open_bank(
         run_dir, attempt.number, config, run.engine, groups, step=run.step, next_ordinal=run.next_ordinal
     )

@@ -40,7 +40,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
-from megatron_rl.metrics import writer
+from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank import safe_points as safe_points_module
@@ -131,7 +131,7 @@ class Simulation:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_rl, "select", lambda job, local_rank: self.platform)
             patch.setattr(train_rl, "set_up", self._set_up)
-            patch.setattr(writer, "SummaryWriter", _Silence)
+            patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)
             for module in EXECUTORS:
