@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
-from megatron_rl.checkpoint.load import Verified, load, read
+from megatron_rl.checkpoint.load import VerifiedCheckpoint, load, read
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
@@ -83,7 +83,7 @@ class Run:
         asked = self.environment.prompt_format
         return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
-    def restore(self, checkpoint: Verified) -> None:
+    def restore(self, checkpoint: VerifiedCheckpoint) -> None:
         """Go on from a checkpoint of this run, written by any number of ranks. Collective."""
         wanted = self.sharded_state()
         if checkpoint.manifest.world_size != dist.get_world_size():
@@ -111,7 +111,7 @@ def set_up(config: RunConfig, platform: Platform, groups: Groups, safe_points: S
         environment = build_environment(config.environment, tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    policy = initial_policy(config, environment, tokenizer, platform, safe_points, writer=dist.get_rank() == 0)
+    policy = initial_policy(config, environment, tokenizer, platform, safe_points, groups)
     safe_points.agree()
     reference = frozen_copy(policy, config, tokenizer, platform) if config.grpo.kl_beta > 0 else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
@@ -136,19 +136,18 @@ def initial_policy(
     tokenizer: Tokenizer,
     platform: Platform,
     safe_points: SafePoints,
-    *,
-    writer: bool,
+    groups: Groups,
 ) -> Policy:
     """The weights training starts from, which are also the reference of the KL penalty."""
     model = config.model
     platform.seed(model.supervised.seed if model.init == "supervised" else model.init_seed)
     policy = build_policy(model, tokenizer.vocab_size, platform, config.training.recompute)
     if model.init == "supervised":
-        supervised.teach(policy, config, environment, tokenizer, platform, safe_points, writer=writer)
+        supervised.teach(policy, config, environment, tokenizer, platform, safe_points, writer=dist.get_rank() == 0)
     elif model.init == "checkpoint":
         assert model.checkpoint is not None  # checked by the configuration
         try:
-            state, _ = load(Path(model.checkpoint), {"model": policy.sharded_state_dict()})
+            state, _ = load(Path(model.checkpoint), {"model": policy.sharded_state_dict()}, groups.control)
         except CheckpointError as error:
             raise ConfigurationError(f"model.checkpoint: {error}") from error
         policy.load_state_dict(state["model"])

@@ -164,7 +164,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, safe_points: SafeP
     safe_points.connect(groups)
     safe_points.drain.started()
     try:
-        checkpointer = Checkpointer(run_dir, config.save)
+        checkpointer = Checkpointer(run_dir, config.save, groups.control)
         if config.model.init == "supervised":
             activity.enter("teaching the base model", 0)
         run = set_up(config, platform, groups, safe_points)
