@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import quiet_pulse
+from core_helpers import quiet_pulse, trajectory
 
-from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse, Problem, Rollout
+from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.evaluation import evaluate
 
@@ -27,9 +28,7 @@ class Scripted(EvaluationAgent):
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         self.requests.append(request)
-        return EvaluationResponse(
-            [[Rollout([], [], [], "", problem.golden["reward"], "stop", 0)] for problem in request.problems]
-        )
+        return EvaluationResponse([[trajectory([], [1], problem.golden["reward"])] for problem in request.problems])
 
 
 def score(agent: Scripted, group: Any, limit: int | None = None) -> dict[str, float]:
