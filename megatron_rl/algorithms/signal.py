@@ -29,22 +29,20 @@ class GroupRewards:
     """[trajectories] fp32, less the overlong penalty: what advantages and signal are made of."""
 
 
-def group_rewards(
-    groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlong: OverlongConfig, device: torch.device
-) -> GroupRewards:
-    """Rewards of the groups' trajectories, one group after the other.
+def group_rewards(groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlong: OverlongConfig) -> GroupRewards:
+    """Rewards of the groups' trajectories, one group after the other, on the CPU.
 
     max_new_tokens: limit of one turn; the penalty goes by the last turn, which may have been cut there.
     """
     index = [i for i, group in enumerate(groups) for _ in group.trajectories]
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
-    scored = torch.tensor(rewards, dtype=torch.float32, device=device)
+    scored = torch.tensor(rewards, dtype=torch.float32)
     shaped = scored
     if overlong.mode == "penalty":
         last = [len(trajectory.turns[-1]) for group in groups for trajectory in group.trajectories]
-        lengths = torch.tensor(last, dtype=torch.long, device=device)
+        lengths = torch.tensor(last, dtype=torch.long)
         shaped = shaped_rewards(scored, lengths, max_new_tokens=max_new_tokens, overlong=overlong)
-    return GroupRewards(torch.tensor(index, dtype=torch.long, device=device), scored, shaped)
+    return GroupRewards(torch.tensor(index, dtype=torch.long), scored, shaped)
 
 
 def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:

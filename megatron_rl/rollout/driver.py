@@ -16,6 +16,7 @@ from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.bank.memory import Memory, NoBank
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
 
@@ -43,8 +44,7 @@ class RolloutDriver:
         agent: GroupedRolloutGenerator,
         engine: Engine,
         config: RunConfig,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        groups: Groups,
         pulse: Pulse,
     ) -> None:
         self.agent = agent
@@ -52,8 +52,7 @@ class RolloutDriver:
         self.bank: Memory = NoBank(engine)
         self.config = config
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
-        self.group = group
-        self.device = device
+        self.groups = groups
         self.pulse = pulse
         self._answered = 0  # groups so far
 
@@ -76,7 +75,7 @@ class RolloutDriver:
         while filled < wanted:
             rounds += 1
             missing = wanted - filled
-            share = shares(ordinal, missing, dist.get_world_size(self.group))[dist.get_rank(self.group)]
+            share = shares(ordinal, missing, dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
             groups = self._roll_out(share)
             self.pulse.agree()
             last_round = not dynamic.enabled or rounds == dynamic.max_rounds
@@ -126,10 +125,10 @@ class RolloutDriver:
 
     def _with_signal(self, first: int, count: int, groups: list[TrajectoryGroup]) -> list[bool]:
         """For each of the round's ordinals, whoever drew it: is there something to learn from it?"""
-        flags = torch.zeros(count, dtype=torch.int32, device=self.device)
+        flags = torch.zeros(count, dtype=torch.int32)
         if groups:
-            rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong, self.device)
-            place = torch.tensor([group.ordinal - first for group in groups], device=self.device)
+            rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong)
+            place = torch.tensor([group.ordinal - first for group in groups])
             flags[place] = has_signal(rewards.shaped, rewards.group, len(groups)).int()
-        dist.all_reduce(flags, group=self.group)
+        dist.all_reduce(flags, group=self.groups.control)
         return flags.bool().tolist()

@@ -26,6 +26,7 @@ from megatron_rl.metrics.tally import Tally
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.select import Platform
 from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 
@@ -66,7 +67,7 @@ class Trainer:
         reference: Policy | None,
         config: RunConfig,
         platform: Platform,
-        group: dist.ProcessGroup,
+        groups: Groups,
         pulse: Pulse,
     ) -> None:
         self.policy = policy
@@ -74,7 +75,7 @@ class Trainer:
         self.reference = reference
         self.config = config
         self.platform = platform
-        self.group = group
+        self.groups = groups
         self.pulse = pulse
         self.policy_version = 0
         self.nonfinite_in_a_row = 0
@@ -121,18 +122,16 @@ class Trainer:
         lengths = torch.tensor([t.answer_length for t in trajectories], dtype=torch.long, device=device)
         cut = torch.tensor([t.finish_reason == "length" for t in trajectories], dtype=torch.bool, device=device)
         overlong = self.config.grpo.overlong
-        rewards = group_rewards(groups, self.config.sampling.max_new_tokens, overlong, device)
-        group = rewards.group
+        rewards = group_rewards(groups, self.config.sampling.max_new_tokens, overlong)
+        group, shaped = rewards.group.to(device), rewards.shaped.to(device)
         return Answers(
             trajectories=trajectories,
             group=group,
-            rewards=rewards.scored,
+            rewards=rewards.scored.to(device),
             lengths=lengths,
             trained=trained_mask(cut, overlong),
-            advantages=group_advantages(
-                rewards.shaped, group, len(groups), divide_by_std=self.config.grpo.advantage_std
-            ),
-            signal=has_signal(rewards.shaped, group, len(groups)),
+            advantages=group_advantages(shaped, group, len(groups), divide_by_std=self.config.grpo.advantage_std),
+            signal=has_signal(shaped, group, len(groups)),
             rollout_of_token=torch.repeat_interleave(torch.arange(len(trajectories), device=device), lengths),
             targets=torch.tensor(
                 [x for t in trajectories for x in t.tokens[t.prompt_length :]], dtype=torch.long, device=device
@@ -180,7 +179,7 @@ class Trainer:
             dtype=torch.float64,
             device=self.platform.device,
         )
-        dist.all_reduce(normaliser, group=self.group)
+        dist.all_reduce(normaliser, group=self.groups.data)
         weights = token_weights(answers.lengths, answers.trained, grpo.reduction, normaliser.item())
         per_rollout = torch.stack((weights, answers.advantages))
 

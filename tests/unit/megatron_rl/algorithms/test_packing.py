@@ -42,7 +42,7 @@ LIMIT = st.integers(1, 250)
 
 
 @pytest.fixture(scope="module")
-def policy(platform: Any, group: Any) -> Policy:
+def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform)
 
 

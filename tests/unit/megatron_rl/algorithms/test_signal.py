@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from core_helpers import CPU, trajectory
+from core_helpers import trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ def groups(*rewards: list[float], lengths: list[int] | None = None) -> list[Traj
 
 
 def signal(of: list[TrajectoryGroup], overlong: OverlongConfig = NONE) -> list[bool]:
-    rewards = group_rewards(of, 8, overlong, CPU)
+    rewards = group_rewards(of, 8, overlong)
     return has_signal(rewards.shaped, rewards.group, len(of)).tolist()
 
 
@@ -53,7 +53,7 @@ def test_the_penalty_goes_by_the_last_turn() -> None:
     turns = [range(1, 8), range(9, 10)]
     several = type(first)(tokens, [], [], [], turns, "", 1.0, "stop")
     mixed = TrajectoryGroup(0, group.problem, [several, second], {})
-    assert group_rewards([mixed], 8, PENALTY, CPU).shaped.tolist() == [1.0, 0.0]
+    assert group_rewards([mixed], 8, PENALTY).shaped.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
