@@ -19,7 +19,7 @@ import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.contract.files import once_there_is_room, write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.metrics.config import LoggingConfig
@@ -79,28 +79,28 @@ class MetricsWriter:
         for name, value in metrics.items():
             logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
 
-    def look(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+    def look(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Now and then: histograms, and some whole groups as text, of rank 0's rollouts."""
         if _due(step, self.config.histograms_every):
             self._histograms(step, groups)
         if _due(step, self.config.samples_every):
             self._samples(step, groups)
 
-    def _histograms(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        rewards = [[rollout.reward for rollout in group.rollouts] for group in groups if group.rollouts]
+    def _histograms(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        rewards = [[answer.reward for answer in group.trajectories] for group in groups if group.trajectories]
         values = {
             "histograms/rewards": [reward for group in rewards for reward in group],
             "histograms/group_means": [sum(group) / len(group) for group in rewards],
-            "histograms/answer_lengths": [len(rollout.tokens) for group in groups for rollout in group.rollouts],
+            "histograms/answer_lengths": [answer.answer_length for group in groups for answer in group.trajectories],
         }
         with self._optional("TensorBoard"):
             for name, numbers in values.items():
                 if numbers:
                     self._tensorboard.add_histogram(name, torch.tensor(numbers, dtype=torch.float64), step)
 
-    def _samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+    def _samples(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         path = self.run_dir.samples(step)
-        shown = [group for group in groups if group.rollouts][: self.config.samples]
+        shown = [group for group in groups if group.trajectories][: self.config.samples]
         with self._optional("a sample of the rollouts"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, "".join(_as_text(group) for group in shown))
@@ -165,11 +165,11 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
-def _as_text(group: RolloutGroup) -> str:
-    rollouts: Iterable[str] = (
-        f"  reward {rollout.reward:g}  {rollout.finish_reason}  {rollout.text!r}\n" for rollout in group.rollouts
+def _as_text(group: TrajectoryGroup) -> str:
+    answers: Iterable[str] = (
+        f"  reward {answer.reward:g}  {answer.finish_reason}  {answer.text!r}\n" for answer in group.trajectories
     )
-    return f"prompt {group.ordinal}: {group.problem.prompt!r}\n{''.join(rollouts)}\n"
+    return f"prompt {group.ordinal}: {group.problem.prompt!r}\n{''.join(answers)}\n"
 
 
 class NoRecord(MetricsWriter):
@@ -181,6 +181,6 @@ class NoRecord(MetricsWriter):
     def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def stretch(self, line: Mapping[str, Any]) -> None: ...
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-    def look(self, step: int, groups: Sequence[RolloutGroup]) -> None: ...
+    def look(self, step: int, groups: Sequence[TrajectoryGroup]) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...

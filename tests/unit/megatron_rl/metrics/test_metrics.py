@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import rollout
+from core_helpers import trajectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl.agent.api import Problem, RolloutGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import STEP_METRICS, check_name
@@ -101,8 +101,11 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
 
 
 def test_samples_are_whole_groups_as_text(tmp_path: Path) -> None:
-    answers = [rollout([1], [2], reward, text=text) for reward, text in [(1.0, "5"), (0.0, "-1")]]
-    groups = [RolloutGroup(7, Problem("2+3=", {}), answers, {}), RolloutGroup(8, Problem("1+1=", {}), answers, {})]
+    answers = [trajectory([1], [2], reward, text=text) for reward, text in [(1.0, "5"), (0.0, "-1")]]
+    groups = [
+        TrajectoryGroup(7, Problem("2+3=", {}), answers, {}),
+        TrajectoryGroup(8, Problem("1+1=", {}), answers, {}),
+    ]
     record = writer(tmp_path)
     record.look(2, groups)
     record.look(3, groups)
@@ -227,7 +230,7 @@ def test_the_record_waits_for_room_and_what_is_only_looked_at_is_left_out(
         while True:
             file.write(bytes(4096))
     threading.Timer(1.5, ballast.unlink).start()
-    record.look(2, [RolloutGroup(7, Problem("2+3=", {}), [rollout([1], [2])], {})])
+    record.look(2, [TrajectoryGroup(7, Problem("2+3=", {}), [trajectory([1], [2])], {})])
     record.stretch({"at": 1.0, "step": 2, "seconds": {}})
     record.step(2, line(mean_reward=0.75, reward_std="x" * 5000))
     record.sync()
