@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, RolloutGroup
-from megatron_rl.algorithms.advantages import SIGNAL_STD
+from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.safe_points import SafePoints
@@ -24,7 +25,7 @@ from megatron_rl.rollout.stream import PromptStream, group_key, shares
 class RolloutBatch:
     """What one step trains on, as this driver sees it."""
 
-    groups: list[RolloutGroup]
+    groups: list[TrajectoryGroup]
     """This driver's groups, whole, in ordinal order."""
     positions: list[int]
     """Place of each of them in the global batch, 0..prompts_per_step-1 in ordinal order."""
@@ -67,7 +68,7 @@ class RolloutDriver:
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
-        kept: list[RolloutGroup] = []
+        kept: list[TrajectoryGroup] = []
         positions: list[int] = []
         dropped: dict[int, str] = {}
         ordinal, filled, rounds = first_ordinal, 0, 0
@@ -91,7 +92,7 @@ class RolloutDriver:
             ordinal += missing
         return RolloutBatch(kept, positions, first_ordinal, ordinal, dropped, rounds)
 
-    def _roll_out(self, ordinals: range) -> list[RolloutGroup]:
+    def _roll_out(self, ordinals: range) -> list[TrajectoryGroup]:
         """The groups of these ordinals; none where this rank was asked to leave meanwhile."""
         with self.safe_points.phase("generate"):
             known = self.bank.groups(ordinals, self.stream.problem)
@@ -102,11 +103,11 @@ class RolloutDriver:
         self.safe_points.timeline.move("generate", "reward", idle_s)
         return [] if answered is None else sorted([*known.values(), *answered], key=lambda group: group.ordinal)
 
-    async def _answers(self, ordinals: list[int]) -> list[RolloutGroup]:
+    async def _answers(self, ordinals: list[int]) -> list[TrajectoryGroup]:
         async with self.bank.keeping():
             return await asyncio.gather(*map(self._answer, ordinals))
 
-    async def _answer(self, ordinal: int) -> RolloutGroup:
+    async def _answer(self, ordinal: int) -> TrajectoryGroup:
         group = await self.agent.group_rollout(self._request(ordinal))
         self._answered += 1
         self.bank.put(group)
@@ -122,15 +123,12 @@ class RolloutDriver:
             inference=self.bank.inference(ordinal),
         )
 
-    def _with_signal(self, first: int, count: int, groups: list[RolloutGroup]) -> list[bool]:
-        """For each of the round's ordinals, whoever drew it: do its rewards differ?"""
+    def _with_signal(self, first: int, count: int, groups: list[TrajectoryGroup]) -> list[bool]:
+        """For each of the round's ordinals, whoever drew it: is there something to learn from it?"""
         flags = torch.zeros(count, dtype=torch.int32)
-        for group in groups:
-            flags[group.ordinal - first] = _has_signal(group)
+        if groups:
+            rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong)
+            place = torch.tensor([group.ordinal - first for group in groups])
+            flags[place] = has_signal(rewards.shaped, rewards.group, len(groups)).int()
         dist.all_reduce(flags, group=self.groups.control)
         return flags.bool().tolist()
-
-
-def _has_signal(group: RolloutGroup) -> bool:
-    rewards = [rollout.reward for rollout in group.rollouts]
-    return len(rewards) > 1 and float(torch.tensor(rewards).std(correction=0)) > SIGNAL_STD

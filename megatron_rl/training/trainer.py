@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.agent.api import Rollout, RolloutGroup
-from megatron_rl.algorithms.advantages import group_advantages, has_signal
+from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.loss import GrpoInputs, GrpoStats, grpo_loss
-from megatron_rl.algorithms.overlong import shaped_rewards, trained_mask
+from megatron_rl.algorithms.overlong import trained_mask
 from megatron_rl.algorithms.packing import MicroBatch, microbatches
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
+from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.tally import Tally
@@ -38,7 +39,7 @@ class GradientsNotFinite(RuntimeError):
 class Answers:
     """The rank's answers as tensors: [rollouts], and [answer tokens] where said."""
 
-    rollouts: Sequence[Rollout]
+    trajectories: Sequence[Trajectory]
     group: Tensor
     """Index among the rank's groups."""
     rewards: Tensor
@@ -47,7 +48,7 @@ class Answers:
     """1 where the answer carries loss, 0 where it is masked as overlong."""
     advantages: Tensor
     signal: Tensor
-    """[groups] whether the rewards, before any overlong penalty, differ: what dynamic sampling goes by."""
+    """[groups] whether there is something to learn from: see `has_signal`."""
     rollout_of_token: Tensor
     """[answer tokens]"""
     targets: Tensor
@@ -92,7 +93,7 @@ class Trainer:
         _describe(batch, answers, self.policy_version, tally)
         updates_per_pass = grpo.updates_per_pass
         on_policy = grpo.iterations * updates_per_pass == 1
-        everything = self._pack(answers, range(len(answers.rollouts)))
+        everything = self._pack(answers, range(len(answers.trajectories)))
         tally.add("packed_tokens", sum(len(micro.tokens) for micro in everything))
         with self.safe_points.phase("log-probs"):
             # With a single update the training pass itself is at the old weights: no second forward.
@@ -115,33 +116,34 @@ class Trainer:
                 self.between_steps = len(updates) == total
         return updates
 
-    def answers(self, groups: Sequence[RolloutGroup]) -> Answers:
+    def answers(self, groups: Sequence[TrajectoryGroup]) -> Answers:
         device = self.platform.device
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        group = torch.tensor([i for i, g in enumerate(groups) for _ in g.rollouts], dtype=torch.long, device=device)
-        lengths = torch.tensor([len(r.tokens) for r in rollouts], dtype=torch.long, device=device)
-        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
-        cut = torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool, device=device)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        lengths = torch.tensor([t.answer_length for t in trajectories], dtype=torch.long, device=device)
+        cut = torch.tensor([t.finish_reason == "length" for t in trajectories], dtype=torch.bool, device=device)
         overlong = self.config.grpo.overlong
-        shaped = shaped_rewards(rewards, lengths, max_new_tokens=self.config.sampling.max_new_tokens, overlong=overlong)
+        rewards = group_rewards(groups, self.config.sampling.max_new_tokens, overlong)
+        group, shaped = rewards.group.to(device), rewards.shaped.to(device)
         return Answers(
-            rollouts=rollouts,
+            trajectories=trajectories,
             group=group,
-            rewards=rewards,
+            rewards=rewards.scored.to(device),
             lengths=lengths,
             trained=trained_mask(cut, overlong),
             advantages=group_advantages(shaped, group, len(groups), divide_by_std=self.config.grpo.advantage_std),
-            signal=has_signal(rewards, group, len(groups)),
-            rollout_of_token=torch.repeat_interleave(torch.arange(len(rollouts), device=device), lengths),
-            targets=torch.tensor([t for r in rollouts for t in r.tokens], dtype=torch.long, device=device),
+            signal=has_signal(shaped, group, len(groups)),
+            rollout_of_token=torch.repeat_interleave(torch.arange(len(trajectories), device=device), lengths),
+            targets=torch.tensor(
+                [x for t in trajectories for x in t.tokens[t.prompt_length :]], dtype=torch.long, device=device
+            ),
             inference_logprobs=torch.tensor(
-                [x for r in rollouts for x in r.logprobs], dtype=torch.float32, device=device
+                [x for t in trajectories for x in t.logprobs[t.prompt_length :]], dtype=torch.float32, device=device
             ),
         )
 
     def _pack(self, answers: Answers, chosen: Sequence[int]) -> list[MicroBatch]:
         limit = self.config.training.tokens_per_microbatch
-        return microbatches(answers.rollouts, chosen, limit, self.platform.device)
+        return microbatches(answers.trajectories, chosen, limit, self.platform.device)
 
     @torch.no_grad()
     def score(self, policy: Policy, answers: Answers, packed: Sequence[MicroBatch]) -> Tensor:
@@ -238,19 +240,19 @@ def _tally_nothing(with_reference: bool, grpo: GrpoConfig, tally: Tally) -> None
 
 
 def _describe(batch: RolloutBatch, answers: Answers, policy_version: int, tally: Tally) -> None:
-    """Tally what the rollouts look like, before training on them."""
-    rollouts, lengths = answers.rollouts, answers.lengths
-    tally.add("answers", len(rollouts))
+    """Tally what the answers look like, before training on them."""
+    trajectories, lengths = answers.trajectories, answers.lengths
+    tally.add("answers", len(trajectories))
     tally.add("groups", len(batch.groups))
     tally.add("reward", answers.rewards.double().sum())
     tally.add("reward_squared", answers.rewards.double().square().sum())
     tally.add("signal", answers.signal.sum())
     tally.add("answer_tokens", lengths.sum())
-    tally.add("prompt_tokens", sum(len(rollout.prompt_tokens) for rollout in rollouts))
-    tally.add("truncated", sum(rollout.finish_reason == "length" for rollout in rollouts))
+    tally.add("prompt_tokens", sum(t.prompt_length for t in trajectories))
+    tally.add("truncated", sum(t.finish_reason == "length" for t in trajectories))
     tally.add("failed", sum(sum(group.failures.values()) for group in batch.groups))
-    staleness = [policy_version - rollout.policy_version for rollout in rollouts]
+    staleness = [policy_version - t.oldest_version for t in trajectories]
     tally.add("staleness", sum(staleness))
     tally.maximum("staleness_max", max(staleness, default=0))
-    tally.maximum("answer_length_max", max(map(len, (r.tokens for r in rollouts)), default=0))
-    tally.minimum("answer_length_min", min(map(len, (r.tokens for r in rollouts)), default=float("inf")))
+    tally.maximum("answer_length_max", max((t.answer_length for t in trajectories), default=0))
+    tally.minimum("answer_length_min", min((t.answer_length for t in trajectories), default=float("inf")))

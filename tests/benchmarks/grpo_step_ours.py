@@ -14,7 +14,7 @@ from grpo_step_sizes import SIZES
 from grpo_step_turns import Turns
 from grpo_step_weights import as_qwen2, lengthen
 
-from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.timeline import Timeline
@@ -44,7 +44,7 @@ class TakingTurns(MetricsWriter):
         super().step(step, metrics)
         self._metrics = metrics
 
-    def look(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+    def look(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         super().look(step, groups)
         self._turns.step_ended(
             answer_length=self._metrics["answer_length"],
@@ -52,7 +52,7 @@ class TakingTurns(MetricsWriter):
             train_s=self._metrics["time/train_s"],
             # Of rank 0's answers: its share of the batch stands for all.
             groups=[
-                (len(group.rollouts[0].prompt_tokens), [len(rollout.tokens) for rollout in group.rollouts])
+                (group.trajectories[0].prompt_length, [answer.answer_length for answer in group.trajectories])
                 for group in groups
             ],
         )

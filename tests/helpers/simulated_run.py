@@ -20,7 +20,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import yaml
-from core_helpers import rollout, tiny_run
+from core_helpers import tiny_run, trajectory
 from disk_helpers import Death, Disk, Killed, State, restore
 from loop_helpers import reproducible
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -32,9 +32,8 @@ from megatron_rl.agent.api import (
     EvaluationResponse,
     GroupedRolloutGenerator,
     GroupRolloutRequest,
-    Problem,
-    RolloutGroup,
 )
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.exactly_once import fates
@@ -328,14 +327,14 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
     def training_problems(self) -> Sequence[Problem]:
         return [Problem(str(number), {}) for number in range(7)]
 
-    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+    async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         asked = GenerationRequest([1], request.group_size, request.sampling, request.key)
         dull = stable_key("dull", request.ordinal) % 2
-        rollouts = []
+        trajectories = []
         for number, answer in enumerate(await request.inference.generate(asked)):
             reward = 0.0 if dull else float((sum(answer.tokens) + number) % 2)
-            rollouts.append(rollout([1], answer.tokens, reward, policy_version=answer.policy_version))
-        return RolloutGroup(request.ordinal, request.problem, rollouts, {})
+            trajectories.append(trajectory([1], answer.tokens, reward, policy_version=answer.policy_version))
+        return TrajectoryGroup(request.ordinal, request.problem, trajectories, {})
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         return {"held_out": [Problem(str(number), {}) for number in range(8)]}
@@ -344,7 +343,7 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
         weight = request.inference.policy.weight.item()  # type: ignore[attr-defined]
         return EvaluationResponse(
             [
-                [rollout([1], [2], float(stable_key("evaluation", weight, int(problem.prompt)) % 2))]
+                [trajectory([1], [2], float(stable_key("evaluation", weight, int(problem.prompt)) % 2))]
                 for problem in request.problems
             ]
         )
@@ -360,9 +359,9 @@ class _Trainer:
         self.between_steps = True
 
     def train(self, batch: RolloutBatch, step: int, tally: Tally) -> list[Update]:
-        answers = [answer for group in batch.groups for answer in group.rollouts]
+        answers = [answer for group in batch.groups for answer in group.trajectories]
         learned = [
-            stable_key("learn", group.ordinal, *(int(a.reward) for a in group.rollouts)) for group in batch.groups
+            stable_key("learn", group.ordinal, *(int(a.reward) for a in group.trajectories)) for group in batch.groups
         ]
         updates: list[Update] = []
         for index in range(UPDATES):
@@ -381,14 +380,14 @@ class _Trainer:
             "answers": len(answers),
             "reward": sum(answer.reward for answer in answers),
             "reward_squared": sum(answer.reward**2 for answer in answers),
-            "signal": sum(len({a.reward for a in group.rollouts}) > 1 for group in batch.groups),
+            "signal": sum(len({a.reward for a in group.trajectories}) > 1 for group in batch.groups),
             "groups": len(batch.groups),
-            "answer_tokens": sum(len(answer.tokens) for answer in answers),
+            "answer_tokens": sum(answer.answer_length for answer in answers),
             "prompt_tokens": len(answers),
             "packed_tokens": len(answers),
             "truncated": 0,
             "failed": 0,
-            "staleness": sum(self.policy_version - UPDATES - answer.policy_version for answer in answers),
+            "staleness": sum(self.policy_version - UPDATES - answer.oldest_version for answer in answers),
             "loss": self.policy.weight.item() / (1 << 62),
             "sum/tokens": 0,
         }.items():

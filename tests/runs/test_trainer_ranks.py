@@ -1,4 +1,4 @@
-"""Two ranks train like one: the same recorded rollouts give the same losses and the same weights."""
+"""Two ranks train like one: the same recorded trajectories give the same losses and the same weights."""
 
 from __future__ import annotations
 

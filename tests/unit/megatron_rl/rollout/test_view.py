@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from core_helpers import rollout
+from core_helpers import trajectory
 
-from megatron_rl.agent.api import Problem, RolloutGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.rollout.view import GroupsView
 
-ANSWERS = [rollout([1], [2, 3], reward, text=text) for reward, text in [(1.0, "5"), (0.0, "-1")]]
+ANSWERS = [trajectory([1], [2, 3], reward, text=text) for reward, text in [(1.0, "5"), (0.0, "-1")]]
 VIEW = GroupsView(
     [
-        RolloutGroup(6, Problem("0+0=", {}), [], {"timeout": 2}),
-        RolloutGroup(7, Problem("2+3=", {}), ANSWERS, {}),
-        RolloutGroup(8, Problem("1+1=", {}), ANSWERS[:1], {}),
+        TrajectoryGroup(6, Problem("0+0=", {}), [], {"timeout": 2}),
+        TrajectoryGroup(7, Problem("2+3=", {}), ANSWERS, {}),
+        TrajectoryGroup(8, Problem("1+1=", {}), ANSWERS[:1], {}),
     ]
 )
 

@@ -1,4 +1,4 @@
-"""One step on recorded rollouts: against a padded implementation in plain torch and `transformers`, and the guard
+"""One step on recorded trajectories: against a padded implementation in plain torch and `transformers`, and the guard
 against gradients that are not finite."""
 
 from __future__ import annotations
@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import VOCAB, batch_of, build_run, in_their_names, random_groups, tiny_model, tiny_run, witness
+from core_helpers import (
+    VOCAB,
+    answer_of,
+    batch_of,
+    build_run,
+    in_their_names,
+    prompt_of,
+    random_groups,
+    tiny_model,
+    tiny_run,
+    witness,
+)
 from torch import Tensor
 
-from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.run import Run
@@ -33,52 +44,56 @@ OPTIONS = {
 }
 
 
-def trained(run: Run, groups: list[RolloutGroup], step: int = 1) -> dict[str, float]:
+def trained(run: Run, groups: list[TrajectoryGroup], step: int = 1) -> dict[str, float]:
     """What `Trainer.train` tallied for one batch."""
     tally = Tally()
     run.trainer.train(batch_of(groups, 0, len(groups)), step, tally)
     return dict(tally.reduce(run.groups.control))
 
 
-def padded_logprobs(twin: Any, groups: list[RolloutGroup], temperature: float) -> tuple[Tensor, Tensor]:
-    """[rollouts, longest] log-probs of the answers' tokens and where they are: right-padded, prompts repeated."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows = [[*rollout.prompt_tokens, *rollout.tokens] for rollout in rollouts]
+def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float) -> tuple[Tensor, Tensor]:
+    """[trajectories, longest] log-probs of the answers' tokens and where they are: right-padded, prompts repeated."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rows = [[*prompt_of(trajectory), *answer_of(trajectory)] for trajectory in trajectories]
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     logits = twin(tokens, attention_mask=attention).logits[:, :-1, :VOCAB] / temperature
     logprobs = torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None]).squeeze(2)
     mask = torch.zeros_like(logprobs)
-    for row, rollout in enumerate(rollouts):
-        mask[row, len(rollout.prompt_tokens) - 1 : len(rows[row]) - 1] = 1
+    for row, trajectory in enumerate(trajectories):
+        mask[row, len(prompt_of(trajectory)) - 1 : len(rows[row]) - 1] = 1
     return logprobs, mask
 
 
-def naive_loss(twin: Any, reference: Any, groups: list[RolloutGroup], config: RunConfig) -> Tensor:
+def naive_loss(twin: Any, reference: Any, groups: list[TrajectoryGroup], config: RunConfig) -> Tensor:
     """The on-policy loss of one update, written from the papers."""
     grpo = config.grpo
     logprobs, mask = padded_logprobs(twin, groups, config.sampling.temperature)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     advantages = []
     for group in groups:
         rewards = []
-        for rollout in group.rollouts:
-            over = len(rollout.tokens) - (config.sampling.max_new_tokens - grpo.overlong.buffer)
+        for trajectory in group.trajectories:
+            over = len(answer_of(trajectory)) - (config.sampling.max_new_tokens - grpo.overlong.buffer)
             penalised = grpo.overlong.mode == "penalty" and over > 0
-            rewards.append(rollout.reward - (grpo.overlong.penalty * over / grpo.overlong.buffer if penalised else 0))
+            rewards.append(
+                trajectory.reward - (grpo.overlong.penalty * over / grpo.overlong.buffer if penalised else 0)
+            )
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         advantages += [(reward - mean) / (std + 1e-4 if grpo.advantage_std else 1) for reward in rewards]
     if grpo.overlong.mode == "mask":
-        mask = mask * torch.tensor([[float(rollout.finish_reason == "stop")] for rollout in rollouts])
+        mask = mask * torch.tensor([[float(trajectory.finish_reason == "stop")] for trajectory in trajectories])
 
     loss = -(logprobs - logprobs.detach()).exp() * torch.tensor(advantages)[:, None]
     if grpo.importance_cap is not None:
         engine = torch.zeros_like(logprobs)
-        for row, rollout in enumerate(rollouts):
-            start = len(rollout.prompt_tokens) - 1
-            engine[row, start : start + len(rollout.tokens)] = torch.tensor(rollout.logprobs)
+        for row, trajectory in enumerate(trajectories):
+            start = len(prompt_of(trajectory)) - 1
+            engine[row, start : start + len(answer_of(trajectory))] = torch.tensor(
+                trajectory.logprobs[trajectory.prompt_length :]
+            )
         loss = loss * (logprobs.detach() - engine).exp().clamp(max=grpo.importance_cap)
     if grpo.kl_beta:
         with torch.no_grad():
@@ -184,7 +199,7 @@ def test_the_reference_stays_what_it_was(platform: Any, groups: Any) -> None:
 
 
 def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: Any) -> None:
-    equal = [replace(each, rollouts=[replace(r, reward=0.5) for r in each.rollouts]) for each in GROUPS]
+    equal = [replace(each, trajectories=[replace(r, reward=0.5) for r in each.trajectories]) for each in GROUPS]
     run = build_run(tiny_run(), platform, groups)
     before = [weight.detach().clone() for weight in run.policy.parameters()]
     tallied = trained(run, equal)
@@ -193,7 +208,7 @@ def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: An
 
 
 def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: Any) -> None:
-    empty = [RolloutGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
+    empty = [TrajectoryGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
     tallied = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
     assert (tallied["answers"], tallied["failed"], tallied["loss"]) == (0, 16, 0)
 
