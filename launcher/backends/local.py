@@ -21,7 +21,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
 
 TEN_YEARS_MIN = 10 * 365 * 24 * 60  # submitit ends local jobs after two minutes unless told otherwise
-RANK_COMMAND = [sys.executable, "-m", "megatron_rl.train_rl"]
+RANK_COMMAND = [sys.executable, "-m", "megatron_rl.rank_main"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ def _steps(job: Job) -> Iterator[_Step]:
         function=Shell("train"),
         name=Shell("train"),
         options=[*_geometry(job, train, "train"), *container],
-        command=Shell(f"{python} -m megatron_rl.train_rl {run}"),
+        command=Shell(f"{python} -m megatron_rl.rank_main {run}"),
         counted=bool(plan.smaller),
     )
     replicas = [step for step in plan.steps if step.replica is not None]

@@ -76,12 +76,12 @@ def main() -> None:
     safe_points.connect(groups)
     run = set_up(config, platform, groups, safe_points)
     if size.end_bias:
-        lengthen(run.policy, run.engine.end_token, size.end_bias)
+        lengthen(run.trainer.policy, run.engine.end_token, size.end_bias)
 
     record: MetricsWriter = NoRecord()
     if turns is not None:
         export(run, folder)
-        parameters = sum(parameter.numel() for parameter in run.policy.parameters())
+        parameters = sum(parameter.numel() for parameter in run.trainer.policy.parameters())
         turns.ready(parameters=parameters, tokens=run.environment.tokenizer.vocab_size)
         record = TakingTurns(run_dir, run, turns)
     train(run, Checkpointer(run_dir, config.save), record, safe_points)
@@ -93,8 +93,8 @@ def export(run: Run, folder: Path) -> None:
     model, tokenizer = run.config.model, run.environment.tokenizer
     tokens = torch.randint(tokenizer.vocab_size, (12,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(tokens))
-    logits = run.policy(tokens, positions, packed_layout([positions.tolist()], len(tokens), tokens.device))
-    weights = as_qwen2(run.policy, model, tokenizer.vocab_size)
+    logits = run.trainer.policy(tokens, positions, packed_layout([positions.tolist()], len(tokens), tokens.device))
+    weights = as_qwen2(run.trainer.policy, model, tokenizer.vocab_size)
     torch.save({"weights": weights, "tokens": tokens, "logits": logits}, folder / "base.pt")
     problems = (run.driver.stream.problem(ordinal) for ordinal in range(PROMPTS))
     rows = [{"prompt": problem.prompt, "answer": problem.golden["answer"]} for problem in problems]

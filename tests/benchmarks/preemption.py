@@ -109,7 +109,7 @@ def start(run: RunDir, number: int) -> list[subprocess.Popen[bytes]]:
     attempt = run.attempt(number)
     attempt.logs.mkdir(parents=True)
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MRL_PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train_rl", "--run-dir", str(run.root)]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.rank_main", "--run-dir", str(run.root)]
     ranks = []
     for rank in range(RANKS):
         who = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}

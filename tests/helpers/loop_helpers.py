@@ -1,4 +1,4 @@
-"""Whole runs for tests: ranks that are processes in `megatron_rl.train_rl`, watched and, at will, harmed."""
+"""Whole runs for tests: ranks that are processes in `megatron_rl.rank_main`, watched and, at will, harmed."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _rank(environment: dict[str, str], log: Path, arguments: list[str], sabotage
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
-    from megatron_rl.train_rl import main
+    from megatron_rl.rank_main import main
 
     if sabotage is not None:
         sabotage(int(environment["RANK"]))

@@ -136,9 +136,9 @@ def slow_evaluation(folder: Path, rank: int) -> None:
 def slow_second_rank(folder: Path, rank: int) -> None:
     """The other waits for it at the rendezvous."""
     if rank == 1:
-        from megatron_rl import train_rl
+        from megatron_rl import attempt
 
-        original = train_rl.check_supported
+        original = attempt.check_supported
 
         def slowly(config: Any) -> None:
             time.sleep(1)  # until the other is there
@@ -146,7 +146,7 @@ def slow_second_rank(folder: Path, rank: int) -> None:
                 time.sleep(pause)
             original(config)
 
-        train_rl.check_supported = slowly
+        attempt.check_supported = slowly
 
 
 PHASES: dict[str, tuple[Callable[..., None], int | None]] = {

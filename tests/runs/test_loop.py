@@ -36,7 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
     """A finished run, started as the launcher starts it."""
     run_dir = prepare(tmp_path_factory.mktemp("runs") / "undisturbed", loop_recipe())
-    command = [sys.executable, "-m", "megatron_rl.train_rl", "--run-dir", str(run_dir.root), "--attempt", "1"]
+    command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", str(run_dir.root), "--attempt", "1"]
     ranks = []
     for rank in ("0", "1"):
         environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MRL_CACHE": str(cache)}

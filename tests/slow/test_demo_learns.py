@@ -50,7 +50,7 @@ def train(root: Path, *overrides: str, plugin: str | None = None) -> RunDir:
     run_dir.resolved.write_text(yaml.safe_dump(values), encoding="utf-8")
     environment = os.environ | {"MRL_CACHE": str(root / "cache"), "PYTHONPATH": str(root), "WORLD_SIZE": "2"}
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train_rl", "--run-dir", str(run_dir.root)]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.rank_main", "--run-dir", str(run_dir.root)]
     ranks = [
         subprocess.Popen([*command, "--attempt", "1"], env=environment | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")

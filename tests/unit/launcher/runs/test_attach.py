@@ -29,7 +29,7 @@ train() {
         --container-image="$image" --container-mounts='/my data:/data:ro,/run:/run' \\
         --no-container-mount-home --container-workdir="$PWD" \\
         --container-env=MRL_RUN_DIR,HF_TOKEN \\
-        sh -c "$deaf" rank python3 -m megatron_rl.train_rl --run-dir "$MRL_RUN_DIR"
+        sh -c "$deaf" rank python3 -m megatron_rl.rank_main --run-dir "$MRL_RUN_DIR"
 }
 """
 
