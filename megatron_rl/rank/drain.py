@@ -62,7 +62,7 @@ class DrainListener:
         while True:
             for number in os.read(pipe, 64):
                 if number in HEARD:
-                    self.asked = True
+                    self._request(number, None)  # the handler may run long after this
                     if (early := self._early) is not None:  # `started` may be called this very moment
                         early()
 
