@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from loop_helpers import lines_of
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +65,13 @@ def train(root: Path, *overrides: str, plugin: str | None = None) -> RunDir:
 
 def rewards(run_dir: RunDir) -> tuple[float, float]:
     """Mean reward of the first and of the last steps."""
-    curve = [line["mean_reward"] for line in read_json_lines(run_dir.metrics)]
+    curve = [line["mean_reward"] for line in lines_of(run_dir.metrics)]
     return sum(curve[:FIRST]) / FIRST, sum(curve[-LAST:]) / LAST
 
 
 def greedy_accuracy(run_dir: RunDir, problems: str) -> tuple[float, float]:
     """Before and after."""
-    lines = read_json_lines(run_dir.evaluations)
+    lines = lines_of(run_dir.evaluations)
     return lines[0][f"eval/{problems}/greedy_accuracy"], lines[-1][f"eval/{problems}/greedy_accuracy"]
 
 
