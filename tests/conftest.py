@@ -26,7 +26,6 @@ multiprocessing.set_forkserver_preload(
         "megatron_rl.attempt",
         "megatron_rl.rank_main",
         "pytest",
-        "reasoning_gym.arithmetic.chain_sum",
         "tensorboard.backend.event_processing.event_accumulator",
         "transformers.models.qwen2.modeling_qwen2",
     ]
