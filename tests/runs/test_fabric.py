@@ -15,8 +15,7 @@ import pytest
 from megatron_rl.fabric import check
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.fabric.check import Limits
-from megatron_rl.fabric.check import findings
-from megatron_rl.fabric.check import whole_nodes
+from megatron_rl.fabric.findings import findings, summary, whole_nodes
 from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
@@ -112,7 +111,7 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
     assert found.bad == {}
     assert found.unexplained
     assert found.pairs == [PairAllReduce(["a", "b"], 1.0)]
-    assert check.summary(found) == [
+    assert summary(found) == [
         "all-reduce of 2 nodes: 1 GB/s (12 s for all of this check)",
         "  a and b: 1 GB/s",
         "no single node explains it: the fabric between them, or a threshold that is too high",
