@@ -3,7 +3,6 @@
 import argparse
 import errno
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from launcher.host.attempt.conclude import conclude_lost
 from launcher.host.attempt.context import Here, Refused, ask_to_leave
 from launcher.host.attempt.start_again import bring_back, is_too_early, start_again, write_owner
 from launcher.host.code import snapshot
+from launcher.host.code.sources import moved_sources, read_sources
 from launcher.host.judge.policy import HELD, HERE, OVER, Facts, who_starts_it
 from launcher.host.judge.sentence import in_words
 from launcher.host.record import ledger
@@ -90,8 +90,8 @@ def _settle(here: Here) -> bool:
 def create(here: Here, options: argparse.Namespace) -> int:
     """Make the run directory from what the script carries, or finish what an earlier start of it began."""
     run = here.run
-    sources = json.loads(Path(options.sources).read_text())
-    for line in snapshot.compare(sources):
+    sources = read_sources(Path(options.sources).read_text())
+    for line in moved_sources(sources):
         print("code: {}; the job runs what is there now".format(line))
     snapshot.take(sources, run.code)
     files = (
