@@ -187,7 +187,7 @@ class Supervisor:
         )
         if self.options.device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
-        command = self.options.command or [sys.executable, "-m", "megatron_rl.train_rl"]
+        command = self.options.command or [sys.executable, "-m", "megatron_rl.rank_main"]
         command = command + ["--run-dir", str(self.run.root), "--attempt", str(self.attempt.number)]
         return RankProcess(rank, command, env, str(self.attempt.log(rank)))
 
@@ -237,7 +237,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     parser.add_argument(
         "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
     )
-    parser.add_argument("command", nargs="*", help="rank command, after --; default: python -m megatron_rl.train_rl")
+    parser.add_argument("command", nargs="*", help="rank command, after --; default: python -m megatron_rl.rank_main")
     return parser.parse_args(arguments)
 
 
