@@ -12,15 +12,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
-from megatron_rl.checkpoint.load import Verified, load, read
+from megatron_rl.checkpoint.load import VerifiedCheckpoint, load, read
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.training import supervised
@@ -34,14 +35,14 @@ class Run:
 
     config: RunConfig
     platform: Platform
-    group: dist.ProcessGroup
+    groups: Groups
     environment: Environment
     policy: Policy
     optimizer: PolicyOptimizer
     engine: Engine
     driver: RolloutDriver
     trainer: Trainer
-    pulse: Pulse
+    safe_points: SafePoints
     step: int = 0
     """The last one that is done."""
     next_ordinal: int = 0
@@ -66,7 +67,7 @@ class Run:
             "evaluated": self.evaluated,
             "policy_version": self.trainer.policy_version,
             "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
-            "data_parallel_size": dist.get_world_size(self.group),
+            "data_parallel_size": dist.get_world_size(self.groups.data),
         }
 
     def evaluate(self) -> dict[str, Any]:
@@ -75,15 +76,14 @@ class Run:
             self.environment,
             self.engine,
             self.config.sampling,
-            self.group,
-            self.platform.device,
-            self.pulse,
+            self.groups,
+            self.safe_points,
             self.config.evaluation.prompts,
         )
         asked = self.environment.prompt_format
         return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
-    def restore(self, checkpoint: Verified) -> None:
+    def restore(self, checkpoint: VerifiedCheckpoint) -> None:
         """Go on from a checkpoint of this run, written by any number of ranks. Collective."""
         wanted = self.sharded_state()
         if checkpoint.manifest.world_size != dist.get_world_size():
@@ -101,26 +101,26 @@ class Run:
         self.trainer.nonfinite_in_a_row = progress["nonfinite_in_a_row"]
 
 
-def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup, pulse: Pulse) -> Run:
+def set_up(config: RunConfig, platform: Platform, groups: Groups, safe_points: SafePoints) -> Run:
     """A run at step 0. Collective.
 
-    Raises ConfigurationError where the recipe does not fit together, and Left where a rank was asked to leave.
+    Raises ConfigurationError where the recipe does not fit together, and LeaveAgreed where a rank was asked to leave.
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
         environment = build_environment(config.environment, tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    policy = initial_policy(config, environment, tokenizer, platform, pulse, writer=dist.get_rank() == 0)
-    pulse.agree()
+    policy = initial_policy(config, environment, tokenizer, platform, safe_points, groups)
+    safe_points.agree()
     reference = frozen_copy(policy, config, tokenizer, platform) if config.grpo.kl_beta > 0 else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    driver = RolloutDriver(environment, engine, config, group, platform.device, pulse)
-    trainer = Trainer(policy, optimizer, reference, config, platform, group, pulse)
+    driver = RolloutDriver(environment, engine, config, groups, safe_points)
+    trainer = Trainer(policy, optimizer, reference, config, platform, groups, safe_points)
     torch.manual_seed(config.training.seed)
-    return Run(config, platform, group, environment, policy, optimizer, engine, driver, trainer, pulse)
+    return Run(config, platform, groups, environment, policy, optimizer, engine, driver, trainer, safe_points)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:
@@ -135,20 +135,19 @@ def initial_policy(
     environment: Environment,
     tokenizer: Tokenizer,
     platform: Platform,
-    pulse: Pulse,
-    *,
-    writer: bool,
+    safe_points: SafePoints,
+    groups: Groups,
 ) -> Policy:
     """The weights training starts from, which are also the reference of the KL penalty."""
     model = config.model
     platform.seed(model.supervised.seed if model.init == "supervised" else model.init_seed)
     policy = build_policy(model, tokenizer.vocab_size, platform, config.training.recompute)
     if model.init == "supervised":
-        supervised.teach(policy, config, environment, tokenizer, platform, pulse, writer=writer)
+        supervised.teach(policy, config, environment, tokenizer, platform, safe_points, writer=dist.get_rank() == 0)
     elif model.init == "checkpoint":
         assert model.checkpoint is not None  # checked by the configuration
         try:
-            state, _ = load(Path(model.checkpoint), {"model": policy.sharded_state_dict()})
+            state, _ = load(Path(model.checkpoint), {"model": policy.sharded_state_dict()}, groups.control)
         except CheckpointError as error:
             raise ConfigurationError(f"model.checkpoint: {error}") from error
         policy.load_state_dict(state["model"])

@@ -17,6 +17,7 @@ import jinja2
 
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
+from launcher.host.code.sources import sources_text
 from launcher.job.steps import (
     INFERENCE,
     TRAINING,
@@ -32,6 +33,7 @@ from launcher.job.steps import (
 from launcher.plan.placement import Plan, Step
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.run_records import CodeSource
 from megatron_rl.supported import not_yet
 
 MAX_REPLICA_RESTARTS = 5
@@ -53,8 +55,8 @@ class Job:
     cluster: str
     profile: Profile
     run_dir: Path
-    sources: Sequence[dict[str, Any]]
-    """What the snapshot of the code is taken of (launcher.host.code.snapshot.plan_sources)."""
+    sources: Sequence[CodeSource]
+    """What the snapshot of the code is taken of."""
     installed: Path
     """Directory that holds the packages launcher and megatron_rl: the host side of the first attempt."""
     version: str
@@ -246,7 +248,7 @@ def _documents(job: Job) -> dict[str, str]:
         "recipe_yaml": asked_text(job.recipe).rstrip("\n"),
         "resolved_yaml": dump_resolved(job.recipe.config).rstrip("\n"),
         "plan_json": f'{json.dumps(head)[:-1]}, "ranks": [\n{rows}\n]}}',
-        "sources_json": json.dumps(list(job.sources), indent=1),
+        "sources_json": sources_text(list(job.sources)),
     }
 
 

@@ -106,8 +106,8 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
     if asked is None:
         return []
     names = dict.fromkeys([*OURS, *variables(config, profile), *profile.secrets])
-    workdir = Option("container-workdir", asked.workdir) if asked.workdir else Option("container-workdir", CODE, '"$PWD"')
-    flags = [Option("no-container-mount-home"), workdir]
+    workdir = (asked.workdir, None) if asked.workdir else (CODE, '"$PWD"')
+    flags = [Option("no-container-mount-home"), Option("container-workdir", *workdir)]
     flags += [Option("container-writable")] if asked.writable else []
     flags += [Option("container-name", asked.name)] if asked.name else []
     return [
@@ -152,6 +152,7 @@ def with_argv(
     return {
         **record,
         "environment": exported,
+        "container": _argv(container(config, profile, run_dir)),
         "steps": _steps(config, profile, plan, plan.steps, run_dir),
         "alternatives": [
             {**other, "steps": _steps(config, profile, plan, its.steps, run_dir)} for other, its in smaller
@@ -166,7 +167,6 @@ def _steps(
         {
             **asdict(step),
             "srun": _argv(geometry(config, profile, plan, step, step.name)),
-            "container": _argv(container(config, profile, run_dir)),
             "command": _command(profile, plan, step, run_dir),
         }
         for step in steps

@@ -33,14 +33,13 @@ ATTEMPT = "{attempt}"  # its number
 
 @record(version=None, rest="rest")
 class PlanStep(NamedTuple):
-    """What one srun starts: srun, its options, those of the container, the command. A word of them that is a placeholder,
-    or an option whose value begins with one, is completed by the attempt."""
+    """What one srun starts. Its argv: srun, `srun`, the plan's `container`, `command`. A word that is a placeholder, and
+    an option whose value begins with one, is completed by the attempt."""
 
     name: str  # train, infer-0, ...
     nodes: List[int]  # indices into the plan's nodes
     tasks_per_node: int
     srun: List[str] = []  # options
-    container: List[str] = []  # options of pyxis; empty: no container
     command: List[str] = []  # of each rank
     rest: Dict[str, Any] = {}
 
@@ -73,6 +72,7 @@ class PlanRecord(NamedTuple):
     steps: List[PlanStep]
     alternatives: List[SmallerPlan] = []  # the largest first
     checkpoint: CheckpointPlan = CheckpointPlan()
+    container: List[str] = []  # options of pyxis for each step; empty: no container
     environment: Dict[str, str] = {}  # what the script exports for everything that it starts
     rest: Dict[str, Any] = {}
 
@@ -180,7 +180,8 @@ class CachedImage(NamedTuple):
 
 @record()
 class CachedRepository(NamedTuple):
-    """The record of a repository of the hub that was fetched as a whole. Written by launcher.hub, read by prefetch."""
+    """The record of a repository of the hub that was fetched as a whole. Written by launcher.fetch.hub, read by
+    prefetch."""
 
     commit: str
     path: str  # of the snapshot, from the cache's folder on

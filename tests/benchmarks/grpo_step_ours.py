@@ -14,16 +14,16 @@ from grpo_step_sizes import SIZES
 from grpo_step_turns import Turns
 from grpo_step_weights import as_qwen2, lengthen
 
-from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, NoRecord
 from megatron_rl.model.attention import packed_layout
 from megatron_rl.platform.select import select
-from megatron_rl.rank.drain import Drain
-from megatron_rl.rank.progress import Progress
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.run import Run, set_up
 from megatron_rl.run_dir import write_json
@@ -44,7 +44,7 @@ class TakingTurns(MetricsWriter):
         super().step(step, metrics)
         self._metrics = metrics
 
-    def look(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+    def look(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         super().look(step, groups)
         self._turns.step_ended(
             answer_length=self._metrics["answer_length"],
@@ -52,7 +52,7 @@ class TakingTurns(MetricsWriter):
             train_s=self._metrics["time/train_s"],
             # Of rank 0's answers: its share of the batch stands for all.
             groups=[
-                (len(group.rollouts[0].prompt_tokens), [len(rollout.tokens) for rollout in group.rollouts])
+                (group.trajectories[0].prompt_length, [answer.answer_length for answer in group.trajectories])
                 for group in groups
             ],
         )
@@ -71,10 +71,10 @@ def main() -> None:
     attempt = run_dir.attempt(1)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     platform = select(config.job, world.local_rank)
-    group = world.connect(config.job, platform.backend, attempt.address("train"))
-    pulse = Pulse(Progress(attempt, shared=world.rank == 0), Drain(attempt), Timeline())
-    pulse.meet(group, platform.device)
-    run = set_up(config, platform, group, pulse)
+    groups = world.connect(config.job, platform.backend, attempt.address("train"))
+    safe_points = SafePoints(Activity(attempt, published=world.rank == 0), DrainListener(attempt), Timeline())
+    safe_points.connect(groups)
+    run = set_up(config, platform, groups, safe_points)
     if size.end_bias:
         lengthen(run.policy, run.engine.end_token, size.end_bias)
 
@@ -84,7 +84,7 @@ def main() -> None:
         parameters = sum(parameter.numel() for parameter in run.policy.parameters())
         turns.ready(parameters=parameters, tokens=run.environment.tokenizer.vocab_size)
         record = TakingTurns(run_dir, run, turns)
-    train(run, Checkpointer(run_dir, config.save), record, pulse)
+    train(run, Checkpointer(run_dir, config.save), record, safe_points)
 
 
 @torch.no_grad()

@@ -33,10 +33,10 @@ from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 class ShuffledArithmetic(ArithmeticEnvironment):
     async def group_rollout(self, request):
         group = await super().group_rollout(request)
-        rewards = [rollout.reward for rollout in group.rollouts]
+        rewards = [trajectory.reward for trajectory in group.trajectories]
         random.Random(request.ordinal).shuffle(rewards)
-        rollouts = [replace(each, reward=reward) for each, reward in zip(group.rollouts, rewards)]
-        return replace(group, rollouts=rollouts)
+        trajectories = [replace(each, reward=reward) for each, reward in zip(group.trajectories, rewards)]
+        return replace(group, trajectories=trajectories)
 '''
 
 

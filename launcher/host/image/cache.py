@@ -76,8 +76,10 @@ def find(reference: str, cache: Path) -> Optional[Path]:
         return file if _is_whole(file) else None
     entry = _entry(reference, cache)
     known = if_readable(read(CachedImage, entry))  # one that cannot be read is imported again
-    file = entry.with_name(os.path.basename(known.file)) if known and known.reference == reference else None
-    return file if file and _is_whole(file) else None
+    if known is None or known.reference != reference:
+        return None
+    file = entry.with_name(os.path.basename(known.file))
+    return file if _is_whole(file) else None
 
 
 def _entry(reference: str, cache: Path) -> Path:

@@ -21,10 +21,11 @@ from launcher.errors import BadInput
 from launcher.job.script import Job, header, render
 from launcher.plan.placement import place, rank_rows
 from launcher.recipe.load import load_recipe, shipped_recipes
+from megatron_rl.contract.run_records import CodeSource
 
 GOLDEN = Path(__file__).parent / "scripts"
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
-SOURCES = [{"path": "/opt/mrl/launcher", "name": "launcher", "kind": "package", "commit": None, "dirty": False}]
+SOURCES = [CodeSource("/opt/mrl/launcher", "launcher", "package")]
 NASTY = 'it\'s "$(touch broken)" `id` 100% \\ é'
 
 

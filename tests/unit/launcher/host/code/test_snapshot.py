@@ -337,8 +337,8 @@ def test_the_oldest_python_takes_the_same_snapshot(tmp_path):
     mine = repository(tmp_path / "mine", {"a.py": "", "b/c.py": ""})
     sources = plan_sources([], [str(mine)])
     program = (
-        "import sys; from launcher.host.code.snapshot import take; from launcher.host.code.sources import read_sources; "
-        "take(read_sources(sys.argv[1]), sys.argv[2])"
+        "import sys; from launcher.host.code.snapshot import take; "
+        "from launcher.host.code.sources import read_sources; take(read_sources(sys.argv[1]), sys.argv[2])"
     )
     target = tmp_path / "old" / "code"
     subprocess.run([str(OLDEST_PYTHON), "-c", program, sources_text(sources), str(target)], check=True, timeout=60)

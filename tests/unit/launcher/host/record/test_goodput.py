@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launcher.cli.show.report import lines, report
 from run_helpers import make_run
 
-from launcher.cli.show.report import lines, report
 from launcher.host.record import goodput
 from launcher.host.record.goodput import CATEGORIES, Row, Trace, book
 from launcher.runs.state import look

@@ -11,7 +11,7 @@ NODES = st.integers(min_value=2, max_value=40)
 
 
 @given(NODES)
-def test_every_neighbourhood_is_tried_once_and_no_node_twice_in_a_round(nodes):
+def test_every_pair_in_the_ring_is_tried_once_and_no_node_twice_in_a_round(nodes):
     tried = rounds(nodes)
     assert sorted(edge for edges in tried for edge in edges) == sorted(ring(nodes))
     for edges in tried:

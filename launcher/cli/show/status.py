@@ -1,39 +1,40 @@
-"""What is told about a run: as data for --json, as lines for people."""
+"""The status of a run: as data for --json, as lines for people."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from launcher.cli.show.progress import RECENT, Reader, clock, mean
+from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
+from launcher.errors import BadInput
 from launcher.host.attempt.avoid import excluded_since
 from launcher.host.record import goodput
 from launcher.host.slurm.client import SlurmRefused, avoided, show_job
-from launcher.runs.commands import mrl
-from launcher.runs.state import Standing, resolved_values
+from launcher.runs.find import pasteable_command
+from launcher.runs.state import RunStatus, resolved_values
 from megatron_rl.contract.paths import RunDir
 
 
-def report(standing: Standing) -> dict[str, Any]:
+def status_json(status: RunStatus) -> dict[str, Any]:
     """All that is known; absent is null, never a made-up number."""
-    run, job = standing.run, standing.job
-    status = Reader(run, run.attempt(standing.attempt), standing.steps).poll()
-    rewards = status.rewards()[-RECENT:]
-    eta = status.eta_s() if standing.state in ("running", "requeued", "queued") else None
+    run, job = status.run, status.job
+    history = HistoryReader(run, run.attempt(status.attempt), status.steps).poll()
+    rewards = history.rewards()[-RECENT:]
+    goes_on = status.state in ("running", "requeued", "queued") and status.steps
     return {
-        "run": standing.name,
+        "run": status.name,
         "run_dir": str(run.root.absolute()),
-        "cluster": standing.cluster,
-        "state": standing.state,
-        "reason": standing.reason or None,
-        "waits_for": standing.waits_for or None,
-        "attempt": standing.attempt,
-        "phase": status.phase if standing.state in ("running", "saving") else None,
-        "step": status.step,
-        "steps": standing.steps,
+        "cluster": status.cluster or None,
+        "state": status.state,
+        "reason": status.reason or None,
+        "waits_for": status.waits_for or None,
+        "attempt": status.attempt,
+        "phase": history.phase if status.state in ("running", "saving") else None,
+        "step": history.step,
+        "steps": status.steps or None,
         "mean_reward": mean(rewards) if rewards else None,
-        "eta_s": eta,
-        "goodput": _goodput(standing),
+        "eta_s": history.eta_s() if goes_on else None,
+        "goodput": _goodput(status),
         "job": job
         and {
             "id": job.job_id,
@@ -45,18 +46,29 @@ def report(standing: Standing) -> dict[str, Any]:
             "ends_at": job.ended_at,
             **(_details(run, job.job_id) if job.kind in ("pending", "running") else {}),
         },
-        "logs": str(run.attempt(standing.attempt).logs if standing.attempt else run.batch_log),
+        "logs": str(run.attempt(status.attempt).logs if status.attempt else run.batch_log),
     }
 
 
-def _goodput(standing: Standing) -> dict[str, Any] | None:
-    """Where the GPU-seconds went; None before there is a timeline, and for runs of versions that wrote none."""
-    run = standing.run
-    if not any(run.attempt(number).timeline.exists() for number in range(1, standing.attempt + 1)):
+def _goodput(status: RunStatus) -> dict[str, Any] | None:
+    """Where the GPU-seconds went; None before there is a timeline, and where the files cannot be read."""
+    run = status.run
+    try:
+        if not any(run.attempt(number).timeline.exists() for number in range(1, status.attempt + 1)):
+            return None
+    except OSError:
         return None
-    running, queued = standing.state in ("running", "saving", "unknown"), standing.state in ("queued", "requeued")
-    device = "GPU" if resolved_values(run)["job"]["device"] == "cuda" else "process"
+    running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
+    device = "GPU" if _device(run) == "cuda" else "process"
     return {"device": device, **goodput.read(run, time.time(), running, queued).as_json()}
+
+
+def _device(run: RunDir) -> str | None:
+    try:
+        job = resolved_values(run).get("job")
+    except BadInput:
+        return None
+    return job.get("device") if isinstance(job, dict) else None
 
 
 def _details(run: RunDir, job_id: str) -> dict[str, Any]:
@@ -75,16 +87,18 @@ def _details(run: RunDir, job_id: str) -> dict[str, Any]:
     }
 
 
-def lines(told: dict[str, Any]) -> list[str]:
-    """
+def status_lines(told: dict[str, Any]) -> list[str]:
+    """The same for people.
+
     Args:
-        told: what `report` returned.
+        told: what `status_json` returned.
     """
     rows = [("reason", told["reason"]), ("waits for", told["waits_for"]), ("job", _job(told))]
     rows.append(("avoids", _avoids(told)))
     rows.append(("phase", told["phase"]))
     if told["step"]:
-        rows.append(("step", f"{told['step']} of {told['steps']} ({told['step'] / told['steps']:.0%})"))
+        share = f" of {told['steps']} ({told['step'] / told['steps']:.0%})" if told["steps"] else ""
+        rows.append(("step", f"{told['step']}{share}"))
     if told["mean_reward"] is not None:
         rows.append(("reward", f"{told['mean_reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
     if told["eta_s"]:
@@ -99,7 +113,7 @@ def _job(told: dict[str, Any]) -> str | None:
     job = told["job"]
     if job is None:
         return None
-    parts = [f"{job['id']} on {told['cluster']}, {job['state']}"]
+    parts = [f"{job['id']} on {told['cluster'] or 'an unknown cluster'}, {job['state']}"]
     if job["reason"]:
         parts[0] += f" ({job['reason']})"
     if job["nodes"]:
@@ -144,7 +158,7 @@ def _shares(table: dict[str, Any]) -> str:
 def _next(told: dict[str, Any]) -> str | None:
     """The command that one would type now."""
     if told["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
-        return mrl("resume", told["run"])
+        return pasteable_command("resume", told["run"])
     if told["state"] == "finished":
-        return f"{mrl('resume', told['run'], 'training.steps=N')} goes on"
+        return f"{pasteable_command('resume', told['run'], 'training.steps=N')} goes on"
     return None

@@ -1,4 +1,4 @@
-"""The end of one log of a run, and what is added to it, from attempt to attempt."""
+"""The end of one log of a run, and what is added to it, from attempt to attempt; which logs there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ BATCH = "batch"
 BLOCK = 1 << 16
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
+    """A line of a log, and whose."""
+
     attempt: int
     """0 for the batch log, which is one for all attempts."""
     role: str
@@ -20,8 +22,9 @@ class Line(NamedTuple):
     line: str
 
 
-class Tail:
-    """
+class LogFollower:
+    """Reads one log of a run from near its end, and the next attempt's after it.
+
     Args:
         role: None: that of the training ranks, and the batch log until there is one.
         attempt: None: the newest, and the next ones as they come.
@@ -31,22 +34,22 @@ class Tail:
     def __init__(self, run: RunDir, role: str | None, rank: int, attempt: int | None, lines: int) -> None:
         self.run = run
         self.path: Path | None = None
-        self._asked = role, rank, attempt
+        self._wanted = role, rank, attempt
         self._lines = lines
         self._offset = 0
-        self._of = (0, BATCH, 0)
+        self._source = (0, BATCH, 0)
 
-    def poll(self) -> Iterator[Line]:
+    def poll(self) -> Iterator[LogLine]:
         """The lines that have come since; half a line waits for its end."""
-        path, of = self._choose()
+        path, source = self._choose()
         if path is not None and path != self.path:
             yield from self._rest()
             first = self.path is None
-            self.path, self._of = path, of
+            self.path, self._source = path, source
             self._offset = _start_of_last(path, self._lines) if first else 0
         yield from self._rest()
 
-    def _rest(self) -> Iterator[Line]:
+    def _rest(self) -> Iterator[LogLine]:
         if self.path is None:
             return
         with self.path.open("rb") as file:
@@ -55,10 +58,10 @@ class Tail:
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.split(b"\n")[:-1]:
-            yield Line(*self._of, line.decode("utf-8", "replace").rstrip("\r"))
+            yield LogLine(*self._source, line.decode("utf-8", "replace").rstrip("\r"))
 
     def _choose(self) -> tuple[Path | None, tuple[int, str, int]]:
-        role, rank, attempt = self._asked
+        role, rank, attempt = self._wanted
         batch = self.run.batch_log if self.run.batch_log.is_file() else None
         if role == BATCH:
             return batch, (0, BATCH, 0)
@@ -99,5 +102,15 @@ def _start_of_last(path: Path, lines: int) -> int:
             file.seek(begin)
             text = file.read(step) + text
             ends = text.count(b"\n")
-    kept = text.split(b"\n")
-    return end - len(b"\n".join(kept[-lines - 1 :])) if lines else end - len(kept[-1])
+    parts = text.split(b"\n")
+    return end - len(b"\n".join(parts[-lines - 1 :])) if lines else end - len(parts[-1])
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a log that may be missing, long or cut within a character."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 200 * count))
+            return file.read().decode("utf-8", "replace").splitlines()[-count:]
+    except OSError:
+        return []

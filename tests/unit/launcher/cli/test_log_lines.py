@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.cli.show.tail import Tail, _start_of_last, log_files, missing
+from launcher.cli.show.log_lines import LogFollower, _start_of_last, log_files, missing
 from megatron_rl.contract.paths import RunDir
 
 
@@ -18,56 +18,56 @@ def write(run: RunDir, attempt: int, rank: int, text: str, role: str = "train") 
         file.write(text)
 
 
-def read(tail: Tail) -> list[str]:
-    return [line.line for line in tail.poll()]
+def read(log: LogFollower) -> list[str]:
+    return [line.line for line in log.poll()]
 
 
 def test_the_last_lines_and_then_what_comes(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\nb\nc\n")
-    tail = Tail(run, None, 0, None, lines=2)
-    assert read(tail) == ["b", "c"]
+    log = LogFollower(run, None, 0, None, lines=2)
+    assert read(log) == ["b", "c"]
     write(run, 1, 0, "d\nhalf")
-    assert read(tail) == ["d"]
+    assert read(log) == ["d"]
     write(run, 1, 0, " a line\n")
-    assert read(tail) == ["half a line"]
+    assert read(log) == ["half a line"]
 
 
 def test_it_goes_on_with_the_next_attempt_and_misses_no_line_of_the_last(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\n")
-    tail = Tail(run, None, 0, None, lines=10)
-    assert read(tail) == ["a"]
+    log = LogFollower(run, None, 0, None, lines=10)
+    assert read(log) == ["a"]
     write(run, 1, 0, "b\n")
     write(run, 2, 0, "c\nd\n")
-    assert [(line.attempt, line.line) for line in tail.poll()] == [(1, "b"), (2, "c"), (2, "d")]
+    assert [(line.attempt, line.line) for line in log.poll()] == [(1, "b"), (2, "c"), (2, "d")]
 
 
 def test_one_attempt_alone_where_it_is_asked_for(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\n")
     write(run, 2, 0, "b\n")
-    assert read(Tail(run, None, 0, 1, lines=10)) == ["a"]
+    assert read(LogFollower(run, None, 0, 1, lines=10)) == ["a"]
 
 
 def test_until_there_are_ranks_the_batch_log_speaks(tmp_path):
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     run.batch_log.write_text("importing the image\n")
-    tail = Tail(run, None, 0, None, lines=10)
-    (line,) = tail.poll()
+    log = LogFollower(run, None, 0, None, lines=10)
+    (line,) = log.poll()
     assert (line.attempt, line.role, line.line) == (0, "batch", "importing the image")
     write(run, 1, 0, "rank 0 is here\n")
-    assert read(tail) == ["rank 0 is here"]
-    assert read(Tail(run, "batch", 0, None, lines=10)) == ["importing the image"]
-    assert read(Tail(run, None, 3, None, lines=10)) == [], "no other rank stands in for the one asked for"
+    assert read(log) == ["rank 0 is here"]
+    assert read(LogFollower(run, "batch", 0, None, lines=10)) == ["importing the image"]
+    assert read(LogFollower(run, None, 3, None, lines=10)) == [], "no other rank stands in for the one asked for"
 
 
 def test_a_role_of_its_own(tmp_path):
     run = RunDir(tmp_path)
     write(run, 1, 0, "a\n")
     write(run, 1, 2, "b\n", role="infer-0")
-    assert read(Tail(run, "infer-0", 2, None, lines=10)) == ["b"]
+    assert read(LogFollower(run, "infer-0", 2, None, lines=10)) == ["b"]
     assert [path.name for path in log_files(run, None)] == ["infer-0.2.log", "train.0.log"]
 
 

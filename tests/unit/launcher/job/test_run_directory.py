@@ -8,10 +8,12 @@ import pytest
 
 from launcher.errors import BadInput
 from launcher.host.process.lock import RunLock
-from launcher.job.run_directory import Prepared, opened, prepare, run_directory
+from launcher.job.directories import run_directory
+from launcher.job.run_directory import Prepared, opened, prepare
 from launcher.recipe.load import load_recipe, read_resolved
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines, write_json
+from megatron_rl.contract.records import read_lines
+from megatron_rl.contract.run_records import RecipeChange
 
 
 def ask(root: Path, *overrides: str, change: bool = False) -> Prepared:
@@ -58,9 +60,8 @@ def test_change_alters_the_documented_set_and_records_it(tmp_path):
     prepared = ask(tmp_path, "training.steps=900", change=True)
     assert [str(change) for change in prepared.changes] == ["training.steps: 800 -> 900"]
     assert read_resolved(prepared.run.resolved).training.steps == 900
-    (line,) = read_json_lines(prepared.run.changes)
-    assert line["changes"] == {"training.steps": [800, 900]}
-    assert line["attempt"] == 2
+    (line,) = read_lines(RecipeChange, prepared.run.changes).records
+    assert (line.attempt, line.changes) == (2, {"training.steps": [800, 900]})
 
 
 def test_change_does_not_alter_what_makes_the_run_itself(tmp_path):
@@ -73,9 +74,8 @@ def test_change_does_not_alter_what_makes_the_run_itself(tmp_path):
 
 def finish(root: Path, step: int) -> RunDir:
     run = RunDir(root)
-    run.checkpoints.mkdir(parents=True)
-    run.latest_checkpoint.write_text(f"step-{step:06d}\n")
-    write_json(run.done, {"step": step})
+    run.checkpoint(step).mkdir(parents=True)
+    run.done.touch()
     return run
 
 
@@ -132,6 +132,13 @@ def test_a_run_in_use_names_its_owner(tmp_path):
     assert "the supervisor of attempt 1 (pid " in text
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"job_id": 7}'])
+def test_an_owner_that_cannot_be_read_is_one(tmp_path, content):
+    ask(tmp_path)
+    RunDir(tmp_path).job.write_text(content)
+    assert "job.json cannot be used" in refusal(tmp_path)
+
+
 def test_new_run_directories_are_never_shared(tmp_path):
     paths = []
     for _ in range(3):
@@ -141,7 +148,7 @@ def test_new_run_directories_are_never_shared(tmp_path):
     assert all(path.is_dir() for path in paths)
 
 
-def fail(root: Path | None, parent: Path, *overrides: str, change: bool = False, keep: bool = False) -> None:
+def fail(root: Path | None, parent: Path, *overrides: str, change: bool = False, handed_over: bool = False) -> None:
     recipe = load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides])
     with (
         pytest.raises(KeyboardInterrupt),
@@ -150,7 +157,7 @@ def fail(root: Path | None, parent: Path, *overrides: str, change: bool = False,
     ):
         (found.run.root / "code-001").mkdir()
         found.run.code.symlink_to("code-001")
-        found.keep = keep
+        found.handed_over = handed_over
         raise KeyboardInterrupt
 
 
@@ -169,7 +176,7 @@ def test_a_failure_leaves_an_empty_directory_of_the_user(tmp_path):
 
 
 def test_what_somebody_else_may_use_by_now_stays(tmp_path):
-    fail(None, tmp_path / "runs", keep=True)
+    fail(None, tmp_path / "runs", handed_over=True)
     assert RunDir(tmp_path / "runs" / "demo").resolved.is_file()
 
 

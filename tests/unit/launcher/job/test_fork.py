@@ -6,11 +6,13 @@ import pytest
 from run_helpers import make_run
 
 from launcher.errors import BadInput, Unsure
-from launcher.job.fork import Fork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
+from launcher.job.fork import PlannedFork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
 from launcher.recipe.changes import Change
 from launcher.recipe.load import load_recipe
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line, read_json, read_json_lines
+from megatron_rl.contract.records import append, read, read_lines
+from megatron_rl.contract.run_records import Fork
 
 
 def trained(root) -> RunDir:
@@ -21,9 +23,9 @@ def trained(root) -> RunDir:
         (run.checkpoint(step) / "weights").write_text(f"step {step}")
     run.latest_checkpoint.write_text("step-000006\n")
     for step in range(1, 7):
-        append_json_line(run.metrics, {"step": step})
-    append_json_line(run.evaluations, {"step": 0})
-    append_json_line(run.evaluations, {"step": 5})
+        append(run.metrics, MetricsLine(step, {}))
+    append(run.evaluations, MetricsLine(0, {}))
+    append(run.evaluations, MetricsLine(5, {}))
     (run.root / "code-002").mkdir()
     (run.root / "code-002" / "train.py").write_text("code")
     run.code.symlink_to("code-002")
@@ -33,21 +35,20 @@ def trained(root) -> RunDir:
 def test_the_fork_has_the_run_up_to_the_checkpoint(tmp_path):
     source, target = trained(tmp_path / "a"), RunDir(tmp_path / "b")
     target.root.mkdir()
-    fill(Fork(source, 3, load_recipe("demo"), (Change("grpo.kl_beta", 0.0, 0.1),)), target)
+    fill(PlannedFork(source, 3, load_recipe("demo"), (Change("grpo.kl_beta", 0.0, 0.1),)), target)
     assert target.checkpoint_steps() == [3]
     assert target.latest_checkpoint.read_text() == "step-000003\n"
-    assert [row["step"] for row in read_json_lines(target.metrics)] == [1, 2, 3]
-    assert [row["step"] for row in read_json_lines(target.evaluations)] == [0]
+    assert [line.step for line in read_lines(MetricsLine, target.metrics).records] == [1, 2, 3]
+    assert [line.step for line in read_lines(MetricsLine, target.evaluations).records] == [0]
     assert (target.code / "train.py").read_text() == "code"
-    record = read_json(target.fork)
-    assert (record["from"], record["step"]) == (str(source.root), 3)
-    assert record["changes"] == {"grpo.kl_beta": [0.0, 0.1]}
+    record = read(Fork, target.fork)
+    assert (record.source, record.step, record.changes) == (str(source.root), 3, {"grpo.kl_beta": [0.0, 0.1]})
 
 
 def test_weights_take_no_space_and_outlive_their_run(tmp_path):
     source, target = trained(tmp_path / "a"), RunDir(tmp_path / "b")
     target.root.mkdir()
-    fill(Fork(source, 3, load_recipe("demo"), ()), target)
+    fill(PlannedFork(source, 3, load_recipe("demo"), ()), target)
     ours, theirs = (run.checkpoint(3) / "weights" for run in (target, source))
     assert ours.stat().st_ino == theirs.stat().st_ino
     theirs.unlink()  # as save.keep does
@@ -90,3 +91,13 @@ def test_a_fork_stays_where_a_job_may_need_it(tmp_path):
     with pytest.raises(Unsure), forked(fork, tmp_path / "b") as run:
         raise Unsure("sbatch did not answer")
     assert run.checkpoint_steps() == [3]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_bad_input_and_leaves_nothing(tmp_path, monkeypatch):
+    source = trained(tmp_path / "a")
+    fork = plan_fork(f"{source.root}@3", [])
+    (source.checkpoint(3) / "weights").unlink()
+    source.checkpoint(3).rmdir()
+    with pytest.raises(BadInput, match="may have been removed meanwhile"), forked(fork, tmp_path / "b"):
+        pass
+    assert not (tmp_path / "b").exists()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from run_helpers import make_run, submitted
 
+from launcher.cli.resume import command as resume
 from launcher.errors import BadInput
-from launcher.host.record.submissions import index_file
-from launcher.host.record.submissions import note
-from launcher.runs.find import find
-from launcher.runs.find import runs
-from launcher.runs.find import submissions
+from launcher.host.record.submissions import index_file, note
+from launcher.runs.find import find, newest_first, pasteable_command, submissions
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +26,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refusal(asked: str | None) -> str:
+def refusal(name: str | None) -> str:
     with pytest.raises(BadInput) as caught:
-        find(asked)
+        find(name)
     return "\n".join(caught.value.problems)
 
 
@@ -43,7 +44,7 @@ def test_without_a_name_the_newest_submission_is_meant(tmp_path):
     assert find(None).root == second.root
     note(first, "local", None)
     assert find(None).root == first.root, "resumed last"
-    assert [Path(entry.run_dir).name for entry in runs(submissions())] == ["a", "b"]
+    assert [Path(entry.run_dir).name for entry in newest_first(submissions())] == ["a", "b"]
 
 
 def test_no_run_at_all_is_said():
@@ -103,6 +104,50 @@ def test_a_run_whose_directory_is_gone_is_forgotten(tmp_path):
     assert find(None).root == kept.root
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_means_no_run(tmp_path, name):
+    submitted(tmp_path / "a")
+    assert "RUN is empty" in refusal(name)
+
+
+def test_a_run_that_one_may_not_look_into_may_be_one(tmp_path, monkeypatch):
+    run = submitted(tmp_path / "a")
+
+    def denied(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    assert find(str(run.root)).root == run.root
+    assert [entry.run_dir for entry in submissions()] == [str(run.root)]
+
+
+def test_what_no_file_can_be_called_is_no_run():
+    assert "no run is called" in refusal("a\0b")
+
+
+def test_lines_of_the_index_that_are_none_are_passed_over_and_an_index_that_is_none_is_said(tmp_path):
+    run = submitted(tmp_path / "a")
+    with index_file().open("a") as file:
+        file.write('5\n{}\n{"run_dir": "/x", "cluster": "c", "at": 1.0, "job_id": null, "more": 1}\n{"run_d')
+    assert [entry.run_dir for entry in submissions()] == [str(run.root)]
+    index_file().unlink()
+    index_file().mkdir()
+    assert "runs.jsonl cannot be used" in refusal("b")
+
+
 def test_an_index_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/proc")
     assert "by its path only" in (note(make_run(tmp_path / "a"), "local", None) or "")
+
+
+def test_a_command_with_a_plain_name_stays_plain():
+    assert pasteable_command("cancel --drain", "demo-1") == "mrl cancel --drain demo-1"
+    assert pasteable_command("resume", "demo-1", "training.steps=N") == "mrl resume demo-1 training.steps=N"
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1))
+def test_a_command_that_we_print_means_the_same_run_when_it_is_pasted(name):
+    words = shlex.split(pasteable_command("resume --follow", name, "training.steps=9"))
+    assert words[:3] == ["mrl", "resume", "--follow"]
+    parsed = resume.make_context("resume", words[2:], resilient_parsing=True).params
+    assert (parsed["run"], parsed["overrides"]) == (name, ("training.steps=9",))
