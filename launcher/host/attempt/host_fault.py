@@ -11,13 +11,11 @@ from typing import List
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
 from launcher.host.attempt.slurm_job import show_job_or_complain
 from launcher.host.attempt.start_again import start_again
-from launcher.host.judge.policy import OVER, ROOM_AGAIN_S, Facts, who_starts_it
+from launcher.host.judge.policy import HOST_TRIES, OVER, ROOM_AGAIN_S, Facts, who_starts_it
 from launcher.host.record.ledger import Line, read_ledger_or_complain, starts_in
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_DRAINED, LOST
 from megatron_rl.contract.files import FULL
-
-TRIES = 5  # starts in a row that come to nothing because of the host side
 
 
 def come_back(context: JobContext, error: Exception) -> int:
@@ -29,7 +27,7 @@ def come_back(context: JobContext, error: Exception) -> int:
     history = read_ledger_or_complain(context.run)
     tries = 0 if full else context.faults + context.restarts - _restarts_at_last_start(context, history)
     where = "{} on {}: {}".format(context.run.root, context.batch_host, error)
-    if then == OVER or tries >= TRIES:
+    if then == OVER or tries >= HOST_TRIES:
         why = "" if then == OVER else " {} starts in a row came to nothing;".format(tries)
         print("error: {};{} nothing is lost, mrl resume goes on".format(where, why), file=sys.stderr)
         return EXIT_DRAINED if full else EXIT_CRASHED
