@@ -18,6 +18,7 @@ import jinja2
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
+from launcher.host.judge.policy import HOST_TRIES
 from launcher.job.steps import (
     INFERENCE,
     TRAINING,
@@ -32,11 +33,11 @@ from launcher.job.steps import (
 )
 from launcher.plan.placement import Plan, Step
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
+from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import CodeSource
 from megatron_rl.supported import not_yet
 
-MAX_REPLICA_RESTARTS = 5
 END_S = 30  # seconds that an srun has to leave in order
 
 
@@ -73,7 +74,6 @@ def render(job: Job) -> str:
     _refuse_unspeakable(job, documents)
     config, profile = job.recipe.config, job.profile
     container = profile.container
-    reference = config.image.reference or (container and container.image)
     return (
         _templates()
         .get_template("job.sbatch.j2")
@@ -87,21 +87,33 @@ def render(job: Job) -> str:
             environment=[(Shell(name), value) for name, value in variables(config, profile).items()],
             prolog=[Shell(command) for command in profile.prolog],
             source=str(job.installed),
-            notice=profile.signal_s,
-            backoff=config.job.backoff_s,
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
-            image={"reference": reference, "cache": f"{profile.run_root}/cache/images"} if container else None,
+            image=container is not None,
             container_name=container and container.name and f"pyxis_{container.name}",
             health=_health(job),
-            outlives_nodes=_outlives_nodes(job),
-            replicas=Shell(" ".join(step.name for step in job.plan.steps if step.replica is not None)),
-            max_restarts=MAX_REPLICA_RESTARTS,
+            decided_by=Shell(" \\\n            ".join(_host_options(job))),
+            host_tries=HOST_TRIES,
+            exit_drained=EXIT_DRAINED,
             steps=list(_steps(job)),
             limited=_limited,
             documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
         )
     )
+
+
+def _host_options(job: Job) -> Iterator[Shell]:
+    """Options of the process that decides (launcher.host.job), by lines."""
+    config, profile = job.recipe.config, job.profile
+    outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
+    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}")
+    if profile.container is not None:
+        reference = config.image.reference or profile.container.image
+        forget = " --forget" if profile.container.name else ""
+        cache = f"{profile.run_root}/cache/images"
+        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{forget}")
+    if profile.health_check:
+        yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 
 
 def header(job: Job) -> list[str]:
@@ -155,10 +167,7 @@ class _Step:
     options: list[Shell]
     """Lines of options of srun."""
     command: Shell
-    nodes: bool = True
-    """Whether its nodes are the plan's."""
-    counted: bool = False
-    """Whether their number is known only when the attempt starts."""
+    comment: Shell | None = None
     limit_s: int | None = None
     """Seconds after which it is ended."""
 
@@ -175,14 +184,14 @@ def _steps(job: Job) -> Iterator[_Step]:
             function=Shell("fabric"),
             name=Shell("fabric"),
             options=[
-                Shell(f'--nodes="$1" --nodelist="$2" --ntasks="$(($1 * {config.job.gpus_per_node}))"'),
+                Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {_tasks(config.job.gpus_per_node)}'),
                 *_shell([per_node(config, job.profile, config.job.gpus_per_node)]),
                 # A rank of a bad node may die: the others have to find out whose it was.
                 Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
                 *in_container,
             ],
             command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
-            nodes=False,
+            comment=Shell("The nodes must also reach each other, and fast."),
             limit_s=900,
         )
     train = next(step for step in plan.steps if step.replica is None)
@@ -191,7 +200,6 @@ def _steps(job: Job) -> Iterator[_Step]:
         name=Shell("train"),
         options=[*_shell(geometry(config, job.profile, plan, train, "train")), *in_container],
         command=Shell(f"{python} -m {TRAINING} {run}"),
-        counted=bool(plan.smaller),
     )
     replicas = [step for step in plan.steps if step.replica is not None]
     if replicas:
@@ -211,6 +219,11 @@ def _limited(seconds: int) -> Shell:
     """What goes before an srun: its --time begins with the step, for which it waits without end while a node is busy or
     does not answer."""
     return Shell(f"timeout --kill-after={END_S} {seconds}")
+
+
+def _tasks(per_node: int) -> str:
+    """The option that counts the ranks of a step whose nodes are counted when it starts."""
+    return f'--ntasks="$((${{#hosts[@]}} * {per_node}))"'
 
 
 def _shell(lines: Lines) -> list[Shell]:
@@ -235,7 +248,6 @@ def _health(job: Job) -> dict[str, Any] | None:
     return {
         "gpus": config.gpus_per_node if config.device == "cuda" else 0,
         "per_node": _shell([per_node(job.recipe.config, job.profile, 1)])[0],
-        "all_reduce": _all_reduce(job),
     }
 
 

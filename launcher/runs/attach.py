@@ -44,9 +44,7 @@ def completed(options: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return [name + equals + values.get(value, value) for name, equals, value in parts]
 
 
-def command_line(
-    job_id: str, host: str, container: Sequence[str], command: Sequence[str], terminal: bool
-) -> list[str]:
+def command_line(job_id: str, host: str, container: Sequence[str], command: Sequence[str], terminal: bool) -> list[str]:
     """The argv of srun.
 
     Args:

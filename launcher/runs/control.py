@@ -7,7 +7,8 @@ import time
 
 from launcher.backends.slurm.call import SlurmSilent, call
 from launcher.errors import BadInput, Failed
-from launcher.host.slurm import client
+from launcher.host.slurm import tell
+from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import UNSURE, RunStatus, last_line, resolved_values
 from megatron_rl.contract.attempt_records import AttemptStart, Drain
@@ -72,8 +73,8 @@ def requeue(status: RunStatus, now: bool) -> str:
         raise Failed(f"{status.name}: is being cancelled; {resume} once it has ended")
     if now or not _has_open_attempt(status):
         try:
-            client.requeue(job.job_id)
-        except client.SlurmRefused as error:
+            tell.requeue(job.job_id)
+        except SlurmRefused as error:
             raise Failed(f"{status.name}: {error}") from error
         return f"job {job.job_id} is requeued; it goes on from its newest checkpoint"
     _ask_to_leave(status, REQUEUE, None)
@@ -110,8 +111,8 @@ def _ask_to_leave(status: RunStatus, cause: str, limit_s: float | None) -> None:
 def _signal(job_id: str) -> str:
     """The batch host reminds the ranks every few seconds, so a signal that is lost here only costs time."""
     try:
-        client.signal_steps(job_id, "USR1")
-    except client.SlurmRefused as error:
+        tell.signal_steps(job_id, "USR1")
+    except SlurmRefused as error:
         return f" (its steps could not be signalled from here: {error})"
     return ""
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.host.record.submissions import index_file
-from launcher.host.slurm.client import SlurmRefused, show_job
+from launcher.host.slurm.ask import show_job
+from launcher.host.slurm.call import SlurmRefused
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.contract.run_records import Submission

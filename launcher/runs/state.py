@@ -12,18 +12,17 @@ import yaml
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.backends.slurm.reasons import wait_of
 from launcher.errors import BadInput
-from launcher.host.judge.causes import CLOCK
 from launcher.host.judge.policy import STARTS_AGAIN, SUCCESSOR
-from launcher.host.judge.sentence import in_words
-from launcher.host.judge.verdict import in_words as exit_in_words
+from launcher.host.judge.sentence import describe_end
+from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
+from launcher.host.slurm.words import CLOCK_S
 from launcher.recipe.documents import read_text
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, Requeued
 from megatron_rl.contract.codes import DRAINED, LOST, STOPPED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, if_readable, read, read_lines
 from megatron_rl.contract.run_records import Owner
-from megatron_rl.contract.shapes import to_json
 
 State = Literal[
     "new",
@@ -221,7 +220,7 @@ def _of_running_job(run: RunDir, job: JobState, last: LedgerLine | None) -> tupl
 
 def _ended_in(job: JobState, last: AttemptEnd) -> bool:
     """Whether the ledger's newest line is the end of an attempt of this very start of the job."""
-    return last.job_id == job.job_id and (job.started_at is None or last.at >= job.started_at - CLOCK)
+    return last.job_id == job.job_id and (job.started_at is None or last.at >= job.started_at - CLOCK_S)
 
 
 def _running(run: RunDir) -> tuple[State, str, str]:
@@ -246,7 +245,7 @@ def _ended(run: RunDir, last: LedgerLine | None, state: State, reason: str) -> t
 
 
 def _sentence(end: AttemptEnd) -> str:
-    return in_words(to_json(end), time.time())
+    return describe_end(end, time.time())
 
 
 def _end_of_job(job: JobState) -> str:
@@ -256,7 +255,7 @@ def _end_of_job(job: JobState) -> str:
     if job.word == "CANCELLED":
         return f"job {job.job_id} was cancelled"
     if job.exit_code is not None and job.exit_code < 0:
-        return f"the script of job {job.job_id} {exit_in_words(job.exit_code)}, and Slurm starts no such job again"
+        return f"the script of job {job.job_id} {describe_exit(job.exit_code)}, and Slurm starts no such job again"
     code = f" with exit code {job.exit_code}" if job.exit_code else ""
     why = f" ({job.reason})" if job.reason else ""
     return f"job {job.job_id} ended as {job.word}{code}{why}; see the batch log"

@@ -8,7 +8,7 @@ import time
 
 from launcher.cli.show.history import RECENT, History, clock, mean
 from launcher.cli.show.log_lines import last_lines
-from launcher.host.judge.sentence import in_words
+from launcher.host.judge.sentence import describe_end
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, RankError
 from megatron_rl.contract.codes import (
     CRASHED,
@@ -23,7 +23,6 @@ from megatron_rl.contract.codes import (
 )
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read
-from megatron_rl.contract.shapes import to_json
 
 EXIT_CODES = {
     FINISHED: EXIT_FINISHED,
@@ -47,7 +46,7 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
         took = f", this attempt took {clock(end.seconds)}" if end.seconds is not None else ""
         lines = [f"finished: {history.step} steps{took}"]
     elif end.outcome in (DRAINED, STOPPED):
-        lines = [in_words(to_json(end), time.time())]
+        lines = [describe_end(end, time.time())]
     else:
         lines = failure_lines(attempt, end)
     lines += result_lines(history)

@@ -8,8 +8,11 @@ from typing import Any
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
 from launcher.errors import BadInput
 from launcher.host.attempt.avoid import excluded_since
-from launcher.host.record import goodput
-from launcher.host.slurm.client import SlurmRefused, avoided, show_job
+from launcher.host.record.accounting import USEFUL
+from launcher.host.record.goodput import read_usage
+from launcher.host.record.ledger import read_ledger_or_complain
+from launcher.host.slurm.ask import avoided_nodes, show_job
+from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import RunStatus, resolved_values
 from megatron_rl.contract.paths import RunDir
@@ -60,7 +63,7 @@ def _goodput(status: RunStatus) -> dict[str, Any] | None:
         return None
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     device = "GPU" if _device(run) == "cuda" else "process"
-    return {"device": device, **goodput.read(run, time.time(), running, queued).as_json()}
+    return {"device": device, **read_usage(run, time.time(), running, queued).as_json()}
 
 
 def _device(run: RunDir) -> str | None:
@@ -76,10 +79,10 @@ def _details(run: RunDir, job_id: str) -> dict[str, Any]:
     preempted."""
     try:
         record = show_job(job_id)
-        avoids = avoided(record)
+        avoids = avoided_nodes(record)
     except SlurmRefused:
         return {}
-    since = excluded_since(run)
+    since = excluded_since(read_ledger_or_complain(run))
     preempted_at = record.get("PreemptTime")
     return {
         "avoids": {host: since.get(host) for host in avoids},
@@ -146,7 +149,7 @@ def _shares(table: dict[str, Any]) -> str:
 
     def named(useful: bool) -> str:
         shares = sorted(table["shares"].items(), key=lambda share: -share[1])
-        chosen = [(name, share) for name, share in shares if (name in goodput.USEFUL) == useful]
+        chosen = [(name, share) for name, share in shares if (name in USEFUL) == useful]
         return ", ".join(f"{name} {share:.0%}" for name, share in chosen if share >= 0.005)
 
     parts = "; ".join(filter(None, (named(True), named(False))))

@@ -8,7 +8,6 @@ the first one; `--refresh` (and `mrl prefetch`) look again. enroot resolves tags
 keyed by the tag and the time. Credentials are enroot's own ($ENROOT_CONFIG_PATH/.credentials), never read here.
 """
 
-import errno
 import hashlib
 import os
 import re
@@ -28,7 +27,6 @@ from megatron_rl.contract.run_records import CachedImage
 
 REMIND = 30.0  # seconds between words of patience
 SUPERBLOCK = struct.Struct("<4s36xQ")  # magic, bytes used: https://dr-emann.github.io/squashfs/#superblock
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems mounted without flock
 
 
 def import_image(reference: str, cache: Path, refresh: bool = False, tell: Optional[Tell] = None) -> Path:
@@ -62,14 +60,13 @@ def import_image(reference: str, cache: Path, refresh: bool = False, tell: Optio
         exact = wanted._replace(tag=None, digest=digest) if digest else wanted
         file = entry.with_name(_file_name(exact, time.strftime("%Y%m%d-%H%M%S")))
         if not (digest and _is_whole(file)):
-            if lock is not None:  # else another importer may be writing its own now
+            if lock.works:  # else another importer may be writing its own now
                 _remove_debris(entry)
             _import(exact, file, entry, tell)
         write(entry, CachedImage(reference, file.name, time.time(), digest))
         return file
     finally:
-        if lock is not None:
-            lock.release()
+        lock.release()
 
 
 def find(reference: str, cache: Path) -> Optional[Path]:
@@ -100,8 +97,8 @@ def _file_name(reference: Reference, now: str) -> str:
     return "{}+{}.{}.sqsh".format(name, reference.tag or "latest", now)
 
 
-def _lock(path: Path, reference: str, tell: Tell) -> Optional[RunLock]:
-    """The right to import this reference; None where the file system has no locks: then two may do the same work."""
+def _lock(path: Path, reference: str, tell: Tell) -> RunLock:
+    """The right to import this reference; where the file system has no locks two may do the same work."""
     give_up = time.monotonic() + enroot.IMPORT_LIMIT
     while True:
         try:
@@ -111,9 +108,7 @@ def _lock(path: Path, reference: str, tell: Tell) -> Optional[RunLock]:
                 raise ImageError("waited {:.0f} s for {}: {}".format(enroot.IMPORT_LIMIT, path, error)) from None
             tell("waiting for {}: {}".format(reference, error))
         except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise ImageError("{}: {}".format(path, error.strerror)) from error
-            return None
+            raise ImageError("{}: {}".format(path, error.strerror)) from error
 
 
 def _remove_debris(entry: Path) -> None:

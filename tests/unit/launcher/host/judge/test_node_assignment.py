@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.attempt.assignment import NotEnoughNodes, assign, is_dead
+from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, unfit_nodes
+from launcher.host.slurm.words import is_dead
+from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
+from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
 
-PARTITIONED = {
-    "nodes": 4,
-    "spare_nodes": 1,
-    "alternatives": [],
-    "steps": [
-        {"name": "train", "nodes": [0, 1]},
-        {"name": "infer-0", "nodes": [2]},
-        {"name": "infer-1", "nodes": [3]},
-    ],
-}
+STEPS = [PlanStep("train", [0, 1], 8), PlanStep("infer-0", [2], 8), PlanStep("infer-1", [3], 8)]
+PARTITIONED = PlanRecord(4, 8, 1, STEPS)
 HOSTS = ["n1", "n2", "n3", "n4", "n5"]
 
 
-def colocated(*counts: int, spare: int = 0) -> dict[str, Any]:
-    """plan.json of a range in which these counts work, the largest first."""
-    plans = [{"nodes": count, "steps": [{"name": "train", "nodes": list(range(count))}]} for count in counts]
-    return {**plans[0], "spare_nodes": spare, "alternatives": plans[1:]}
+def colocated(*counts: int, spare: int = 0) -> PlanRecord:
+    """The plan of a range in which these counts work, the largest first."""
+    largest, *smaller = ([PlanStep("train", list(range(count)), 8)] for count in counts)
+    alternatives = [SmallerPlan(count, steps) for count, steps in zip(counts[1:], smaller, strict=True)]
+    return PlanRecord(counts[0], 8, spare, largest, alternatives)
 
 
 def test_steps_get_the_hosts_in_slurms_order():
@@ -106,3 +100,18 @@ def test_spare_nodes_of_a_range_stand_in_before_it_shrinks(given, there, bad, wo
 )
 def test_a_dead_node_is_told_by_slurms_word_for_it(state, dead):
     assert is_dead(state) == dead
+
+
+def test_bad_are_nodes_that_say_so_that_say_nothing_and_that_slow_the_others():
+    well = NodeHealth("a", 0.0, True, [])
+    nodes = {host: well._replace(host=host) for host in "acd"}
+    nodes["b"] = NodeHealth("b", 0.0, False, ["7 of 8 GPUs are there", "/dev/shm is full"])
+    fabric = FabricReport(["a", "c"], {"c": "its all-reduce with a is slow"})
+    bad = unfit_nodes(NodeReports(nodes, {"f": "is torn"}, fabric), ["a", "b", "c", "d", "e", "f"])
+    assert set(bad) == {"b", "c", "d", "e", "f"}
+    assert bad["b"] == "7 of 8 GPUs are there; /dev/shm is full"
+    assert bad["c"] == "its all-reduce with a is slow"
+    assert "did not come" in bad["d"]
+    assert "no report" in bad["e"]
+    assert bad["f"] == "its report is torn"
+    assert set(unfit_nodes(NodeReports(nodes), ["a", "b", "c", "d"])) == {"b"}

@@ -8,7 +8,8 @@ import pytest
 
 from launcher.backends.slurm.jobs import JobState
 from launcher.backends.slurm.reasons import wait_of
-from launcher.host.judge.sentence import in_words
+from launcher.host.judge.sentence import describe_end
+from megatron_rl.contract.attempt_records import AttemptEnd
 
 NOW = 1000.0
 CRASH = {"outcome": "crashed", "step": 40, "rank": 1, "node": "n3", "phase": "training", "error": "RuntimeError: boom"}
@@ -48,7 +49,7 @@ HELD = {"then": "held", "why": "the same error at the same step twice"}
     ],
 )
 def test_an_end_in_one_line(end: dict[str, Any], said: str) -> None:
-    assert in_words(end, NOW) == said
+    assert describe_end(AttemptEnd(1, NOW, **end), NOW) == said
 
 
 def test_a_successor_waits_for_the_job_before_it() -> None:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.hang import Silence, accused, judge
-from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from launcher.host.judge.hang import absent_rank, by_clock_of_reader, silent_rank
+from megatron_rl.contract.attempt_records import Hang, Heartbeat
+from megatron_rl.contract.codes import HEARTBEAT_LEFT, HEARTBEAT_WAIT
 
 NOW = 100_000.0
 LIMIT = 1800.0
 BEGAN = NOW - 50_000
 
 
-def beat(rank: int, silent: float, step: int = 41, phase: str = "train", **changes: Any) -> dict[str, Any]:
+def beat(rank: int, silent: float, step: int = 41, phase: str = "train", **changes: float) -> Heartbeat:
     """Of one of four ranks, whose main thread got on `silent` seconds ago and whose heartbeat is fresh."""
-    facts = {"rank": rank, "ranks": 4, "host": f"node{rank:02}", "phase": phase, "step": step, "entered": step}
-    return facts | {"at": NOW - silent, "written": NOW - 3, "every": 10.0} | changes
+    fresh = Heartbeat(rank, 4, f"node{rank:02}", phase, step, step, at=NOW - silent, written=NOW - 3, every=10.0)
+    return fresh._replace(**changes)
 
 
-def hung(*beats: dict[str, Any], now: float = NOW, limit: float = LIMIT) -> Silence | None:
-    return judge(beats, BEGAN, now, limit)
+def hung(*beats: Heartbeat, now: float = NOW, limit: float = LIMIT) -> Hang | None:
+    return silent_rank(beats, BEGAN, now, limit)
 
 
 def test_ranks_that_get_on_do_not_hang():
@@ -31,7 +30,7 @@ def test_ranks_that_get_on_do_not_hang():
 
 def test_the_one_that_is_a_step_behind_is_named():
     others = [beat(rank, 1810, step=42) for rank in (0, 1, 2)]
-    assert hung(*others, beat(3, 1805, phase="generate")) == Silence(3, "node03", "generate", 41, 1805.0)
+    assert hung(*others, beat(3, 1805, phase="generate")) == Hang(3, "node03", "generate", 41, 1805.0, NOW)
 
 
 def test_the_one_that_is_a_phase_behind_is_named():
@@ -64,24 +63,24 @@ def test_so_is_one_that_was_stopped_shortly_after_it_last_got_on():
 
 
 def test_a_rank_that_never_came_is_named():
-    assert hung(*(beat(rank, 20, step=0) for rank in (0, 1, 2))) == Silence(3, None, "starting", 0, NOW - BEGAN)
+    assert hung(*(beat(rank, 20, step=0) for rank in (0, 1, 2))) == Hang(3, None, "starting", 0, NOW - BEGAN, NOW)
 
 
 def test_ranks_none_of_which_came_hang_once_the_limit_is_over():
-    assert judge([], NOW - 1801, NOW, LIMIT).rank == 0
-    assert judge([], NOW - 1799, NOW, LIMIT) is None
+    assert silent_rank([], NOW - 1801, NOW, LIMIT).rank == 0
+    assert silent_rank([], NOW - 1799, NOW, LIMIT) is None
 
 
 def test_a_rank_that_may_still_be_on_its_way_is_waited_for_however_low_the_limit():
-    others = [dict(beat(rank, 200, step=0), written=NOW) for rank in (0, 1, 2)]
-    assert judge(others, NOW - 300, NOW, limit=100) is None
-    assert judge(others, NOW - 601, NOW, limit=100).rank == 3
+    others = [beat(rank, 200, step=0, written=NOW) for rank in (0, 1, 2)]
+    assert silent_rank(others, NOW - 300, NOW, limit=100) is None
+    assert silent_rank(others, NOW - 601, NOW, limit=100).rank == 3
 
 
 def test_a_rank_that_left_is_not_missed():
-    left = beat(2, 5000, phase="left", written=NOW - 5000)
+    left = beat(2, 5000, phase=HEARTBEAT_LEFT, written=NOW - 5000)
     assert hung(beat(0, 20), beat(1, 20), left, beat(3, 20)) is None
-    assert hung(*(dict(left, rank=rank) for rank in range(4))) is None
+    assert hung(*(left._replace(rank=rank) for rank in range(4))) is None
 
 
 HEARTBEATS = st.lists(
@@ -90,11 +89,11 @@ HEARTBEATS = st.lists(
         rank=st.integers(0, 7),
         silent=st.floats(0, 4000),
         step=st.integers(0, 3),
-        phase=st.sampled_from(["train", HEARTBEAT_WAIT, "left"]),
+        phase=st.sampled_from(["train", HEARTBEAT_WAIT, HEARTBEAT_LEFT]),
         ranks=st.integers(1, 8),
         entered=st.integers(0, 3),
     ),
-    unique_by=lambda beat: beat["rank"],
+    unique_by=lambda beat: beat.rank,
 )
 
 
@@ -103,7 +102,7 @@ def test_whoever_is_named_was_silent_for_longer_than_the_limit(beats):
     found = hung(*beats)
     if found is not None:
         assert found.silent_s >= LIMIT
-        assert found.phase != "left"
+        assert found.phase != HEARTBEAT_LEFT
 
 
 @given(HEARTBEATS, st.floats(0, 5000))
@@ -120,20 +119,31 @@ def test_the_order_in_which_heartbeats_are_read_does_not_matter(beats, random):
 
 def test_of_a_collective_that_timed_out_the_rank_is_accused_that_did_not_come():
     beats = [*(beat(rank, 600, phase=HEARTBEAT_WAIT) for rank in (0, 1, 2)), beat(3, 700, phase="generate")]
-    assert accused(beats, {0}) == Silence(3, "node03", "generate", 41, 697.0)
+    assert absent_rank(beats, {0}) == Hang(3, "node03", "generate", 41, 697.0, NOW - 3)
 
 
 def test_a_stopped_process_is_accused_of_it():
     beats = [beat(0, 600), beat(1, 590), beat(2, 603, written=NOW - 601), beat(3, 600)]
-    assert accused(beats, {0}).rank == 2
+    assert absent_rank(beats, {0}).rank == 2
 
 
 def test_nobody_is_accused_where_nobody_stands_out():
     waiting = [beat(rank, 600, phase=HEARTBEAT_WAIT) for rank in range(4)]
-    assert accused(waiting, {0, 1, 2, 3}) is None
-    assert accused([beat(0, 600), *(beat(rank, 590) for rank in (1, 2, 3))], {0}) is None
-    assert accused([], {0}) is None
+    assert absent_rank(waiting, {0, 1, 2, 3}) is None
+    assert absent_rank([beat(0, 600), *(beat(rank, 590) for rank in (1, 2, 3))], {0}) is None
+    assert absent_rank([], {0}) is None
 
 
-def test_a_rank_that_never_came_is_accused():
-    assert accused([beat(rank, 600, step=0) for rank in (0, 1, 2)], {0, 1}).rank == 3
+def test_a_rank_that_never_came_is_absent_rank():
+    assert absent_rank([beat(rank, 600, step=0) for rank in (0, 1, 2)], {0, 1}).rank == 3
+
+
+@given(HEARTBEATS, st.floats(-1e6, 1e6))
+def test_a_clock_that_is_wrong_on_some_node_changes_nothing(beats, hours):
+    wrong = [
+        by_clock_of_reader(one._replace(at=one.at + hours, written=one.written + hours), first_seen=one.written)
+        for one in beats
+    ]
+    assert [(one.rank, round(one.at, 3), one.written) for one in wrong] == [
+        (one.rank, round(one.at, 3), one.written) for one in beats
+    ]
