@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import Groups
+from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.training import supervised
@@ -40,9 +42,10 @@ class Run:
     policy: Policy
     optimizer: PolicyOptimizer
     engine: Engine
-    driver: RolloutDriver
     trainer: Trainer
     safe_points: SafePoints
+    driver: RolloutDriver = field(init=False)
+    """Made once the run is restored, since its bank depends on how far it is; see `drive`."""
     step: int = 0
     """The last one that is done."""
     next_ordinal: int = 0
@@ -75,13 +78,19 @@ class Run:
         accuracies = evaluate(
             self.environment,
             self.engine,
-            self.config.sampling,
+            self.config,
             self.groups,
             self.safe_points,
-            self.config.evaluation.prompts,
+            self.driver.runner,
         )
         asked = self.environment.prompt_format
         return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
+
+    def drive(self, bank: Bank) -> None:
+        """Make the driver, whose bank and agents begin where the run is."""
+        self.driver = RolloutDriver(
+            self.environment, self.engine, bank, self.config, self.groups, self.safe_points, asyncio.Runner()
+        )
 
     def restore(self, checkpoint: VerifiedCheckpoint) -> None:
         """Go on from a checkpoint of this run, written by any number of ranks. Collective."""
@@ -117,10 +126,9 @@ def set_up(config: RunConfig, platform: Platform, groups: Groups, safe_points: S
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    driver = RolloutDriver(environment, engine, config, groups, safe_points)
     trainer = Trainer(policy, optimizer, reference, config, platform, groups, safe_points)
     torch.manual_seed(config.training.seed)
-    return Run(config, platform, groups, environment, policy, optimizer, engine, driver, trainer, safe_points)
+    return Run(config, platform, groups, environment, policy, optimizer, engine, trainer, safe_points)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:

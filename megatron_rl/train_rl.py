@@ -125,7 +125,7 @@ def save(run: Run, checkpointer: Checkpointer, record: Writer, safe_points: Safe
 def begin_save(run: Run, checkpointer: Checkpointer, record: Writer) -> None:
     """Blocks for the copy."""
     record.sync()
-    run.driver.bank.saving(run.step, run.next_ordinal)
+    run.driver.bank.begin_checkpoint(run.step, run.next_ordinal)
     checkpointer.save(run.step, run.sharded_state(), run.progress())
     run.saved = run.step
 
@@ -137,7 +137,7 @@ def save_metrics(run: Run, outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
     for outcome in outcomes:
         if isinstance(outcome, Published):
             logger.info("checkpoint of step %d published, %d bytes", outcome.step, outcome.bytes)
-            run.driver.bank.saved(outcome.step)
+            run.driver.bank.end_checkpoint(outcome.step)
             metrics |= {"time/save_blocked_s": outcome.blocked_s, "time/save_s": outcome.total_s}
         else:
             logger.warning("%s", outcome)
@@ -183,9 +183,16 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, safe_points: SafeP
     record: Writer = (
         MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoMetrics()
     )
-    run.driver.bank = open_bank(
-        run_dir, attempt.number, config, run.engine, groups, step=run.step, next_ordinal=run.next_ordinal
+    bank = open_bank(
+        run_dir,
+        attempt.number,
+        config,
+        run.groups.data,
+        step=run.step,
+        policy_version=run.engine.policy_version,
+        next_ordinal=run.next_ordinal,
     )
+    run.drive(bank)
     book(run, record, resumed=run.step)
 
     safe_points.timeline.switch("train")
@@ -198,7 +205,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, safe_points: SafeP
         with safe_points.phase("drain"):
             leave(run, run_dir, checkpointer, lambda: begin_save(run, checkpointer, record))
     save_metrics(run, checkpointer.poll())
-    run.driver.bank.close()
+    run.driver.close()
     book(run, record)
     if world.rank == 0:
         step = run.step if outcome == "finished" else checkpointer.published
