@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,7 +153,13 @@ def set_up(
     engine = Engine(models.policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
     engine.policy_version = counters.policy_version
     bank = open_bank(
-        run_dir, attempt.number, config, engine, groups, step=counters.step, next_ordinal=counters.next_ordinal
+        run_dir,
+        attempt.number,
+        config,
+        groups.data,
+        step=counters.step,
+        policy_version=counters.policy_version,
+        next_ordinal=counters.next_ordinal,
     )
     writer: Writer = NoMetrics()
     if dist.get_rank() == 0:
@@ -167,7 +174,7 @@ def set_up(
         initial_weights=counters.initial_weights,
         trainer=trainer,
         engine=engine,
-        driver=RolloutDriver(environment, engine, bank, config, groups, safe_points),
+        driver=RolloutDriver(environment, engine, bank, config, groups, safe_points, asyncio.Runner()),
         checkpointer=checkpointer,
         writer=writer,
         step=counters.step,

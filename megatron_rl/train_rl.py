@@ -65,8 +65,8 @@ def evaluate_run(run: Run) -> None:
     """Greedy accuracy on the environment's evaluation sets, and how it was asked for."""
     run.safe_points.activity.enter("evaluating", run.step)
     with run.safe_points.phase("evaluate"):
-        limit, asked = run.config.evaluation.prompts, run.environment.prompt_format
-        accuracies = evaluate(run.environment, run.engine, run.config.sampling, run.groups, run.safe_points, limit)
+        asked = run.environment.prompt_format
+        accuracies = evaluate(run.environment, run.engine, run.config, run.groups, run.safe_points, run.driver.runner)
         run.writer.evaluation(run.step, {**accuracies, "eval/prompt_format": asked} if asked else accuracies)
     run.evaluated = run.step
 
@@ -83,7 +83,7 @@ def save(run: Run) -> None:
 def begin_save(run: Run) -> None:
     """Block for the copy to the host's memory."""
     run.writer.sync()
-    run.driver.bank.saving(run.step, run.next_ordinal)
+    run.driver.bank.begin_checkpoint(run.step, run.next_ordinal)
     run.checkpointer.save(run.step, run.sharded_state(), run.counters())
     run.saved = run.step
 
@@ -95,7 +95,7 @@ def save_metrics(run: Run) -> dict[str, float]:
     for outcome in run.checkpointer.poll():
         if isinstance(outcome, Published):
             logger.info("checkpoint of step %d published, %d bytes", outcome.step, outcome.bytes)
-            run.driver.bank.saved(outcome.step)
+            run.driver.bank.end_checkpoint(outcome.step)
             metrics |= {"time/save_blocked_s": outcome.blocked_s, "time/save_s": outcome.total_s}
         else:
             logger.warning("%s", outcome)

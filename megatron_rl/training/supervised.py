@@ -80,7 +80,7 @@ def teach(
 def as_trajectory(prompt: str, answer: str, tokenizer: Tokenizer) -> Trajectory:
     """A worked example in the form that packing takes."""
     tokens = [*tokenizer.encode(answer), tokenizer.eos_id]
-    completion = Completion(tokens, [0.0] * len(tokens), "stop", policy_version=0)
+    completion = Completion(tokens, [0.0] * len(tokens), "stop", versions=[0] * len(tokens))
     return Trajectory.single(tokenizer.encode(prompt), completion, answer, 1.0)
 
 

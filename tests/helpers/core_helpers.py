@@ -135,8 +135,9 @@ def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]
 
 
 def trajectory(prompt: list[int], answer: list[int], reward: float = 0.0, text: str = "", **fields: Any) -> Trajectory:
-    """One answer; `fields` are of its completion."""
-    defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "policy_version": 0}
+    """One answer; `fields` are of its completion, of which one policy version may stand for all."""
+    versions = [fields.pop("policy_version", 0)] * len(answer)
+    defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "versions": versions}
     return Trajectory.single(prompt, Completion(tokens=answer, **(defaults | fields)), text, reward)
 
 

@@ -34,6 +34,7 @@ from megatron_rl.agent.api import (
     GroupedRolloutGenerator,
     GroupRolloutRequest,
 )
+from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
@@ -42,7 +43,7 @@ from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
@@ -53,7 +54,6 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch
-from megatron_rl.rollout.stream import stable_key
 from megatron_rl.run import Models
 from megatron_rl.training.optimizer import Update
 
@@ -294,24 +294,29 @@ class _Engine:
 
     def __init__(self, policy: _Policy) -> None:
         self.policy = policy
-        self._under_way: dict[int, tuple[GenerationRequest, list[list[int]]]] = {}
+        self._answers: dict[str, list[list[int]]] = {}
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         answers = [list(request.known[i].tokens) if i in request.known else [] for i in range(request.num_samples)]
-        self._under_way[id(request)] = request, answers
+        self._answers[request.id] = answers
         weight = int(self.policy.weight)
-        while any(len(answer) < ANSWER_TOKENS for answer in answers):
-            await asyncio.sleep(0)
-            for sample, answer in enumerate(answers):
-                if len(answer) < ANSWER_TOKENS:
-                    answer.append(stable_key("token", weight, request.key, sample, len(answer)) % 1000)
-        del self._under_way[id(request)]
-        return [Completion(tokens, [-1.0] * len(tokens), "length", self.policy_version) for tokens in answers]
+        try:
+            while any(len(answer) < ANSWER_TOKENS for answer in answers):
+                await asyncio.sleep(0)
+                for sample, answer in enumerate(answers):
+                    if len(answer) < ANSWER_TOKENS:
+                        answer.append(stable_key("token", weight, request.key, sample, len(answer)) % 1000)
+        finally:
+            del self._answers[request.id]
+        return [Completion(tokens, [-1.0] * len(tokens), "length", self._versions(tokens)) for tokens in answers]
 
-    def under_way(self) -> list[UnderWay]:
+    def _versions(self, tokens: Sequence[int]) -> list[int]:
+        return [self.policy_version] * len(tokens)
+
+    def partial_answers(self) -> list[PartialAnswer]:
         return [
-            UnderWay(request, sample, Beginning(list(tokens), [-1.0] * len(tokens), self.policy_version))
-            for request, answers in self._under_way.values()
+            PartialAnswer(request_id, sample, Beginning(list(tokens), [-1.0] * len(tokens), self._versions(tokens)))
+            for request_id, answers in self._answers.items()
             for sample, tokens in enumerate(answers)
             if tokens
         ]
@@ -324,12 +329,12 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
         return [Problem(str(number), {}) for number in range(7)]
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        asked = GenerationRequest([1], request.group_size, request.sampling, request.key)
+        asked = GenerationRequest([1], request.group_size, request.sampling, request.key, request.ordinal)
         dull = stable_key("dull", request.ordinal) % 2
         trajectories = []
         for number, answer in enumerate(await request.inference.generate(asked)):
             reward = 0.0 if dull else float((sum(answer.tokens) + number) % 2)
-            trajectories.append(trajectory([1], answer.tokens, reward, policy_version=answer.policy_version))
+            trajectories.append(trajectory([1], answer.tokens, reward, versions=answer.versions))
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, {})
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
