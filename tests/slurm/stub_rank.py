@@ -49,6 +49,7 @@ def train():
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: told.append(True))
     box.start()
+    box.start_heartbeats()
     step = len(read_json_lines(run.metrics))
     while step < asked["steps"] and not attempt.outcome.exists():
         if told and not asked.get("deaf"):

@@ -203,7 +203,6 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     from core_helpers import build_run, tiny_run
 
     from megatron_rl.metrics.tally import Tally
-    from megatron_rl.rollout.evaluation import evaluate
 
     characters = "".join(sorted(set("What is 1/4 + 1/4? 2 + 3 + 2? 7 - 1?\\boxed{}0123456789")))
     config = tiny_run(
@@ -225,8 +224,7 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     write(data / "train.jsonl", [("1/4 + 1/4?", "1/2"), ("2 + 2?", "4")])
     run = build_run(config, platform, groups)
     drive(run, bank_in(data / "bank"))
-    accuracies = evaluate(run.environment, run.engine, run.config, run.groups, run.safe_points, run.driver.runner)
-    assert accuracies == {"eval/sums/greedy_accuracy": 0.0}
+    assert run.evaluate() == {"eval/sums/greedy_accuracy": 0.0, "eval/prompt_format": "boxed"}
     batch = run.driver.collect(0)
     rewards = {trajectory.reward for made in batch.groups for trajectory in made.trajectories}
     assert rewards == {-1.0}  # such a policy boxes nothing

@@ -22,7 +22,6 @@ from megatron_rl.rollout.bank import bank as bank_module
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
 from megatron_rl.rollout.config import ResumeConfig
-from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.run import Run
 
 KEEP = ResumeConfig(partial="keep")
@@ -182,7 +181,7 @@ def test_unfinished_answers_are_written_now_and_then(run: Run, tmp_path: Path, m
 def test_evaluation_leaves_nothing_in_the_bank(run: Run, tmp_path: Path) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
-    evaluate(run.environment, run.engine, run.config, run.groups, run.safe_points, run.driver.runner)
+    run.evaluate()
     run.driver.close()
     assert banked_tokens(tmp_path) == 0
 
