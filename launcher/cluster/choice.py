@@ -47,6 +47,7 @@ class Clusters:
     _locate: Locate
 
     def names(self) -> list[str]:
+        """All that a run can go to."""
         return [*sorted({*self.own, *self.shipped}), LOCAL]
 
     def choose(self, cli: str | None, environ: Mapping[str, str], recipe_cluster: str | None) -> str:

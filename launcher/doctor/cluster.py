@@ -26,6 +26,7 @@ class Node:
 
     @property
     def in_service(self) -> bool:
+        """Whether jobs can run there, now or when it is free."""
         return self.state not in OUT_OF_SERVICE
 
     def gpus(self, kind: str = "gpu") -> int:
@@ -77,6 +78,7 @@ class Target:
 
     @property
     def name(self) -> str:
+        """Of the partition."""
         return self.partition["PartitionName"]
 
 

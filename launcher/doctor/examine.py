@@ -66,10 +66,10 @@ def examine_local(
     machine: Machine, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
 ) -> list[Finding]:
     """Every finding of a run on this machine, without Slurm."""
-    here = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
+    profile = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
     return [
         *local.machine(machine, config),
-        *storage.run_root(run_root, demand_of(config, here, checkpoint_bytes, _speed(run_root))),
+        *storage.run_root(run_root, demand_of(config, profile, checkpoint_bytes, _speed(run_root))),
     ]
 
 

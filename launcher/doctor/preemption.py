@@ -59,6 +59,7 @@ def requeue(cluster: Cluster) -> list[Finding]:
 
 
 def kill_wait_s(cluster: Cluster) -> int:
+    """Seconds from SIGTERM to SIGKILL."""
     return number(cluster.config.get("KillWait"), KILL_WAIT_S)
 
 

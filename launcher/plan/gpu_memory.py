@@ -47,6 +47,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Bytes of all terms."""
         return sum(term.bytes for term in self.terms)
 
 
@@ -61,6 +62,7 @@ class Weights:
 
     @property
     def all(self) -> int:
+        """Shared and experts' together."""
         return self.dense + self.experts
 
 
