@@ -34,7 +34,7 @@ def list_files(path: str, run: str) -> Listing:
             "{}: no such directory on {}; the code must lie where the compute nodes see it, "
             "or be copied by mrl-submit".format(path, socket.gethostname())
         )
-    notes = []  # type: List[str]
+    notes: List[str] = []
     tracked, untracked = _names(path, os.path.realpath(run), notes)
     sizes = {}
     for name in sorted(set(tracked + untracked)):
@@ -90,17 +90,17 @@ def _walk(path: str) -> List[str]:
 
 def _code_among(path: str, names: List[str], run: str, notes: List[str]) -> List[str]:
     """Those of the untracked files that are code."""
-    reasons = {}  # type: Dict[str, Optional[str]]
-    code = []
+    reasons: Dict[str, Optional[str]] = {}
+    kept = []
     for name in names:
         if _is_byte_code(name):
             continue
         if any(fnmatch(os.path.basename(name), pattern) for pattern in CREDENTIALS):
             notes.append("left out: {} (its name says credentials)".format(name))
         elif not _inside_no_code(path, os.path.dirname(name), run, reasons):
-            code.append(name)
+            kept.append(name)
     notes += ["left out: {}/ ({})".format(folder, why) for folder, why in sorted(reasons.items()) if why]
-    return code
+    return kept
 
 
 def _inside_no_code(path: str, folder: str, run: str, reasons: Dict[str, Optional[str]]) -> bool:
