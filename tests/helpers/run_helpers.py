@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from launcher.host.record.submissions import note
@@ -11,6 +12,12 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import append_json_line, write_json
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
+
+
+def fake_ranks(script: str) -> str:
+    """What a command does first whose runs on this machine are to have fake ranks: see fake_rank.py."""
+    command = [sys.executable, FAKE_RANK, script]
+    return f"from launcher.backends import local; local.RANK_COMMAND[:] = {command!r}"
 
 
 def make_run(root: Path, *overrides: str, job_id: str | None = None, cluster: str = "local") -> RunDir:
