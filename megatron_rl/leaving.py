@@ -37,11 +37,11 @@ def leave(run: Run, run_dir: RunDir, checkpointer: Checkpointer, save: Callable[
     failed is tried once more: there may be room for it by now.
     """
     _see_through(run.pulse, checkpointer)
-    flag = torch.zeros(1, dtype=torch.int32, device=run.platform.device)
+    flag = torch.zeros(1, dtype=torch.int32)
     # Rank 0 decides: the others may not know yet what became of a save.
     if dist.get_rank() == 0 and run.step > checkpointer.newest and run.trainer.between_steps:
         flag += _time_to_save(run_dir, checkpointer, run.pulse.drain)
-    dist.broadcast(flag, src=0)
+    dist.broadcast(flag, src=0, group=run.groups.control)
     if flag.item():
         save()
         _see_through(run.pulse, checkpointer)

@@ -21,6 +21,7 @@ from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.select import Platform
 from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.training import supervised
@@ -34,7 +35,7 @@ class Run:
 
     config: RunConfig
     platform: Platform
-    group: dist.ProcessGroup
+    groups: Groups
     environment: Environment
     policy: Policy
     optimizer: PolicyOptimizer
@@ -66,7 +67,7 @@ class Run:
             "evaluated": self.evaluated,
             "policy_version": self.trainer.policy_version,
             "nonfinite_in_a_row": self.trainer.nonfinite_in_a_row,
-            "data_parallel_size": dist.get_world_size(self.group),
+            "data_parallel_size": dist.get_world_size(self.groups.data),
         }
 
     def evaluate(self) -> dict[str, Any]:
@@ -75,8 +76,7 @@ class Run:
             self.environment,
             self.engine,
             self.config.sampling,
-            self.group,
-            self.platform.device,
+            self.groups,
             self.pulse,
             self.config.evaluation.prompts,
         )
@@ -101,7 +101,7 @@ class Run:
         self.trainer.nonfinite_in_a_row = progress["nonfinite_in_a_row"]
 
 
-def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup, pulse: Pulse) -> Run:
+def set_up(config: RunConfig, platform: Platform, groups: Groups, pulse: Pulse) -> Run:
     """A run at step 0. Collective.
 
     Raises ConfigurationError where the recipe does not fit together, and Left where a rank was asked to leave.
@@ -117,10 +117,10 @@ def set_up(config: RunConfig, platform: Platform, group: dist.ProcessGroup, puls
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    driver = RolloutDriver(environment, engine, config, group, platform.device, pulse)
-    trainer = Trainer(policy, optimizer, reference, config, platform, group, pulse)
+    driver = RolloutDriver(environment, engine, config, groups, pulse)
+    trainer = Trainer(policy, optimizer, reference, config, platform, groups, pulse)
     torch.manual_seed(config.training.seed)
-    return Run(config, platform, group, environment, policy, optimizer, engine, driver, trainer, pulse)
+    return Run(config, platform, groups, environment, policy, optimizer, engine, driver, trainer, pulse)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:

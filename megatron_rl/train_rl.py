@@ -91,7 +91,7 @@ def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, puls
         run.engine.policy_version = run.trainer.policy_version
     run.step, run.next_ordinal = step, batch.next_ordinal
 
-    metrics, stretch = report.metrics(batch, updates, run.trainer.policy_version, run.group, run.platform.device)
+    metrics, stretch = report.metrics(batch, updates, run.trainer.policy_version, run.groups)
     record.step(step, metrics | save_metrics(run, checkpointer.poll()))
     record.stretch(stretch)
     record.look(step, batch.groups)
@@ -145,8 +145,8 @@ def book(run: Run, record: MetricsWriter, **facts: Any) -> None:
     """Write what passed since the last line of the attempt's timeline. Collective."""
     tally = Tally()
     run.pulse.timeline.tally(tally)
-    total = tally.reduce(run.group, run.platform.device)
-    record.stretch({**run.pulse.timeline.line(total, dist.get_world_size(run.group), run.step), **facts})
+    total = tally.reduce(run.groups.control)
+    record.stretch({**run.pulse.timeline.line(total, dist.get_world_size(run.groups.control), run.step), **facts})
 
 
 def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> Outcome:
@@ -156,14 +156,14 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     check_supported(config)
     check_installed(config.logging)
     platform = select(config.job, world.local_rank)
-    group = world.connect(config.job, platform.backend, attempt.address("train"))
-    pulse.meet(group, platform.device)
+    groups = world.connect(config.job, platform.backend, attempt.address("train"))
+    pulse.meet(groups)
     pulse.drain.started()
     try:
         checkpointer = Checkpointer(run_dir, config.save)
         if config.model.init == "supervised":
             progress.enter("teaching the base model", 0)
-        run = set_up(config, platform, group, pulse)
+        run = set_up(config, platform, groups, pulse)
     except Left:
         return leave_early(attempt, world, pulse.drain)
     except RuntimeError:
@@ -178,7 +178,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
             logger.info("going on after step %d", run.step)
     record = MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoRecord()
     run.driver.bank = open_bank(
-        run_dir, attempt.number, config, run.engine, group, step=run.step, next_ordinal=run.next_ordinal
+        run_dir, attempt.number, config, run.engine, groups, step=run.step, next_ordinal=run.next_ordinal
     )
     book(run, record, resumed=run.step)
 
@@ -198,7 +198,7 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
         step = run.step if outcome == "finished" else checkpointer.published
         once_there_is_room(attempt.outcome, lambda: write_json(attempt.outcome, {"outcome": outcome, "step": step}))
     record.close()
-    dist.barrier(group)  # nobody leaves before the outcome is on disk
+    dist.barrier(groups.control)  # nobody leaves before the outcome is on disk
     world.disconnect()
     return outcome
 

@@ -66,15 +66,19 @@ def platform() -> Any:
 
 
 @pytest.fixture(scope="session")
-def group(platform: Any) -> Iterator[Any]:
-    """The data-parallel group of the one rank."""
+def groups(platform: Any) -> Iterator[Any]:
+    """The groups of the one rank."""
+    from datetime import timedelta
+
     import torch.distributed as dist
     from megatron.core import parallel_state
+
+    from megatron_rl.rank.world import Groups
 
     if not dist.is_initialized():
         dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    yield parallel_state.get_data_parallel_group()
+    yield Groups.from_megatron(timedelta(seconds=60))
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import Update
 
@@ -36,18 +36,17 @@ class StepReport:
         batch: RolloutBatch,
         updates: Sequence[Update],
         policy_version: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        groups: Groups,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The step's lines for metrics.jsonl and for the attempt's timeline, the same on every rank. Collective.
 
         Raises AllAnswersLost.
         """
         self.timeline.tally(self.tally)
-        total = self.tally.reduce(group, device)
+        total = self.tally.reduce(groups.control)
         if not total["answers"]:
-            raise AllAnswersLost(f"no answer of step {self.step} could be scored: {failures_by_reason(batch, group)}")
-        ranks = dist.get_world_size(group)
+            raise AllAnswersLost(f"no answer of step {self.step} could be scored: {failures_by_reason(batch, groups)}")
+        ranks = dist.get_world_size(groups.control)
         stretch = self.timeline.line(total, ranks, self.step)
         spent = {name: stretch["seconds"].get(name, 0.0) / ranks for name in OF_A_STEP}
         seconds = sum(spent.values())
@@ -67,7 +66,7 @@ class StepReport:
         if batch.dropped:
             metrics["dropped_ordinals"] = {str(ordinal): reason for ordinal, reason in sorted(batch.dropped.items())}
         if total["failed"]:
-            metrics["failed_rollouts_by_reason"] = failures_by_reason(batch, group)
+            metrics["failed_rollouts_by_reason"] = failures_by_reason(batch, groups)
         return metrics, stretch
 
 
@@ -120,13 +119,13 @@ def update_metrics(total: Mapping[str, float], updates: Sequence[Update]) -> dic
     return metrics
 
 
-def failures_by_reason(batch: RolloutBatch, group: dist.ProcessGroup) -> dict[str, int]:
+def failures_by_reason(batch: RolloutBatch, groups: Groups) -> dict[str, int]:
     """Answers lost on all ranks, by reason. Collective; called only when there are any."""
     mine: Counter[str] = Counter()
     for rollout_group in batch.groups:
         mine.update(rollout_group.failures)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(mine), group=group)
+    everyone: list[Any] = [None] * dist.get_world_size(groups.control)
+    dist.all_gather_object(everyone, dict(mine), group=groups.control)
     total: Counter[str] = Counter()
     for counts in everyone:
         total.update(counts)

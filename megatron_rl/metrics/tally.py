@@ -35,12 +35,12 @@ class Tally:
         self._values[name] = min(self._values.get(name, float("inf")), float(value))
         self._kinds[name] = _Kind.MIN
 
-    def reduce(self, group: dist.ProcessGroup, device: torch.device) -> Mapping[str, float]:
-        """The values over all ranks of `group`, fp64. One all-gather: every rank sums in rank order, so all ranks
-        see the same bits."""
-        mine = torch.tensor([float(value) for value in self._values.values()], dtype=torch.float64, device=device)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, mine, group=group)
+    def reduce(self, control: dist.ProcessGroup) -> Mapping[str, float]:
+        """The values over all ranks of the gloo group `control`, in fp64. One all-gather: every rank sums in rank
+        order, so all ranks see the same bits."""
+        mine = torch.tensor([float(value) for value in self._values.values()], dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(control))]
+        dist.all_gather(rows, mine, group=control)
         table = torch.stack(rows)
         by_kind = {
             _Kind.SUM: table.sum(0).tolist(),

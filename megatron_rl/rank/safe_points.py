@@ -15,6 +15,7 @@ from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.drain import Drain, fits
 from megatron_rl.rank.progress import Progress
+from megatron_rl.rank.world import Groups
 
 LOOK_EVERY_S = 0.1
 
@@ -43,11 +44,10 @@ class Pulse:
         self.progress = progress
         self.drain = drain
         self.timeline = timeline
-        self._group: dist.ProcessGroup | None = None
-        self._device: torch.device | None = None
+        self._control: dist.ProcessGroup | None = None
 
-    def meet(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def meet(self, groups: Groups) -> None:
+        self._control = groups.control
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Pulse:
             Left: on all ranks where one was asked to leave.
         """
         asked = self.beat()
-        if self._group is None:
+        if self._control is None:
             if asked:
                 raise Left
             return
@@ -84,8 +84,8 @@ class Pulse:
             unfinished_s is None or (first and not fits(time.time(), self.drain.deadline(), unfinished_s))
         )
         with self.phase("wait"):
-            flags = torch.tensor([asked, urgent], dtype=torch.int32, device=self._device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+            flags = torch.tensor([asked, urgent], dtype=torch.int32)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control)
             asked_anywhere, leave = flags.bool().tolist()
         if asked_anywhere:
             self.drain.asked = True

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they meet, and that none outlives its parent."""
+"""The ranks of a world: how they meet, the groups they talk in, and that none outlives its parent."""
 
 from __future__ import annotations
 
@@ -16,6 +16,40 @@ from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups of one rank. Those of size 1 exist too."""
+
+    world: dist.ProcessGroup
+    """All ranks, over the device's backend."""
+    data: dist.ProcessGroup
+    """Ranks with the same part of the model: they share out the prompts, and sum gradients and normalisers."""
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    control: dist.ProcessGroup
+    """All ranks, always over gloo with tensors on the CPU: agreement to leave, tallies, objects. Waiting here
+    synchronises no device, and a time-out is an exception: NCCL's ends the process without a word."""
+
+    @classmethod
+    def from_megatron(cls, timeout: timedelta) -> Groups:
+        """The groups that megatron-core's parallel_state has made, and a control group bounded by `timeout`.
+        Collective over all ranks."""
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is not initialized"
+        # Where all is gloo there is nothing to gain from a second group.
+        apart = dist.get_backend() != "gloo"
+        control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control") if apart else world
+        return cls(
+            world=world,
+            data=parallel_state.get_data_parallel_group(),
+            tensor=parallel_state.get_tensor_model_parallel_group(),
+            pipeline=parallel_state.get_pipeline_model_parallel_group(),
+            expert=parallel_state.get_expert_model_parallel_group(),
+            control=control,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +74,8 @@ class World:
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
 
-    def connect(self, job: JobConfig, backend: str, address: Path) -> dist.ProcessGroup:
-        """Meet the other ranks (see rendezvous.meet), set up megatron-core's groups, return the data-parallel one.
+    def connect(self, job: JobConfig, backend: str, address: Path) -> Groups:
+        """Meet the other ranks (see rendezvous.meet), set up megatron-core's groups and ours.
 
         Every collective is bounded by `job.collective_timeout_s`.
         """
@@ -51,7 +85,7 @@ class World:
         parallel_state.initialize_model_parallel(
             distributed_timeout_minutes=max(1, -(-job.collective_timeout_s // 60)),
         )
-        return parallel_state.get_data_parallel_group()
+        return Groups.from_megatron(timeout)
 
     def disconnect(self) -> None:
         parallel_state.destroy_model_parallel()

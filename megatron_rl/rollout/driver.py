@@ -15,6 +15,7 @@ from megatron_rl.algorithms.advantages import SIGNAL_STD
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.bank.memory import Memory, NoBank
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
 
@@ -42,8 +43,7 @@ class RolloutDriver:
         agent: GroupedRolloutGenerator,
         engine: Engine,
         config: RunConfig,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        groups: Groups,
         pulse: Pulse,
     ) -> None:
         self.agent = agent
@@ -51,8 +51,7 @@ class RolloutDriver:
         self.bank: Memory = NoBank(engine)
         self.config = config
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
-        self.group = group
-        self.device = device
+        self.groups = groups
         self.pulse = pulse
         self._answered = 0  # groups so far
 
@@ -75,7 +74,7 @@ class RolloutDriver:
         while filled < wanted:
             rounds += 1
             missing = wanted - filled
-            share = shares(ordinal, missing, dist.get_world_size(self.group))[dist.get_rank(self.group)]
+            share = shares(ordinal, missing, dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
             groups = self._roll_out(share)
             self.pulse.agree()
             last_round = not dynamic.enabled or rounds == dynamic.max_rounds
@@ -125,10 +124,10 @@ class RolloutDriver:
 
     def _with_signal(self, first: int, count: int, groups: list[RolloutGroup]) -> list[bool]:
         """For each of the round's ordinals, whoever drew it: do its rewards differ?"""
-        flags = torch.zeros(count, dtype=torch.int32, device=self.device)
+        flags = torch.zeros(count, dtype=torch.int32)
         for group in groups:
             flags[group.ordinal - first] = _has_signal(group)
-        dist.all_reduce(flags, group=self.group)
+        dist.all_reduce(flags, group=self.groups.control)
         return flags.bool().tolist()
 
 

@@ -11,6 +11,7 @@ from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.stream import shares
 
 
@@ -18,8 +19,7 @@ def evaluate(
     agent: EvaluationAgent,
     inference: ResumableInference,
     sampling: Sampling,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    groups: Groups,
     pulse: Pulse,
     limit: int | None = None,
 ) -> dict[str, float]:
@@ -31,15 +31,15 @@ def evaluate(
     """
     greedy = Sampling(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
     sets = {name: problems[:limit] for name, problems in agent.evaluation_problems().items()}
-    right = torch.zeros(len(sets), dtype=torch.float64, device=device)
+    right = torch.zeros(len(sets), dtype=torch.float64)
     for index, problems in enumerate(sets.values()):
-        share = shares(0, len(problems), dist.get_world_size(group))[dist.get_rank(group)]
+        share = shares(0, len(problems), dist.get_world_size(groups.data))[dist.get_rank(groups.data)]
         request = EvaluationRequest([problems[i] for i in share], greedy, 1, 0, inference)
         response = asyncio.run(pulse.attend(agent.evaluate(request), sign_of_life=lambda: inference.busy_s))
         if response is not None:
             right[index] = sum(reward == 1.0 for reward in response.rewards)
         pulse.agree()
-    dist.all_reduce(right, group=group)
+    dist.all_reduce(right, group=groups.control)
     return {
         f"eval/{name}/greedy_accuracy": right[index].item() / len(problems)
         for index, (name, problems) in enumerate(sets.items())

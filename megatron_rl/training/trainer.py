@@ -25,6 +25,7 @@ from megatron_rl.metrics.tally import Tally
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.select import Platform
 from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 
@@ -65,7 +66,7 @@ class Trainer:
         reference: Policy | None,
         config: RunConfig,
         platform: Platform,
-        group: dist.ProcessGroup,
+        groups: Groups,
         pulse: Pulse,
     ) -> None:
         self.policy = policy
@@ -73,7 +74,7 @@ class Trainer:
         self.reference = reference
         self.config = config
         self.platform = platform
-        self.group = group
+        self.groups = groups
         self.pulse = pulse
         self.policy_version = 0
         self.nonfinite_in_a_row = 0
@@ -176,7 +177,7 @@ class Trainer:
             dtype=torch.float64,
             device=self.platform.device,
         )
-        dist.all_reduce(normaliser, group=self.group)
+        dist.all_reduce(normaliser, group=self.groups.data)
         weights = token_weights(answers.lengths, answers.trained, grpo.reduction, normaliser.item())
         per_rollout = torch.stack((weights, answers.advantages))
 

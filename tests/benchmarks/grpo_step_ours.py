@@ -71,10 +71,10 @@ def main() -> None:
     attempt = run_dir.attempt(1)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     platform = select(config.job, world.local_rank)
-    group = world.connect(config.job, platform.backend, attempt.address("train"))
+    groups = world.connect(config.job, platform.backend, attempt.address("train"))
     pulse = Pulse(Progress(attempt, shared=world.rank == 0), Drain(attempt), Timeline())
-    pulse.meet(group, platform.device)
-    run = set_up(config, platform, group, pulse)
+    pulse.meet(groups)
+    run = set_up(config, platform, groups, pulse)
     if size.end_bias:
         lengthen(run.policy, run.engine.end_token, size.end_bias)
 

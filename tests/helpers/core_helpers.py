@@ -94,9 +94,9 @@ def quiet_pulse() -> Pulse:
     return Pulse(Progress(attempt, shared=False), Drain(attempt), Timeline())
 
 
-def build_run(config: RunConfig, platform: Platform, group: Any, scale: float = 0.3) -> Run:
+def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
-    run = set_up(config, platform, group, quiet_pulse())
+    run = set_up(config, platform, groups, quiet_pulse())
     stir(run.policy, scale)
     run.optimizer.megatron.reload_model_params()
     if run.trainer.reference is not None:

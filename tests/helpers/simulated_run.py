@@ -79,7 +79,7 @@ def recipe(*, dynamic: bool) -> RunConfig:
 class Simulation:
     """One run directory, and attempts on it."""
 
-    def __init__(self, root: Path, config: RunConfig, platform: Any, group: Any, left: State | None = None) -> None:
+    def __init__(self, root: Path, config: RunConfig, platform: Any, groups: Any, left: State | None = None) -> None:
         """left: what is there already."""
         root.mkdir(parents=True)
         self.run_dir = RunDir(root)
@@ -88,7 +88,7 @@ class Simulation:
         else:
             restore(root, left)
         self.platform = platform
-        self.group = group
+        self.groups = groups
         self.disk: Disk
         """Of the newest attempt."""
         self.looks = 0
@@ -137,7 +137,7 @@ class Simulation:
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
             self.disk = Disk(self.run_dir.root, patch, death, watch=watch)
-            world: Any = _World(self.group)
+            world: Any = _World(self.groups)
             try:
                 ending: Ending = train_rl.run_rank(self.run_dir, attempt, world, pulse)
             except Killed:
@@ -151,16 +151,16 @@ class Simulation:
         steps, evaluations = reproducible(self.run_dir)
         return Record(fates(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
 
-    def _set_up(self, config: RunConfig, platform: Any, group: Any, pulse: Pulse) -> Run:
+    def _set_up(self, config: RunConfig, platform: Any, groups: Any, pulse: Pulse) -> Run:
         torch.manual_seed(config.training.seed)
         policy: Any = _Policy()
         self.policy = policy
         engine: Any = _Engine(policy)
         agent: Any = _Agent()
-        driver = RolloutDriver(agent, engine, config, group, platform.device, pulse)
+        driver = RolloutDriver(agent, engine, config, groups, pulse)
         optimizer: Any = _Optimizer()
         trainer: Any = _Trainer(policy, optimizer, pulse)
-        return Run(config, platform, group, agent, policy, optimizer, engine, driver, trainer, pulse)
+        return Run(config, platform, groups, agent, policy, optimizer, engine, driver, trainer, pulse)
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ class _Promise(Future[Any]):
 class _World:
     rank = 0
 
-    def __init__(self, group: Any) -> None:
-        self.connect = lambda job, backend, address: group
+    def __init__(self, groups: Any) -> None:
+        self.connect = lambda job, backend, address: groups
         self.disconnect = lambda: None
         self.local_rank = 0
 

@@ -27,12 +27,12 @@ DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["all prompts", 
 
 
 @pytest.fixture(scope="module")
-def make_run(tmp_path_factory: pytest.TempPathFactory, platform: Any, group: Any) -> MakeRun:
+def make_run(tmp_path_factory: pytest.TempPathFactory, platform: Any, groups: Any) -> MakeRun:
     numbers = itertools.count()
     folder = tmp_path_factory.mktemp("runs")
 
     def make(dynamic: bool, left: State | None = None) -> Simulation:
-        return Simulation(folder / str(next(numbers)), recipe(dynamic=dynamic), platform, group, left)
+        return Simulation(folder / str(next(numbers)), recipe(dynamic=dynamic), platform, groups, left)
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from core_helpers import CPU, batch_of, build_run, random_groups, tiny_run
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl.rank.config import JobConfig
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.platform.select import select
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.stream import shares
 
 STEPS = 3
@@ -48,18 +50,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def losses_and_weights(rank: int, ranks: int, group: Any, case: dict[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
+def losses_and_weights(rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
     """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
     config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
-    run = build_run(config, select(JobConfig(device="cpu")), group, scale=0.1)  # rounding must not grow over the steps
+    run = build_run(config, select(JobConfig(device="cpu")), of_ranks, scale=0.1)  # rounding must not grow over the steps
     tallied = []
     for step in range(1, STEPS + 1):
         groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)
         share = shares(0, len(groups), ranks)[rank]
         tally = Tally()
         updates = run.trainer.train(batch_of(groups, share.start, share.stop), step, tally)
-        total = dict(tally.reduce(group, CPU))
+        total = dict(tally.reduce(of_ranks.control))
         del total["packed_tokens"]  # how prompts were shared: the layout's own
         tallied.append(total | {f"grad_norm/{i}": update.grad_norm for i, update in enumerate(updates)})
     return tallied, torch.cat([weight.detach().flatten() for weight in run.policy.parameters()])
@@ -67,8 +69,8 @@ def losses_and_weights(rank: int, ranks: int, group: Any, case: dict[str, Any]) 
 
 def all_cases(rank: int, ranks: int) -> list[tuple[list[dict[str, Any]], Tensor]]:
     parallel_state.initialize_model_parallel()
-    group = parallel_state.get_data_parallel_group()
-    return [losses_and_weights(rank, ranks, group, case) for case in CASES.values()]
+    groups = Groups.from_megatron(timedelta(seconds=60))
+    return [losses_and_weights(rank, ranks, groups, case) for case in CASES.values()]
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,8 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tup
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_like_one(name: str, on_two_ranks: Any, platform: Any, group: Any) -> None:
-    expected, expected_weights = losses_and_weights(0, 1, group, CASES[name])
+def test_two_ranks_train_like_one(name: str, on_two_ranks: Any, platform: Any, groups: Any) -> None:
+    expected, expected_weights = losses_and_weights(0, 1, groups, CASES[name])
     for tallied, weights in on_two_ranks[name]:
         for step, (ours, theirs) in enumerate(zip(tallied, expected, strict=True)):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"

@@ -30,6 +30,7 @@ from megatron_rl.agent.api import Problem, RolloutGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, InferenceInterface, ResumableInference
+from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.records import (
     Answer,
@@ -270,13 +271,13 @@ def open_bank(
     attempt: int,
     config: RunConfig,
     engine: ResumableInference,
-    group: dist.ProcessGroup,
+    groups: Groups,
     *,
     step: int,
     next_ordinal: int,
 ) -> Bank:
     """The bank of a run that goes on after `step`, with the engine at that step's weights, for this rank of the
-    drivers' `group`."""
+    drivers' `groups.data`."""
     lineage = Lineage(run_dir.root.name, attempt, step, engine.policy_version, fingerprint(config))
     return Bank(
         run_dir.bank,
@@ -284,8 +285,8 @@ def open_bank(
         config.resume,
         lineage,
         next_ordinal=next_ordinal,
-        driver=dist.get_rank(group),
-        drivers=dist.get_world_size(group),
+        driver=dist.get_rank(groups.data),
+        drivers=dist.get_world_size(groups.data),
     )
 
 

@@ -26,14 +26,14 @@ MODELS = {
 
 
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
-def test_the_number_of_parameters_is_that_of_the_real_model(fields, platform, group):
+def test_the_number_of_parameters_is_that_of_the_real_model(fields, platform, groups):
     model = tiny_model(**fields)
     policy = build_policy(model, VOCAB, platform)
     real = sum(weight.numel() for weight in policy.parameters())
     assert whole_model(model, padded_vocab_size(VOCAB, model.vocab_multiple)) == real
 
 
-def test_of_the_demo_too(platform, group):
+def test_of_the_demo_too(platform, groups):
     config = load_recipe("demo").config
     policy = build_policy(config.model, len(config.tokenizer.alphabet) + 2, platform)
     rows = vocabulary(config)
@@ -141,7 +141,7 @@ def test_another_inference_layout_costs_a_copy_of_the_weights():
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("fields", [{}, {"num_query_groups": 4, "ffn_hidden_size": 160}], ids=["narrow", "wide"])
-def test_activations_are_what_autograd_keeps(recompute, fields, platform, group):
+def test_activations_are_what_autograd_keeps(recompute, fields, platform, groups):
     """Bytes of distinct storages saved for the backward pass: those of eight layers less those of four."""
     tokens, kept = 256, {}
     for layers in (4, 8):

@@ -196,7 +196,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules} & {"datasets", "math_
     assert run.stdout.strip() == ""
 
 
-def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, group: Any) -> None:
+def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, groups: Any) -> None:
     """The whole way: prompts of the file, answers of a tiny policy, rewards, one update."""
     from core_helpers import build_run, tiny_run
 
@@ -220,7 +220,7 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     )
     write(data / "held-out.jsonl", [("7 - 1?", "6")])
     write(data / "train.jsonl", [("1/4 + 1/4?", "1/2"), ("2 + 2?", "4")])
-    run = build_run(config, platform, group)
+    run = build_run(config, platform, groups)
     assert run.evaluate() == {"eval/sums/greedy_accuracy": 0.0, "eval/prompt_format": "boxed"}
     batch = run.driver.collect(0)
     rewards = {rollout.reward for made in batch.groups for rollout in made.rollouts}

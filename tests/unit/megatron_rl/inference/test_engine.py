@@ -24,7 +24,7 @@ PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [1, 10, 2, 12], [9, 9],
 
 
 @pytest.fixture(scope="module")
-def policy(platform: Any, group: Any) -> Policy:
+def policy(platform: Any, groups: Any) -> Policy:
     """Sharp enough that greedy is no lottery, flat enough that answers end at very different lengths."""
     return tiny_policy(platform, scale=0.15)
 
@@ -63,7 +63,7 @@ def greedy_without_cache(policy: Policy, prompt: Sequence[int], limit: int) -> l
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_greedy_equals_a_forward_without_cache_token_for_token(platform: Any, group: Any, dtype: str) -> None:
+def test_greedy_equals_a_forward_without_cache_token_for_token(platform: Any, groups: Any, dtype: str) -> None:
     model = tiny_model(dtype=dtype, tied_embeddings=False)
     policy = tiny_policy(platform, model, scale=0.3)  # no near ties for bf16 to break
     engine = Engine(policy, model, InferenceConfig(max_batch=16), END)
@@ -73,7 +73,7 @@ def test_greedy_equals_a_forward_without_cache_token_for_token(platform: Any, gr
     assert len({token for tokens in expected for token in tokens}) > 5
 
 
-def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platform: Any, group: Any) -> None:
+def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platform: Any, groups: Any) -> None:
     model = tiny_model(qk_norm=True, qkv_bias=False, head_dim=12)
     policy = tiny_policy(platform, model, scale=0.15)
     answers = answer(Engine(policy, model, InferenceConfig(max_batch=16), END), *(ask(prompt) for prompt in PROMPTS))
@@ -243,7 +243,7 @@ def test_requests_may_arrive_while_others_are_decoded(policy: Policy) -> None:
         assert second == greedy_without_cache(policy, [*prompt, *first], 4)
 
 
-def test_new_weights_are_used_at_once_and_said(platform: Any, group: Any) -> None:
+def test_new_weights_are_used_at_once_and_said(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform, scale=0.15)
     engine = engine_of(policy)
     (before,) = answer(engine, ask(PROMPTS[0]))

@@ -28,7 +28,7 @@ SAMPLINGS = {
 
 
 @pytest.fixture(scope="module")
-def policy(platform: Any, group: Any) -> Policy:
+def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform, scale=0.15)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, rollout
+from core_helpers import rollout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.agent.api import Problem, RolloutGroup
@@ -127,20 +127,20 @@ def test_the_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 # Numbers
 
 
-def test_a_tally_keeps_sums_maxima_and_minima_apart(group: Any) -> None:
+def test_a_tally_keeps_sums_maxima_and_minima_apart(groups: Any) -> None:
     tally = Tally()
     for value in (3.0, 1.0, 2.0):
         tally.add("sum", value)
         tally.maximum("largest", torch.tensor(value))
         tally.minimum("smallest", value)
-    assert tally.reduce(group, CPU) == {"sum": 6.0, "largest": 3.0, "smallest": 1.0}
+    assert tally.reduce(groups.control) == {"sum": 6.0, "largest": 3.0, "smallest": 1.0}
 
 
-def test_a_tally_sums_in_double_precision(group: Any) -> None:
+def test_a_tally_sums_in_double_precision(groups: Any) -> None:
     tally = Tally()
     tally.add("sum", 2.0**40)
     tally.add("sum", 2.0**-10)
-    assert tally.reduce(group, CPU)["sum"] == 2.0**40 + 2.0**-10
+    assert tally.reduce(groups.control)["sum"] == 2.0**40 + 2.0**-10
 
 
 ROLLOUTS = {

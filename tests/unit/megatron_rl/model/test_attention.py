@@ -68,7 +68,7 @@ def test_a_shared_prompt_serves_every_answer(prompt: int, answers: list[int]) ->
 
 
 @pytest.fixture(scope="module")
-def policy(platform: Any, group: Any) -> Policy:
+def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform)
 
 

@@ -41,7 +41,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_logits_are_those_of_the_published_model(platform: Any, group: Any, shape: dict[str, Any]) -> None:
+def test_logits_are_those_of_the_published_model(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_logits_are_those_of_the_published_model(platform: Any, group: Any, shap
     ids=["tied", "untied, attention recomputed", "layers recomputed", "Qwen3, layers recomputed", "Llama 3.1"],
 )
 def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
-    platform: Any, group: Any, shape: dict[str, Any], recompute: Recompute
+    platform: Any, groups: Any, shape: dict[str, Any], recompute: Recompute
 ) -> None:
     """Prompts shared by answers of mixed lengths in one packed forward, against one sequence at a time."""
     model = tiny_model(**shape)
@@ -86,13 +86,13 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     torch.testing.assert_close(gradients, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_the_rows_that_pad_the_embedding_have_no_logits(platform: Any, group: Any) -> None:
+def test_the_rows_that_pad_the_embedding_have_no_logits(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform)
     assert policy.embedding.word_embeddings.weight.shape[0] == PADDED_VOCAB > VOCAB
     assert full_forward(policy, SENTENCE).shape == (len(SENTENCE), VOCAB)
 
 
-def test_only_the_selected_tokens_have_logits(platform: Any, group: Any) -> None:
+def test_only_the_selected_tokens_have_logits(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform)
     rollouts = [rollout for made in random_groups(2, 3) for rollout in made.rollouts]
     (micro,) = microbatches(rollouts, range(len(rollouts)), 10_000, CPU)
@@ -103,7 +103,7 @@ def test_only_the_selected_tokens_have_logits(platform: Any, group: Any) -> None
     torch.testing.assert_close(selected, everything[micro.select], rtol=1e-6, atol=1e-6)
 
 
-def test_bf16_is_near_fp32(platform: Any, group: Any) -> None:
+def test_bf16_is_near_fp32(platform: Any, groups: Any) -> None:
     half = tiny_policy(platform, tiny_model(dtype="bf16"), scale=0.1)
     assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
     logits = full_forward(half, SENTENCE)
@@ -114,24 +114,24 @@ def test_bf16_is_near_fp32(platform: Any, group: Any) -> None:
     torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_without_qkv_bias_there_is_none(platform: Any, group: Any) -> None:
+def test_without_qkv_bias_there_is_none(platform: Any, groups: Any) -> None:
     names = dict(tiny_policy(platform, tiny_model(qkv_bias=False)).named_parameters())
     assert not [name for name in names if name.endswith("bias")]
 
 
-def test_the_embedding_has_the_rows_of_the_published_weights(platform: Any, group: Any) -> None:
+def test_the_embedding_has_the_rows_of_the_published_weights(platform: Any, groups: Any) -> None:
     """The tokenizer's tokens alone have logits all the same."""
     policy = tiny_policy(platform, tiny_model(vocab_size=40))
     assert policy.embedding.word_embeddings.weight.shape[0] == 48  # 40, padded to a multiple of 16
     assert full_forward(policy, SENTENCE).shape == (len(SENTENCE), VOCAB)
 
 
-def test_an_embedding_smaller_than_the_tokenizer_is_refused(platform: Any, group: Any) -> None:
+def test_an_embedding_smaller_than_the_tokenizer_is_refused(platform: Any, groups: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"model.vocab_size 7 is less than the tokenizer's {VOCAB} tokens"):
         tiny_policy(platform, tiny_model(vocab_size=7))
 
 
-def test_positions_are_stretched_for_slow_rotations_only(platform: Any, group: Any) -> None:
+def test_positions_are_stretched_for_slow_rotations_only(platform: Any, groups: Any) -> None:
     """Without it the test against Llama could pass by ignoring the factor."""
     plain, stretched = (
         tiny_policy(platform, tiny_model(**LLAMA | {"rope_scaling": factor})).rotary_pos_emb.inv_freq
@@ -145,7 +145,7 @@ def test_positions_are_stretched_for_slow_rotations_only(platform: Any, group: A
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
-    platform: Any, group: Any, recompute: Recompute
+    platform: Any, groups: Any, recompute: Recompute
 ) -> None:
     def kept_and_gradient(recompute: Recompute) -> tuple[int, torch.Tensor]:
         policy = tiny_policy(platform, recompute=recompute)
@@ -167,6 +167,6 @@ def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
     assert torch.equal(gradient, same)
 
 
-def test_the_same_seed_gives_the_same_weights(platform: Any, group: Any) -> None:
+def test_the_same_seed_gives_the_same_weights(platform: Any, groups: Any) -> None:
     one, other = tiny_policy(platform), tiny_policy(platform)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))

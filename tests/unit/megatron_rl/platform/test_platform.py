@@ -45,7 +45,7 @@ def test_threads_are_the_recipes(platform: Any) -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_the_generator_state_comes_back(platform: Any, group: Any) -> None:
+def test_the_generator_state_comes_back(platform: Any, groups: Any) -> None:
     platform.seed(3)
     state = platform.rng_state()
     drawn = torch.rand(5)

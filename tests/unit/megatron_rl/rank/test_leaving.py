@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from checkpoint_helpers import checkpointer, sharded_state
 from core_helpers import quiet_pulse
 
@@ -38,9 +37,8 @@ class Leaving:
         deadline = None if left_s is None else time.time() + left_s
         write_json(attempt.drain, {"cause": "preempted", "by": "test", "at": time.time(), "deadline": deadline})
         pulse = Pulse(Progress(attempt, shared=False), Drain(attempt), Timeline())
-        platform = SimpleNamespace(device=torch.device("cpu"))
         trainer = SimpleNamespace(between_steps=True)
-        self.run: Any = SimpleNamespace(step=step, trainer=trainer, pulse=pulse, platform=platform)
+        self.run: Any = SimpleNamespace(step=step, trainer=trainer, pulse=pulse, groups=SimpleNamespace(control=None))
 
     def go(self) -> list[tuple[str, int]]:
         """What became of the saves."""

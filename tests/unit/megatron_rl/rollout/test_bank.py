@@ -27,19 +27,19 @@ REGENERATE = ResumeConfig(partial="regenerate")
 PROMPTS, SAMPLES = 4, 4
 
 
-def run_of(platform: Any, group: Any, **sampling: Any) -> Run:
+def run_of(platform: Any, groups: Any, **sampling: Any) -> Run:
     """Long answers, of which the small cache decodes six at a time."""
     config = tiny_run(
         sampling={"max_new_tokens": 16} | sampling,
         inference={"max_batch": 6},
         grpo={"prompts_per_step": PROMPTS, "group_size": SAMPLES},
     )
-    return build_run(config, platform, group, scale=0.15)
+    return build_run(config, platform, groups, scale=0.15)
 
 
 @pytest.fixture(scope="module")
-def run(platform: Any, group: Any) -> Run:
-    return run_of(platform, group)
+def run(platform: Any, groups: Any) -> Run:
+    return run_of(platform, groups)
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +108,9 @@ def banked_tokens(folder: Path) -> int:
 @pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("stop_after", [1, 6, 14, 20])
 def test_an_interrupted_step_goes_on_to_the_same_answers(
-    platform: Any, group: Any, tmp_path: Path, stop_after: int, temperature: float
+    platform: Any, groups: Any, tmp_path: Path, stop_after: int, temperature: float
 ) -> None:
-    run = run_of(platform, group, temperature=temperature)
+    run = run_of(platform, groups, temperature=temperature)
     undisturbed = collect(run)
     assert collect(run, bank_of(run, tmp_path, 1), stop_after=stop_after) == []
     assert banked_tokens(tmp_path) > 0

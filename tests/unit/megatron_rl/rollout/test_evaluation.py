@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from core_helpers import quiet_pulse
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse, Problem, Rollout
@@ -32,20 +31,20 @@ class Scripted(EvaluationAgent):
         )
 
 
-def score(agent: Scripted, group: Any, limit: int | None = None) -> dict[str, float]:
-    return evaluate(
-        agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), group, torch.device("cpu"), quiet_pulse(), limit
-    )
+def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
+    return evaluate(agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), groups, quiet_pulse(), limit)
 
 
-def test_only_a_reward_of_one_is_right(group: Any) -> None:
+def test_only_a_reward_of_one_is_right(groups: Any) -> None:
     agent = Scripted({"aime": [1.0, 0.5, 0.0, 1.0], "other": [0.99]})
-    assert score(agent, group) == {"eval/aime/greedy_accuracy": 0.5, "eval/other/greedy_accuracy": 0.0}
+    assert score(agent, groups) == {"eval/aime/greedy_accuracy": 0.5, "eval/other/greedy_accuracy": 0.0}
     assert {request.sampling for request in agent.requests} == {Sampling(temperature=0.0, max_new_tokens=7)}
 
 
 @pytest.mark.parametrize(("limit", "accuracy"), [(2, 1.0), (3, 2 / 3), (99, 0.5)])
-def test_a_limit_takes_the_first_problems_and_is_the_base_of_the_share(group: Any, limit: int, accuracy: float) -> None:
+def test_a_limit_takes_the_first_problems_and_is_the_base_of_the_share(
+    groups: Any, limit: int, accuracy: float
+) -> None:
     agent = Scripted({"aime": [1.0, 1.0, 0.0, 0.0]})
-    assert score(agent, group, limit) == {"eval/aime/greedy_accuracy": pytest.approx(accuracy)}
+    assert score(agent, groups, limit) == {"eval/aime/greedy_accuracy": pytest.approx(accuracy)}
     assert len(agent.requests[0].problems) == min(limit, 4)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, quiet_pulse, rollout, tiny_run
+from core_helpers import quiet_pulse, rollout, tiny_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -69,8 +69,9 @@ def collect(
     batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
 
     def drive(rank: int) -> None:
+        groups: Any = SimpleNamespace(data=rank, control=rank)
         engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
-        driver = RolloutDriver(agent, engine, config, rank, CPU, quiet_pulse())  # type: ignore[arg-type]
+        driver = RolloutDriver(agent, engine, config, groups, quiet_pulse())
         ordinal = 0
         for step in range(steps):
             batches[step][rank] = driver.collect(ordinal)
@@ -197,6 +198,7 @@ def test_an_agents_error_is_not_swallowed() -> None:
     engine: Any = SimpleNamespace(policy_version=0, busy_s=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "dist", Threads(1))
-        driver = RolloutDriver(Broken(), engine, tiny_run(), 0, CPU, quiet_pulse())  # type: ignore[arg-type]
+        groups: Any = SimpleNamespace(data=0, control=0)
+        driver = RolloutDriver(Broken(), engine, tiny_run(), groups, quiet_pulse())
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

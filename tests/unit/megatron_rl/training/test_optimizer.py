@@ -82,7 +82,7 @@ def equal(one: PolicyOptimizer, other: PolicyOptimizer) -> bool:
 
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_updates_are_those_of_torchs_adam(platform: Any, group: Any, distributed: bool, weight_decay: float) -> None:
+def test_updates_are_those_of_torchs_adam(platform: Any, groups: Any, distributed: bool, weight_decay: float) -> None:
     """With clipping, a schedule and decoupled weight decay, which spares norms and biases, over several updates."""
     config = {"clip_grad": 2.0, "warmup_steps": 3, "weight_decay": weight_decay, "distributed": distributed}
     optimizer = a_run(platform, **config)
@@ -109,7 +109,7 @@ def test_updates_are_those_of_torchs_adam(platform: Any, group: Any, distributed
         torch.testing.assert_close(weights(optimizer), [weight.detach() for weight in twins], rtol=1e-5, atol=1e-6)
 
 
-def test_without_clipping_the_gradient_keeps_its_size(platform: Any, group: Any) -> None:
+def test_without_clipping_the_gradient_keeps_its_size(platform: Any, groups: Any) -> None:
     """Adam hides the size in its first update; in the second, after a small gradient, it shows."""
     clipped, whole = a_run(platform, clip_grad=1e-3), a_run(platform, clip_grad=0.0)
     for optimizer in (clipped, whole):
@@ -118,7 +118,7 @@ def test_without_clipping_the_gradient_keeps_its_size(platform: Any, group: Any)
     assert not equal(clipped, whole)
 
 
-def test_a_learning_rate_of_zero_changes_nothing(platform: Any, group: Any) -> None:
+def test_a_learning_rate_of_zero_changes_nothing(platform: Any, groups: Any) -> None:
     optimizer = a_run(platform, learning_rate=0.0)
     before = weights(optimizer)
     assert one_update(optimizer, 0).applied
@@ -157,7 +157,7 @@ def undisturbed(platform: Any, folder: Path, **config: Any) -> PolicyOptimizer:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_adam_goes_on_where_it_was(platform: Any, group: Any, tmp_path: Path, distributed: bool) -> None:
+def test_adam_goes_on_where_it_was(platform: Any, groups: Any, tmp_path: Path, distributed: bool) -> None:
     expected = undisturbed(platform, tmp_path, distributed=distributed)
     optimizer = resumed(platform, tmp_path, distributed=distributed)
     assert equal(optimizer, expected)
@@ -175,7 +175,7 @@ def share_one_step(adam: torch.optim.Optimizer, step: int) -> None:
 
 
 def test_with_one_step_for_all_parameters_it_would_not(
-    platform: Any, group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    platform: Any, groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: every parameter's update would count for all."""
     expected = undisturbed(platform, tmp_path, distributed=True)
@@ -184,7 +184,7 @@ def test_with_one_step_for_all_parameters_it_would_not(
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_a_new_optimizer_has_a_state_to_save_and_changed_nothing(platform: Any, group: Any, distributed: bool) -> None:
+def test_a_new_optimizer_has_a_state_to_save_and_changed_nothing(platform: Any, groups: Any, distributed: bool) -> None:
     """The first updates may all be skipped, for a gradient that is not finite, and a checkpoint still be due."""
     optimizer = a_run(platform, distributed=distributed, weight_decay=0.5)
     assert all(torch.equal(a, b) for a, b in zip(weights(optimizer), tiny_policy(platform).parameters(), strict=True))
@@ -196,7 +196,7 @@ def test_a_new_optimizer_has_a_state_to_save_and_changed_nothing(platform: Any, 
 
 @pytest.mark.parametrize(("in_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_gradients_of_a_bf16_model_are_summed_as_the_recipe_says(
-    platform: Any, group: Any, in_fp32: bool, dtype: torch.dtype
+    platform: Any, groups: Any, in_fp32: bool, dtype: torch.dtype
 ) -> None:
     model = tiny_model(dtype="bf16")
     policy = tiny_policy(platform, model)

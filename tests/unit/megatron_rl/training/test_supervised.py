@@ -68,7 +68,7 @@ def teachings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def test_cached_or_not_the_bits_are_the_same(platform: Any, group: Any, teachings: list[int], cache: Path) -> None:
+def test_cached_or_not_the_bits_are_the_same(platform: Any, groups: Any, teachings: list[int], cache: Path) -> None:
     taught = weights(recipe(), platform)
     torch.manual_seed(99)  # what happened in the process before does not matter
     cached = weights(recipe(), platform)
@@ -81,7 +81,7 @@ def test_cached_or_not_the_bits_are_the_same(platform: Any, group: Any, teaching
     assert [path.name for path in (cache / "supervised").iterdir()] == [cache_path(recipe()).name]  # no debris
 
 
-def test_it_teaches(platform: Any, group: Any) -> None:
+def test_it_teaches(platform: Any, groups: Any) -> None:
     config = recipe()
     tokenizer = build_tokenizer(config.tokenizer)
     policy = initial_policy(config, Shop(), tokenizer, platform, quiet_pulse(), writer=True)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_it_teaches(platform: Any, group: Any) -> None:
 
 @pytest.mark.parametrize("junk", [b"", b"no checkpoint at all", None], ids=["empty", "garbage", "cut short"])
 def test_a_corrupt_cache_is_said_and_taught_again(
-    platform: Any, group: Any, teachings: list[int], caplog: pytest.LogCaptureFixture, junk: bytes | None
+    platform: Any, groups: Any, teachings: list[int], caplog: pytest.LogCaptureFixture, junk: bytes | None
 ) -> None:
     taught = weights(recipe(), platform)
     path = cache_path(recipe())
@@ -109,7 +109,7 @@ def test_a_corrupt_cache_is_said_and_taught_again(
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(
-    platform: Any, group: Any, cache: Path, caplog: pytest.LogCaptureFixture
+    platform: Any, groups: Any, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = weights(recipe(), platform, writer=False)
     cache.write_text("a file where the folder should be")
@@ -119,7 +119,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 
 
 def test_a_full_disk_is_a_warning_too(
-    platform: Any, group: Any, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    platform: Any, groups: Any, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MRL_CACHE", str(small_disk))
     cache_path(recipe()).parent.mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_a_full_disk_is_a_warning_too(
     assert list(cache_path(recipe()).parent.iterdir()) == []
 
 
-def test_ranks_that_do_not_write_leave_no_cache(platform: Any, group: Any, cache: Path) -> None:
+def test_ranks_that_do_not_write_leave_no_cache(platform: Any, groups: Any, cache: Path) -> None:
     weights(recipe(), platform, writer=False)
     assert not cache.exists()
 
@@ -162,6 +162,6 @@ def test_the_cache_is_shared_by_what_they_do_not_depend_on(change: dict[str, Any
     assert cache_path(tiny_run(**change)) == cache_path(tiny_run())
 
 
-def test_an_environment_without_examples_is_one_clear_error(platform: Any, group: Any) -> None:
+def test_an_environment_without_examples_is_one_clear_error(platform: Any, groups: Any) -> None:
     with pytest.raises(NoDemonstrations, match="'arithmetic' has no worked examples"):
         weights(recipe(), platform, environment=object())

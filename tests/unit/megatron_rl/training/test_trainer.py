@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, VOCAB, batch_of, build_run, in_their_names, random_groups, tiny_model, tiny_run, witness
+from core_helpers import VOCAB, batch_of, build_run, in_their_names, random_groups, tiny_model, tiny_run, witness
 from torch import Tensor
 
 from megatron_rl.agent.api import RolloutGroup
@@ -37,7 +37,7 @@ def trained(run: Run, groups: list[RolloutGroup], step: int = 1) -> dict[str, fl
     """What `Trainer.train` tallied for one batch."""
     tally = Tally()
     run.trainer.train(batch_of(groups, 0, len(groups)), step, tally)
-    return dict(tally.reduce(run.group, CPU))
+    return dict(tally.reduce(run.groups.control))
 
 
 def padded_logprobs(twin: Any, groups: list[RolloutGroup], temperature: float) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def naive_loss(twin: Any, reference: Any, groups: list[RolloutGroup], config: Ru
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("grpo", OPTIONS.values(), ids=OPTIONS)
 def test_loss_and_gradient_are_those_of_a_padded_implementation(
-    platform: Any, group: Any, grpo: dict[str, Any], temperature: float
+    platform: Any, groups: Any, grpo: dict[str, Any], temperature: float
 ) -> None:
     config = tiny_run(
         grpo=grpo,
@@ -103,7 +103,7 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
         optimizer={"clip_grad": 0.0, "distributed": False},
         training={"tokens_per_microbatch": 40},  # several micro-batches
     )
-    run = build_run(config, platform, group)
+    run = build_run(config, platform, groups)
     twin = witness(run.policy, config.model)
     reference = witness(run.trainer.reference, config.model) if run.trainer.reference is not None else None
     expected = naive_loss(twin, reference, GROUPS, config)
@@ -111,7 +111,7 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
 
     tally = Tally()
     (update,) = run.trainer.train(batch_of(GROUPS, 0, 4), 1, tally)
-    assert tally.reduce(group, CPU)["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert tally.reduce(groups.control)["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     theirs = {name: weight.grad for name, weight in twin.named_parameters()}
     ours = in_their_names(run.policy, config.model, lambda weight: weight.main_grad)
     norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in theirs.values()))
@@ -120,9 +120,9 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * max(1.0, norm))
 
 
-def test_the_first_update_is_adams(platform: Any, group: Any) -> None:
+def test_the_first_update_is_adams(platform: Any, groups: Any) -> None:
     """Its size is the learning rate wherever there is a gradient (1412.6980, section 2.1); its sign is downhill."""
-    run = build_run(tiny_run(optimizer={"learning_rate": 1e-3, "epsilon": 1e-12}), platform, group)
+    run = build_run(tiny_run(optimizer={"learning_rate": 1e-3, "epsilon": 1e-12}), platform, groups)
     before = [weight.detach().clone() for weight in run.policy.parameters()]
     trained(run, GROUPS)
     for weight, old in zip(run.policy.parameters(), before, strict=True):
@@ -130,9 +130,9 @@ def test_the_first_update_is_adams(platform: Any, group: Any) -> None:
         torch.testing.assert_close((weight - old)[there], -1e-3 * weight.main_grad.sign()[there], rtol=0, atol=2e-6)
 
 
-def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, group: Any) -> None:
+def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, groups: Any) -> None:
     config = tiny_run(grpo={"iterations": 3, "global_batch": 8}, optimizer={"learning_rate": 3e-3})
-    run = build_run(config, platform, group)
+    run = build_run(config, platform, groups)
 
     def advantage_weighted() -> float:
         with torch.no_grad():
@@ -145,27 +145,27 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
     assert advantage_weighted() > before + 1
 
 
-def test_updates_and_policy_version_are_counted(platform: Any, group: Any) -> None:
+def test_updates_and_policy_version_are_counted(platform: Any, groups: Any) -> None:
     config = tiny_run(grpo={"iterations": 2, "global_batch": 8})  # 4 x 4 answers: 2 updates a pass
-    run = build_run(config, platform, group)
+    run = build_run(config, platform, groups)
     tally = Tally()
     updates = run.trainer.train(batch_of(GROUPS, 0, 4), 1, tally)
     assert [update.applied for update in updates] == [True] * 4
     assert run.trainer.policy_version == 4
 
 
-def test_with_more_updates_the_old_logprobs_are_those_before_the_first(platform: Any, group: Any) -> None:
+def test_with_more_updates_the_old_logprobs_are_those_before_the_first(platform: Any, groups: Any) -> None:
     """So the ratio leaves 1 from the second update on, and is exactly 1 with a single one."""
-    single = trained(build_run(tiny_run(), platform, group), GROUPS)
+    single = trained(build_run(tiny_run(), platform, groups), GROUPS)
     assert single["max/ratio"] == 1
     rate = {"learning_rate": 1e-2}
-    several = trained(build_run(tiny_run(grpo={"iterations": 3}, optimizer=rate), platform, group), GROUPS)
+    several = trained(build_run(tiny_run(grpo={"iterations": 3}, optimizer=rate), platform, groups), GROUPS)
     assert several["max/ratio"] > 1.01
     assert several["sum/clip_high"] + several["sum/clip_low"] > 0
 
 
-def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, group: Any) -> None:
-    run = build_run(tiny_run(), platform, group)
+def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, groups: Any) -> None:
+    run = build_run(tiny_run(), platform, groups)
     assert run.trainer.reference is None
     forwards = []
     hook = run.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
@@ -175,26 +175,26 @@ def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, g
     assert "sum/kl" not in tallied
 
 
-def test_the_reference_stays_what_it_was(platform: Any, group: Any) -> None:
-    run = build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, group)
+def test_the_reference_stays_what_it_was(platform: Any, groups: Any) -> None:
+    run = build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups)
     assert run.trainer.reference is not None
     before = [weight.detach().clone() for weight in run.trainer.reference.parameters()]
     assert trained(run, GROUPS)["sum/kl"] > 0
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.reference.parameters(), strict=True))
 
 
-def test_groups_without_signal_leave_the_weights_alone(platform: Any, group: Any) -> None:
+def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: Any) -> None:
     equal = [replace(each, rollouts=[replace(r, reward=0.5) for r in each.rollouts]) for each in GROUPS]
-    run = build_run(tiny_run(), platform, group)
+    run = build_run(tiny_run(), platform, groups)
     before = [weight.detach().clone() for weight in run.policy.parameters()]
     tallied = trained(run, equal)
     assert tallied["signal"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters(), strict=True))
 
 
-def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, group: Any) -> None:
+def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: Any) -> None:
     empty = [RolloutGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
-    tallied = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, group), empty)
+    tallied = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
     assert (tallied["answers"], tallied["failed"], tallied["loss"]) == (0, 16, 0)
 
 
@@ -203,12 +203,12 @@ def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, group: A
 
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_non_finite_gradient_skips_the_update(platform: Any, group: Any, distributed: bool, dtype: str) -> None:
+def test_a_non_finite_gradient_skips_the_update(platform: Any, groups: Any, distributed: bool, dtype: str) -> None:
     """Counted, and neither weights nor Adam's state move: the next good update equals one without it."""
     config = tiny_run(
         model=tiny_model(dtype=dtype).model_dump(), optimizer={"distributed": distributed, "learning_rate": 1e-2}
     )
-    disturbed, undisturbed = (build_run(config, platform, group) for _ in range(2))
+    disturbed, undisturbed = (build_run(config, platform, groups) for _ in range(2))
     for run in (disturbed, undisturbed):
         trained(run, GROUPS, 1)
     before = [weight.detach().clone() for weight in disturbed.policy.parameters()]
@@ -224,8 +224,8 @@ def test_a_non_finite_gradient_skips_the_update(platform: Any, group: Any, distr
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_too_many_in_a_row_stop_the_run(platform: Any, group: Any) -> None:
-    run = build_run(tiny_run(optimizer={"max_nonfinite_updates": 3}), platform, group)
+def test_too_many_in_a_row_stop_the_run(platform: Any, groups: Any) -> None:
+    run = build_run(tiny_run(optimizer={"max_nonfinite_updates": 3}), platform, groups)
     poisoned(run)
     poisoned(run)
     trained(run, GROUPS)  # a good one starts the count anew
