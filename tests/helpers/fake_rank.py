@@ -20,7 +20,7 @@ from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.black_box import BlackBox
 from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
+from json_files import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
 parser.add_argument("script")

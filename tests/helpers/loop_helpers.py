@@ -16,7 +16,7 @@ from checkpoint_helpers import ended
 from core_helpers import tiny_model, tiny_run
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
+from json_files import read_json_lines
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 VARYING = ("time/", "throughput/", "system/")

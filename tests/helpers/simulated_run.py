@@ -51,7 +51,7 @@ from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
 from megatron_rl.rollout.stream import stable_key
 from megatron_rl.run import Run
-from megatron_rl.run_dir import write_json
+from json_files import write_json
 from megatron_rl.training.optimizer import Update
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3

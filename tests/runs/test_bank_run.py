@@ -17,7 +17,7 @@ from megatron_rl.rollout.bank.file import bank_files
 from megatron_rl.rollout.bank.file import scan
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
+from json_files import read_json_lines
 
 RECIPE: dict[str, Any] = {
     "model": {"init": "from-scratch"},

@@ -14,9 +14,9 @@ from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
-from megatron_rl.run_dir import write_json
+from json_files import read_json
+from json_files import read_json_lines
+from json_files import write_json
 
 STEPS = 6
 SLOW_S = 60.0

@@ -18,7 +18,7 @@ from megatron_rl.fabric.check import Limits
 from megatron_rl.fabric.check import findings
 from megatron_rl.fabric.check import whole_nodes
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
+from json_files import read_json
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
 LIMITS = Limits(meet=20.0, stage=15.0, slack=10.0)

@@ -18,9 +18,9 @@ from loop_helpers import loop_recipe, prepare
 from launcher.host.record.heartbeats import Vigil
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
-from megatron_rl.run_dir import write_json
+from json_files import read_json
+from json_files import read_json_lines
+from json_files import write_json
 
 
 

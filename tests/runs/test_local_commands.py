@@ -17,9 +17,9 @@ from run_helpers import fake_ranks
 from launcher.host.process.lock import owner_of
 from launcher.runs.state import job_id_of
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line
-from megatron_rl.run_dir import read_json_lines
-from megatron_rl.run_dir import write_json
+from json_files import append_json_line
+from json_files import read_json_lines
+from json_files import write_json
 
 Call = Callable[..., subprocess.CompletedProcess]
 

@@ -21,8 +21,8 @@ from megatron_rl.contract.codes import EXIT_CONFIG
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
+from json_files import read_json
+from json_files import read_json_lines
 
 STEPS = 24
 

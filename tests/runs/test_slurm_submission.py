@@ -15,8 +15,8 @@ import commands
 
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import write_json
+from json_files import read_json
+from json_files import write_json
 
 SQUEUE = "exit 0"  # knows no job: they have all ended
 

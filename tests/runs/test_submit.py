@@ -19,8 +19,8 @@ from run_helpers import fake_ranks
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
+from json_files import read_json
+from json_files import read_json_lines
 
 @pytest.fixture
 def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:

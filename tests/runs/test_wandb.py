@@ -35,9 +35,9 @@ from megatron_rl.metrics.wandb.rows import Record
 from megatron_rl.metrics.wandb.rows import Row
 from megatron_rl.metrics.writer import MetricsWriter
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import write_json
+from json_files import append_json_line
+from json_files import read_json
+from json_files import write_json
 
 KEY = "5ec2e7" * 7
 

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from json_files import read_json, read_json_lines
 from lab import HERE, wait_until
 from login import Login, Run
-
-from megatron_rl.run_dir import read_json, read_json_lines
 
 STEPS = 10
 SAVE_EVERY = 4
@@ -116,7 +115,7 @@ def kill_rank(run: Run, rank: int) -> bool:
         except OSError:
             continue  # gone meanwhile
         wanted = {f"SLURM_PROCID={rank}".encode(), b"MRL_STEP=train", f"MRL_RUN_DIR={run.dir.root}".encode()}
-        if b"megatron_rl.train_rl" in command and wanted <= set(environment):
+        if b"--run-dir" in command and wanted <= set(environment):
             os.kill(int(process.name), signal.SIGKILL)
             return True
     return False

@@ -20,13 +20,16 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-from megatron_rl import run_dir as run_dir_module
+from megatron_rl.contract import paths
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.black_box import BlackBox
 from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
+from json_files import append_json_line, read_json, read_json_lines, write_json  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-m", dest="module")
@@ -129,8 +132,7 @@ def serve():
 
 seen = attempt.folder / "seen" / "{}.{}.json".format(os.environ["MRL_STEP"], rank)
 seen.parent.mkdir(exist_ok=True)
-what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": run_dir_module.__file__}
+what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": paths.__file__}
 write_json(seen, dict(what, replica=options.replica, environment=dict(os.environ)))
-{"megatron_rl.train_rl": train, "megatron_rl.server.inference": serve, "megatron_rl.fabric.check": reduce}[
-    options.module
-]()
+role = os.environ["MRL_STEP"].partition("-")[0]
+{"train": train, "infer": serve, "fabric": reduce}[role]()

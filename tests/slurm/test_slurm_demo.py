@@ -6,7 +6,7 @@ from typing import Any
 
 from login import Login, Run
 
-from megatron_rl.run_dir import read_json_lines
+from json_files import read_json_lines
 
 STEPS = 6
 DEMO = (

@@ -9,7 +9,7 @@ from lab import wait_until
 from login import SECONDS, Login, Run
 
 from launcher.host.record import goodput
-from megatron_rl.run_dir import read_json
+from json_files import read_json
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 

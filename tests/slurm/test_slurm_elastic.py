@@ -9,7 +9,7 @@ import pytest
 from lab import Cluster, wait_until
 from login import SECONDS, Login, Run
 
-from megatron_rl.run_dir import read_json
+from json_files import read_json
 
 FOUR_NODES = "--exclude=node[05-10]"
 LONG = {"steps": 400}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from lab import wait_until
 from login import SECONDS, Login
 
-from megatron_rl.run_dir import read_json
+from json_files import read_json
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 

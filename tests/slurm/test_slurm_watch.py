@@ -13,7 +13,7 @@ from lab import wait_until
 from login import SECONDS, Login
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
+from json_files import read_json_lines
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
 
