@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lab import Cluster, missing
 from login import Login
-from records import RECIPE
+from records import OVERRIDES
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
@@ -67,12 +67,12 @@ def login(lab: Cluster, tmp_path: Path) -> Iterator[Login]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """The run of records.RECIPE that nothing happens to: on this machine, where its ranks start within a second."""
+def undisturbed(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of records.OVERRIDES that nothing happens to: on this machine, where its ranks start within a second."""
     from loop_helpers import Attempt, prepare  # imports torch
 
     folder = tmp_path_factory.mktemp("undisturbed")
-    run_dir = prepare(folder / "run", load_recipe("demo", RECIPE).config.model_dump())
-    attempt = Attempt(run_dir, folder / "cache")
+    run_dir = prepare(folder / "run", load_recipe("demo", OVERRIDES).config.model_dump())
+    attempt = Attempt(run_dir, lab.cache)
     assert attempt.exit_codes() == [0, 0], attempt.logs()
     return run_dir

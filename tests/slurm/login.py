@@ -52,6 +52,13 @@ class Login:
         if self.jobs:
             self.lab.run("scancel", "--quiet", *self.jobs)
 
+    def confine(self, first: int, last: int) -> None:
+        """The runs submitted from here on get none but these nodes."""
+        mine = {f"node{number:02d}" for number in range(first, last + 1)}
+        others = ",".join(name for name in self.lab.names if name not in mine)
+        for profile in self.profiles.values():
+            profile["sbatch"] = [f"--exclude={others}"]
+
     @property
     def env(self) -> dict[str, str]:
         clusters = self.home / "clusters.yaml"

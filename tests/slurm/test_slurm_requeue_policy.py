@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from lab import wait_until
 from login import SECONDS, Login
+from together import Together
 
 from json_files import read_json
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
+together = Together()
 
+
+@together
 def test_a_crash_after_a_new_checkpoint_comes_back_later_and_the_second_time_elsewhere(login: Login) -> None:
-    run = login.submit(*DEMO, "job.backoff_s=12", stub={"steps": 40, "checkpoint": 5, "crash_at": [10, 20]})
+    run = login.submit(*DEMO, "job.backoff_s=10", stub={"steps": 40, "checkpoint": 5, "crash_at": [10, 20]})
     wait_until("it has crashed", run.ends, SECONDS)
     wait_until("it is back in the queue", lambda: run.state() == "PENDING", SECONDS)
     said = login.call("mrl", "status", run.dir.root).stdout
@@ -34,6 +38,7 @@ def test_a_crash_after_a_new_checkpoint_comes_back_later_and_the_second_time_els
     assert run.avoided() == {ends[0]["node"]}
 
 
+@together
 def test_the_same_crash_twice_is_held_and_mrl_resume_goes_on(login: Login) -> None:
     run = login.submit(*DEMO, "job.backoff_s=1", stub={"steps": 1000, "crash_at": 3})
     assert run.wait() == "FAILED"
@@ -53,9 +58,10 @@ def test_the_same_crash_twice_is_held_and_mrl_resume_goes_on(login: Login) -> No
     assert again.wait() == "COMPLETED"
 
 
+@together
 def test_a_job_that_cannot_be_requeued_has_a_successor(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--no-requeue"]
-    run = login.submit(*DEMO, stub={"steps": 60, "seconds": 0.1})
+    run = login.submit(*DEMO, stub={"steps": 30, "seconds": 0.2})
     run.wait_for_step(2)
     namesake = ("--job-name=" + run.field("JobName"), "--nodelist=node10", "--output=/dev/null", "--wrap=sleep 1000")
     login.jobs.append(login.lab.run("sbatch", "--parsable", *namesake).strip())  # of a sweep into another directory
@@ -67,6 +73,6 @@ def test_a_job_that_cannot_be_requeued_has_a_successor(login: Login) -> None:
     successor = login.adopt(run.dir.root)
     login.jobs.append(successor.job)
     assert successor.wait() == "COMPLETED", run.log()
-    assert [line["step"] for line in run.metrics()] == list(range(1, 61))
+    assert [line["step"] for line in run.metrics()] == list(range(1, 31))
     assert [line["job_id"] for line in run.ledger() if line["event"] == "start"] == [run.job, successor.job]
     assert "finished" in login.call("mrl", "status", run.job).stdout

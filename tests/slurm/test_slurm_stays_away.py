@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
+from together import Together
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
+together = Together()
 OVER = ("CANCELLED", "COMPLETED", "FAILED")
 SOON = 40.0
 """Seconds within which a job that comes back would have."""
@@ -19,19 +20,38 @@ def assert_away(run: Run) -> None:
     assert run.ends() in ([], [("stopped", "cancelled")])  # none where Slurm was faster
 
 
-@pytest.mark.parametrize("how", ["scancel", "mrl cancel", "mrl cancel --drain"])
-def test_a_job_cancelled_while_it_saves_for_another_reason(login: Login, how: str) -> None:
+@together
+def test_a_job_that_slurm_cancels_while_it_saves_for_another_reason(login: Login) -> None:
+    run = is_saving(login)
+    login.lab.run("scancel", run.job)
+    assert_away(run)
+
+
+@together
+def test_a_job_that_mrl_cancels_while_it_saves_for_another_reason(login: Login) -> None:
+    run = is_saving(login)
+    login.call("mrl", "cancel", run.dir.root)
+    assert_away(run)
+
+
+@together
+def test_a_job_that_mrl_cancels_with_a_save_while_it_saves_for_another_reason(login: Login) -> None:
+    run = is_saving(login)
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    assert_away(run)
+
+
+def is_saving(login: Login) -> Run:
+    """A run that was asked to leave, and would come back."""
+    login.confine(1, 9)
     run = login.submit(*STUB, stub={"steps": 10_000, "save": 3})
     run.wait_for_step(2)
     login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
     wait_until("it was asked to leave", run.dir.attempt(1).drain.exists, SECONDS)
-    if how == "scancel":
-        login.lab.run("scancel", run.job)
-    else:
-        login.call(*how.split(), run.dir.root)
-    assert_away(run)
+    return run
 
 
+@together
 def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) -> None:
     """At once: Slurm has not had the time to notice that the grace time is over, nor we that it has begun."""
     node = "--nodelist=node10"
@@ -45,7 +65,9 @@ def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) ->
     assert_away(run)
 
 
+@together
 def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
+    login.confine(1, 9)
     login.profiles["stub"]["environment"] = {"SLURM_TIME_FORMAT": "relative"}
     run = login.submit(*STUB, stub={"steps": 10_000})
     run.wait_for_step(2)
@@ -53,7 +75,9 @@ def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
     assert_away(run)
 
 
+@together
 def test_a_stopped_run_is_not_started_by_a_requeue_of_its_job(login: Login) -> None:
+    login.confine(1, 9)
     run = login.submit(*STUB, stub={"steps": 10_000})
     run.wait_for_step(2)
     login.call("mrl", "cancel", "--drain", run.dir.root)
@@ -62,3 +86,14 @@ def test_a_stopped_run_is_not_started_by_a_requeue_of_its_job(login: Login) -> N
     wait_until("it has started again", lambda: run.field("Restarts") == "1" and run.state() in OVER, SECONDS)
     assert run.dir.last_attempt() == 1
     assert run.state() == "COMPLETED"
+
+
+@together
+def test_a_job_cancelled_during_the_health_check(login: Login) -> None:
+    login.confine(1, 9)
+    slow = login.program("python", 'case "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"')
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(slow)}
+    run = login.submit(*STUB)
+    wait_until("the health check begins", lambda: list(run.dir.root.glob("logs/*/health.*")), SECONDS)
+    login.lab.run("scancel", run.job)
+    assert_away(run)

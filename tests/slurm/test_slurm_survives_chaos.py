@@ -74,9 +74,9 @@ def strike(login: Login, run: Run, after_s: float, weapon: Callable[[Login, Run]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Login, undisturbed: Run) -> None:
+def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Login, undisturbed: RunDir) -> None:
     chance, blows = random.Random(4), 0
-    longest = undisturbed.ledger()[-1]["seconds"] + STEPS * sum(pause["seconds"] for pause in PAUSES)
+    longest = LONGEST_S + STEPS * sum(pause["seconds"] for pause in PAUSES)
     hold(login, *PAUSES)
     while blows < BLOWS:
         run = login.submit(*RECIPE)
@@ -88,4 +88,4 @@ def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Lo
                 blows += strike(login, run, chance.uniform(0.0, longest), chance.choice(WEAPONS))
             else:
                 wait_until_over(run, run.dir.last_attempt())
-        assert record(run) == record(undisturbed), run.ends()
+        assert record(run.dir) == record(undisturbed), run.ends()
