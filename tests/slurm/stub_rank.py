@@ -9,7 +9,6 @@ Each process writes what it saw to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a
     checkpoint       steps from one checkpoint, an empty one, to the next; none by default
     save             seconds that the save takes which comes before leaving
     deaf             true: the ranks hear that they should leave, and do not
-    killed_at        step at which the kernel kills rank 1
     hangs_at         step at which rank 1 hangs; the others wait for it
     replica_dies     replica that dies at its first start
 """
@@ -91,8 +90,6 @@ def hang_as_asked(step):
 
 
 def fail_as_asked(step):
-    if step == asked.get("killed_at"):
-        os.kill(os.getpid(), signal.SIGKILL)
     for crash in due_crashes(step):
         error = {"rank": rank, "host": os.uname().nodename, "step": crash, "phase": "training"}
         write_json(attempt.error(rank), dict(error, error="RuntimeError: boom", traceback="", exit_code=1))

@@ -32,10 +32,9 @@ def test_a_job_requeued_with_scontrol_comes_back_once(login: Login) -> None:
 
 @together
 def test_ranks_that_never_leave_cost_the_work_since_the_last_save_and_not_the_run(login: Login) -> None:
-    login.profiles["stub"]["signal_s"] = 12
     run = login.submit(*DEMO, stub={**LONG, "deaf": True})
     run.wait_for_step(2)
-    login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
+    login.lab.run("scontrol", "requeue", run.job)
     comes_back(run)
-    assert run.ends() == [("drained", "signal")]
+    assert run.ends() == [("drained", "requeue")]
     assert not run.dir.attempt(1).outcome.exists()

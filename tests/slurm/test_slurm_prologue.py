@@ -1,4 +1,4 @@
-"""What happens before the first rank: commands of the profile, the run directory, signals that come that early."""
+"""What happens before the first rank: the run directory is made, and signals come that early."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 from lab import wait_until
 from login import SECONDS, Login
+from together import Together
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
+
+together = Together()
 
 
 def write_script(login: Login, root: Path) -> Path:
@@ -31,13 +34,7 @@ def text_of(name: str, script: Path) -> str:
     return script.read_text().split(f"<<'{name}_ends_here'\n")[1].split(f"{name}_ends_here")[0]
 
 
-def test_the_prolog_may_use_variables_that_are_not_set(login: Login) -> None:
-    login.profiles["stub"]["prolog"] = ["LIBRARIES=/opt/lib:$NOBODY_SETS_THIS", 'echo "libraries: $LIBRARIES"']
-    run = login.submit(*DEMO)
-    assert run.wait() == "COMPLETED", run.log()
-    assert "libraries: /opt/lib:" in run.dir.batch_log.read_text()
-
-
+@together
 def test_a_run_directory_that_was_cut_short_is_made_by_the_next_start(login: Login) -> None:
     root = login.share / "run"
     stuck_python(login, login.home / "pipe")
@@ -52,6 +49,7 @@ def test_a_run_directory_that_was_cut_short_is_made_by_the_next_start(login: Log
     assert second.ends() == [("finished", None)]
 
 
+@together
 def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Login) -> None:
     root, pipe = login.share / "run", login.home / "pipe"
     stuck_python(login, pipe)
@@ -67,6 +65,7 @@ def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Lo
     assert {line["attempt"] for line in run.metrics()} == {2}
 
 
+@together
 def test_a_cancellation_that_comes_before_the_first_attempt_is_final(login: Login) -> None:
     root = login.share / "run"
     stuck_python(login, login.home / "pipe")
