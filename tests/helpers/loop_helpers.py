@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from checkpoint_helpers import ended
 from core_helpers import tiny_model, tiny_run
+from json_files import read_json_lines
 
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json_lines
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 VARYING = ("time/", "throughput/", "system/")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from json_files import append_json_line, write_json
+
 from launcher.host.record.submissions import note
 from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from json_files import append_json_line, write_json
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 

@@ -22,6 +22,7 @@ import torch
 import yaml
 from core_helpers import rollout, tiny_run
 from disk_helpers import Death, Disk, Killed, State, restore
+from json_files import write_json
 from loop_helpers import reproducible
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -51,7 +52,6 @@ from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
 from megatron_rl.rollout.stream import stable_key
 from megatron_rl.run import Run
-from json_files import write_json
 from megatron_rl.training.optimizer import Update
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3

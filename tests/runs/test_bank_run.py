@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_files import read_json_lines
 from loop_helpers import Attempt, loop_recipe, prepare
 
-from megatron_rl.rollout.bank.file import bank_file
-from megatron_rl.rollout.bank.file import bank_files
-from megatron_rl.rollout.bank.file import scan
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json_lines
+from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
 
 RECIPE: dict[str, Any] = {
     "model": {"init": "from-scratch"},

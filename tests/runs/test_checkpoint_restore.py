@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_s
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import load as load_module
-from megatron_rl.checkpoint.load import Verified
-from megatron_rl.checkpoint.load import read
-from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.checkpoint.load import Verified, read
+from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
 from megatron_rl.contract.paths import RunDir
-
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_files import read_json, read_json_lines, write_json
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json
-from json_files import read_json_lines
-from json_files import write_json
 
 STEPS = 6
 SLOW_S = 60.0

@@ -7,12 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
-from megatron_rl.contract.codes import EXIT_DRAINED
-from megatron_rl.contract.codes import EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json
 
 RANKS = (2, 1, 3)
 UNTIL = (3, 6)

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from megatron_rl.fabric import check
-from megatron_rl.rank.config import JobConfig
-from megatron_rl.fabric.check import Limits
-from megatron_rl.fabric.check import findings
-from megatron_rl.fabric.check import whole_nodes
-from megatron_rl.contract.paths import RunDir
 from json_files import read_json
+
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.fabric import check
+from megatron_rl.fabric.check import Limits, findings, whole_nodes
+from megatron_rl.rank.config import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
 LIMITS = Limits(meet=20.0, stage=15.0, slack=10.0)

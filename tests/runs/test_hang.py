@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from run_helpers import FAKE_RANK
 from core_helpers import tiny_model
+from json_files import read_json, read_json_lines, write_json
 from loop_helpers import loop_recipe, prepare
+from run_helpers import FAKE_RANK
 
-from launcher.host.record.heartbeats import Vigil
 from launcher.host.process.processes import start_time
+from launcher.host.record.heartbeats import Vigil
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json
-from json_files import read_json_lines
-from json_files import write_json
-
 
 
 class Supervised:

@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
 import commands
+import pytest
+from json_files import append_json_line, read_json_lines, write_json
 from run_helpers import fake_ranks
 
 from launcher.host.process.lock import owner_of
 from launcher.runs.state import job_id_of
 from megatron_rl.contract.paths import RunDir
-from json_files import append_json_line
-from json_files import read_json_lines
-from json_files import write_json
 
 Call = Callable[..., subprocess.CompletedProcess]
 

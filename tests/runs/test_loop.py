@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_files import read_json, read_json_lines
 from loop_helpers import Attempt, loop_recipe, prepare, read_error, reproducible
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl.metrics.names import STEP_METRICS
-from megatron_rl.contract.codes import EXIT_CONFIG
-from megatron_rl.contract.codes import EXIT_CRASHED
-from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json
-from json_files import read_json_lines
+from megatron_rl.metrics.names import STEP_METRICS
 
 STEPS = 24
 

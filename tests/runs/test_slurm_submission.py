@@ -10,13 +10,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import commands
+import pytest
+from json_files import read_json, write_json
 
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json
-from json_files import write_json
 
 SQUEUE = "exit 0"  # knows no job: they have all ended
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 from commands import Command
+from json_files import read_json, read_json_lines
 from run_helpers import fake_ranks
 
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.paths import RunDir
-from json_files import read_json
-from json_files import read_json_lines
+
 
 @pytest.fixture
 def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:

@@ -12,16 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from json_files import read_json, read_json_lines, write_json
 from run_helpers import FAKE_RANK
 
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
-from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.paths import RunDir
-from json_files import read_json
-from json_files import read_json_lines
-from json_files import write_json
-
+from megatron_rl.contract.paths import Attempt, RunDir
 
 
 class Supervised:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import run_ranks
-from core_helpers import CPU, batch_of, build_run, random_groups, tiny_run
+from core_helpers import batch_of, build_run, random_groups, tiny_run
 from megatron.core import parallel_state
 from torch import Tensor
 

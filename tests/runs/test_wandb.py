@@ -18,26 +18,21 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from json_files import append_json_line, read_json, write_json
 from run_helpers import make_run
 from wandb_server import Server, Shown
 
-from launcher.job.draft import draft
-from launcher.job.fork import Fork
-from launcher.job.fork import fill
 from launcher.cluster.choice import load_clusters
+from launcher.job.draft import draft
+from launcher.job.fork import Fork, fill
 from launcher.recipe.load import load_recipe
-from megatron_rl.metrics.config import LoggingConfig
-from megatron_rl.metrics.config import WandbConfig
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.metrics.config import LoggingConfig, WandbConfig
 from megatron_rl.metrics.wandb import mirror
 from megatron_rl.metrics.wandb.mirror import check_installed
-from megatron_rl.metrics.wandb.rows import Record
-from megatron_rl.metrics.wandb.rows import Row
+from megatron_rl.metrics.wandb.rows import Record, Row
 from megatron_rl.metrics.writer import MetricsWriter
-from megatron_rl.contract.paths import RunDir
-from json_files import append_json_line
-from json_files import read_json
-from json_files import write_json
 
 KEY = "5ec2e7" * 7
 

@@ -30,7 +30,7 @@ def lab() -> Iterator[Cluster]:
     yield from brought_up(Cluster(isolation=os.environ.get("MRL_LAB_ISOLATION")))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def accounting_lab() -> Iterator[Cluster]:
     """Two nodes whose jobs slurmdbd remembers."""
     require(accounting=True)

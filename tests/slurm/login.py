@@ -80,9 +80,7 @@ class Login:
 
     def start(self, name: str, *words: str | Path, **changes: str) -> commands.Command:
         """The same, going on beside the test; what it says on stderr is in its stdout."""
-        return commands.Command(
-            [name, *words], cwd=self.home, env={**self.env, **changes}, stderr=subprocess.STDOUT
-        )
+        return commands.Command([name, *words], cwd=self.home, env={**self.env, **changes}, stderr=subprocess.STDOUT)
 
     def program(self, name: str, text: str) -> Path:
         """An executable shell script in ~/bin, which is on no PATH by itself."""

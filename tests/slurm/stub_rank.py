@@ -28,7 +28,7 @@ from megatron_rl.rank.black_box import BlackBox
 from megatron_rl.rank.progress import Progress
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
-from json_files import append_json_line, read_json, read_json_lines, write_json  # noqa: E402
+from json_files import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-m", dest="module")

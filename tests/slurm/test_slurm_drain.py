@@ -36,5 +36,5 @@ def test_ranks_that_never_leave_cost_the_work_since_the_last_save_and_not_the_ru
     run.wait_for_step(2)
     login.lab.run("scontrol", "requeue", run.job)
     comes_back(run)
-    assert run.ends() == [("drained", "requeue")]
+    assert run.ends() in ([("drained", "requeue")], [("lost", "requeue")])  # Slurm may end the script with the ranks
     assert not run.dir.attempt(1).outcome.exists()

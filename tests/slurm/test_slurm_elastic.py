@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from json_files import read_json
 from lab import Cluster, wait_until
 from login import SECONDS, Login, Run
 from together import Together
-
-from json_files import read_json
 
 LONG = {"steps": 400}
 
@@ -30,7 +29,14 @@ def out_of_service(lab: Cluster, *nodes: str) -> Iterator[None]:
 
 def wait_for_idle_nodes(lab: Cluster, first: int = 1) -> None:
     """Slurm gives a range what is idle, and the jobs of other tests may be on their way out."""
-    asked = ("sinfo", "--noheader", "--Node", "--partition=low", f"--nodes=node[{first:02d}-{first + 3:02d}]", "--format=%T")
+    asked = (
+        "sinfo",
+        "--noheader",
+        "--Node",
+        "--partition=low",
+        f"--nodes=node[{first:02d}-{first + 3:02d}]",
+        "--format=%T",
+    )
     wait_until("four nodes are idle", lambda: set(lab.run(*asked).split()) == {"idle"}, SECONDS)
 
 

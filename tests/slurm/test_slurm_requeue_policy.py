@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from json_files import read_json
 from lab import wait_until
 from login import SECONDS, Login
 from together import Together
-
-from json_files import read_json
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 

@@ -156,7 +156,9 @@ def test_one_rank_is_killed(login: Login, undisturbed: RunDir) -> None:
     hold(login, IN_STEP_6)
     login.share.mkdir()
     script = login.home / "job.sbatch"
-    script.write_text(login.call("mrl-submit", *RECIPE, "--run-dir", login.share / "run", "--dry-run", "--script").stdout)
+    script.write_text(
+        login.call("mrl-submit", *RECIPE, "--run-dir", login.share / "run", "--dry-run", "--script").stdout
+    )
     run = login.adopt(login.share / "run", login.sbatch(script))
     wait_until_held(run)
     assert kill_rank(run, 1)

@@ -4,7 +4,7 @@ not."""
 from __future__ import annotations
 
 import pytest
-from login import Login, Run
+from login import Login
 from records import RECIPE, finish, hold, kill_rank, pin, preempt, record, wait_for_ends, wait_until_held
 
 
