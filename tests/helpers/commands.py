@@ -56,7 +56,7 @@ class Command:
             if wanted != subprocess.PIPE:
                 return wanted if wanted is not None else {"stdout": 1, "stderr": 2}[name]
             reading, writing = os.pipe()
-            self._pipes[name] = open(reading, encoding="utf-8", errors="replace")  # noqa: SIM115
+            self._pipes[name] = os.fdopen(reading, encoding="utf-8", errors="replace")
             ours.append(writing)
             return writing
 
@@ -190,9 +190,9 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(command["env"])
     tempfile.tempdir = None  # where the new environment has it
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False, buffering=1, errors="backslashreplace")
     sys.argv = command["argv"]
     from launcher.cli import entry
 

@@ -1,4 +1,4 @@
-"""Real training that is ended in the middle of something, and goes on, ends with the record of one that was left alone."""
+"""Real training that is ended in the middle of something ends, in the end, with the record of one left alone."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ import pytest
 from login import Login
 from records import RECIPE, finish, hold, kill_rank, pin, preempt, record, wait_for_ends, wait_until_held
 
+from megatron_rl.contract.paths import RunDir
+
 
 @pytest.mark.slow
 def test_the_disk_is_full_during_a_save(login: Login, undisturbed: RunDir) -> None:

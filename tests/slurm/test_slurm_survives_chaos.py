@@ -11,7 +11,11 @@ from lab import wait_until
 from login import Login, Run
 from records import RECIPE, STEPS, WAIT, hold, kill_rank, preempt, record, resume
 
+from megatron_rl.contract.paths import RunDir
+
 BLOWS = 20
+START_UP_S = 10.0
+"""Seconds that an attempt takes beside its steps, or more."""
 PAUSES = ({"where": "generate", "seconds": 0.7}, {"where": "train", "seconds": 0.5})
 """Steps take long enough to be hit in."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
@@ -76,7 +80,7 @@ def strike(login: Login, run: Run, after_s: float, weapon: Callable[[Login, Run]
 @pytest.mark.timeout(3600)
 def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Login, undisturbed: RunDir) -> None:
     chance, blows = random.Random(4), 0
-    longest = LONGEST_S + STEPS * sum(pause["seconds"] for pause in PAUSES)
+    longest = START_UP_S + STEPS * sum(pause["seconds"] for pause in PAUSES)
     hold(login, *PAUSES)
     while blows < BLOWS:
         run = login.submit(*RECIPE)
