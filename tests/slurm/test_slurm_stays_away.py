@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from lab import wait_until
 from login import SECONDS, Login, Run
+from records import resume
 from together import Together
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
@@ -76,16 +81,30 @@ def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
 
 
 @together
-def test_a_stopped_run_is_not_started_by_a_requeue_of_its_job(login: Login) -> None:
+def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login) -> None:
     login.confine(1, 9)
     run = login.submit(*STUB, stub={"steps": 10_000})
     run.wait_for_step(2)
     login.call("mrl", "cancel", "--drain", run.dir.root)
-    run.wait(*OVER)
-    login.lab.run("scontrol", "requeue", run.job)
+    assert_away(run)
+    steps = len(run.metrics())
+    status = told(login, run.dir.root)
+    assert (status["state"], status["reason"]) == ("stopped", f"saved after step {steps} (cancelled)")
+    assert "ended already" in login.call("mrl", "cancel", run.dir.root).stdout
+
+    login.lab.run("scontrol", "requeue", run.job)  # of somebody who does not know
     wait_until("it has started again", lambda: run.field("Restarts") == "1" and run.state() in OVER, SECONDS)
     assert run.dir.last_attempt() == 1
     assert run.state() == "COMPLETED"
+
+    again = resume(login, run)
+    again.wait_for_step(steps + 2)
+    assert [line["step"] for line in again.metrics()] == list(range(1, len(again.metrics()) + 1))
+    assert told(login, run.job)["attempt"] == 2, "an old job id still names the run"
+
+
+def told(login: Login, run: str | Path) -> dict[str, Any]:
+    return dict(json.loads(login.call("mrl", "status", run, "--json").stdout))
 
 
 @together

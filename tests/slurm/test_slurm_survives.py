@@ -23,7 +23,6 @@ from records import (
     wait_for_ends,
     wait_until_held,
 )
-from together import Together
 
 from megatron_rl.contract.paths import RunDir
 
@@ -32,7 +31,34 @@ SLACK = 6.0  # seconds by which any of Slurm's timings may be off
 IN_STEP_6 = {"attempt": 1, "where": "generate", "step": 6}
 """The newest checkpoint is that of step 4."""
 
-together = Together()
+
+def test_a_run_that_is_preempted_and_then_loses_a_rank(login: Login, undisturbed: RunDir) -> None:
+    """One that sbatch alone has submitted."""
+    hold(login, IN_STEP_6, {"attempt": 2, "where": "generate", "step": 8})
+    login.share.mkdir()
+    script = login.home / "job.sbatch"
+    shown = login.call("mrl-submit", *RECIPE, "--run-dir", login.share / "run", "--dry-run", "--script").stdout
+    script.write_text(shown)
+    run = login.adopt(login.share / "run", login.sbatch(script))
+    wait_until_held(run)
+    preempt(login, run)
+    wait_until_held(run, 2)
+    left = next(line for line in run.ledger() if line["event"] == "end")
+    assert (left["outcome"], left["cause"], left["step"]) == ("drained", "preempted", 5)
+    assert seconds_to_leave(run) <= 20 + KILL_WAIT + SLACK
+    assert kill_rank(run, 1)
+    finish(run)
+    assert run.ends() == [("drained", "preempted"), ("crashed", None), ("finished", None)]
+    assert run.field("Restarts") == "2"
+    crash = run.ledger()[3]
+    assert (crash["rank"], crash["node"]) == (1, read_json(run.dir.attempt(2).nodes)["steps"]["train"][1])
+    assert "SIGKILL" in crash["error"]
+    assert record(run.dir) == record(undisturbed)
+
+    first, second, _ = json.loads(login.call("mrl", "status", run.dir.root, "--json").stdout)["goodput"]["attempts"]
+    assert (first["gpus"], second["gpus"]) == (2, 2)
+    assert second["gpu_seconds"]["queue"] > 0 < first["gpu_seconds"]["start-up"]
+    assert first["start"] < read_json(run.dir.attempt(1).marks)["ready"] < first["end"]
 
 
 # Preemption
@@ -59,17 +85,6 @@ def has_come_back(run: Run, undisturbed: RunDir) -> None:
     assert run.ends() == [("drained", "preempted"), ("finished", None)]
     assert run.field("Restarts") == "1"
     assert record(run.dir) == record(undisturbed)
-
-
-@together
-def test_a_preempted_run_goes_on(login: Login, undisturbed: RunDir) -> None:
-    run = is_preempted(login)
-    has_come_back(run, undisturbed)
-    told = json.loads(login.call("mrl", "status", run.dir.root, "--json").stdout)["goodput"]["attempts"]
-    first, second = told
-    assert (first["gpus"], second["gpus"]) == (2, 2)
-    assert second["gpu_seconds"]["queue"] > 0 < first["gpu_seconds"]["start-up"]
-    assert first["start"] < read_json(run.dir.attempt(1).marks)["ready"] < first["end"]
 
 
 class Scene(NamedTuple):
@@ -150,27 +165,6 @@ def test_a_run_comes_back_after_its_time_limit(login: Login, undisturbed: RunDir
 # Death
 
 
-@together
-def test_one_rank_is_killed(login: Login, undisturbed: RunDir) -> None:
-    """Of a run that sbatch alone has submitted."""
-    hold(login, IN_STEP_6)
-    login.share.mkdir()
-    script = login.home / "job.sbatch"
-    script.write_text(
-        login.call("mrl-submit", *RECIPE, "--run-dir", login.share / "run", "--dry-run", "--script").stdout
-    )
-    run = login.adopt(login.share / "run", login.sbatch(script))
-    wait_until_held(run)
-    assert kill_rank(run, 1)
-    finish(run)
-    assert run.ends() == [("crashed", None), ("finished", None)]
-    crash = next(line for line in run.ledger() if line["event"] == "end")
-    assert (crash["rank"], crash["node"]) == (1, read_json(run.dir.attempt(1).nodes)["steps"]["train"][1])
-    assert "SIGKILL" in crash["error"]
-    assert run.field("Restarts") == "1"
-    assert record(run.dir) == record(undisturbed)
-
-
 @pytest.mark.slow
 def test_one_rank_fails_while_the_others_leave(login: Login, undisturbed: RunDir) -> None:
     here = {"attempt": 1, "where": "train", "step": 6}
@@ -219,21 +213,6 @@ def is_stopped(login: Login) -> Run:
     assert run.ends() == [("stopped", "cancelled")]
     assert run.dir.checkpoint_steps()[0] == 5
     return run
-
-
-@together
-def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login, undisturbed: RunDir) -> None:
-    run = is_stopped(login)
-    status = json.loads(login.call("mrl", "status", run.dir.root, "--json").stdout)
-    assert (status["state"], status["reason"]) == ("stopped", "saved after step 5 (cancelled)")
-    assert "ended already" in login.call("mrl", "cancel", run.dir.root).stdout
-    resumed = resume(login, run)
-    finish(resumed)
-    assert run.field("Restarts") == "0", "the first job came back"
-    assert resumed.ends() == [("stopped", "cancelled"), ("finished", None)]
-    assert record(resumed.dir) == record(undisturbed)
-    by_old_id = json.loads(login.call("mrl", "status", run.job, "--json").stdout)
-    assert by_old_id["attempt"] == 2, "an old job id still names the run"
 
 
 @pytest.mark.slow
