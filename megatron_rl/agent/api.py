@@ -1,6 +1,6 @@
-"""Contracts between the trainer and whatever produces experience: problems in, scored rollouts out.
+"""Contracts between the trainer and whatever produces experience: problems in, scored trajectories out.
 
-    problem -> rollout request -> completions -> scored rollouts -> group
+    problem -> rollout request -> completions -> scored trajectories -> group
 
 An agent decides how a problem becomes prompts, how often the model is called and what the answers are worth.
 It sees the model only through an `InferenceInterface`, so it cannot tell a co-located engine from a remote one.
@@ -13,44 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_rl.inference.api import FinishReason, InferenceInterface
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One task: the prompt as text and what its verifier needs."""
-
-    prompt: str
-    golden: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One scored answer, with the tokens it is trained on."""
-
-    prompt_tokens: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    """The engine's, one per token of `tokens`."""
-    text: str
-    reward: float
-    finish_reason: FinishReason
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutGroup:
-    """The scored answers to one problem; their mean reward is each one's baseline."""
-
-    ordinal: int
-    """Position of the problem in the prompt stream."""
-    problem: Problem
-    rollouts: list[Rollout]
-    failures: Mapping[str, int]
-    """Answers lost, by reason. A failure is never a reward of 0: it is left out of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +42,12 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResponse:
-    rollouts: list[list[Rollout]]
+    trajectories: list[list[Trajectory]]
     """One list per problem, in the order of the request."""
 
     @property
     def rewards(self) -> list[float]:
-        return [rollout.reward for group in self.rollouts for rollout in group]
+        return [trajectory.reward for group in self.trajectories for trajectory in group]
 
 
 class GroupedRolloutGenerator(ABC):
@@ -91,7 +58,7 @@ class GroupedRolloutGenerator(ABC):
         """All distinct problems that may be trained on, in a fixed order."""
 
     @abstractmethod
-    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+    async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         """Answer one problem `group_size` times and score every answer."""
 
 

@@ -15,10 +15,8 @@ from megatron_rl.agent.api import (
     EvaluationRequest,
     EvaluationResponse,
     GroupRolloutRequest,
-    Problem,
-    Rollout,
-    RolloutGroup,
 )
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.tokenizer import Tokenizer
@@ -47,11 +45,11 @@ class RewardOnlyAgent(Environment):
         Whatever this raises costs that one answer: it is left out of its group and counted among the failures.
         """
 
-    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
-        rollouts, failures = await self._answer(
+    async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
+        trajectories, failures = await self._answer(
             request.problem, request.group_size, request.sampling, request.key, request.inference
         )
-        return RolloutGroup(request.ordinal, request.problem, rollouts, failures)
+        return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         """All problems are handed to the engine at once; it decides how many it answers together."""
@@ -69,11 +67,11 @@ class RewardOnlyAgent(Environment):
                 for index, problem in enumerate(request.problems)
             )
         )
-        return EvaluationResponse([rollouts for rollouts, _ in answered])
+        return EvaluationResponse([trajectories for trajectories, _ in answered])
 
     async def _answer(
         self, problem: Problem, samples: int, sampling: Sampling, key: int, inference: InferenceInterface
-    ) -> tuple[list[Rollout], Counter[str]]:
+    ) -> tuple[list[Trajectory], Counter[str]]:
         """Scored answers in sample order, and the number of those lost, by reason."""
         prompt_tokens = self.tokenizer.encode(problem.prompt)
         completions = await inference.generate(GenerationRequest(prompt_tokens, samples, sampling, key))
@@ -86,14 +84,14 @@ class RewardOnlyAgent(Environment):
             results = await asyncio.gather(*scored)
         else:
             results = [await score for score in scored]  # nothing to wait for: no task for each
-        rollouts: list[Rollout] = []
+        trajectories: list[Trajectory] = []
         failures: Counter[str] = Counter()
         for completion, (text, result) in zip(completions, results, strict=True):
             if isinstance(result, Exception):
                 failures[self._reason(result, problem, text)] += 1
             else:
-                rollouts.append(_rollout(prompt_tokens, completion, text, result))
-        return rollouts, failures
+                trajectories.append(Trajectory.single(prompt_tokens, completion, text, result))
+        return trajectories, failures
 
     async def _score(self, problem: Problem, text: str, completion: Completion) -> tuple[str, float | Exception]:
         """The answer's text and its reward, or what scoring it raised."""
@@ -113,15 +111,3 @@ class RewardOnlyAgent(Environment):
             logger.error("get_reward failed on the answer %r to %r", text, problem.prompt, exc_info=error)
         first_line = str(error).partition("\n")[0]
         return f"get_reward: {type(error).__name__}: {first_line}"[:200]
-
-
-def _rollout(prompt_tokens: list[int], completion: Completion, text: str, reward: float) -> Rollout:
-    return Rollout(
-        prompt_tokens=prompt_tokens,
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
-        text=text,
-        reward=reward,
-        finish_reason=completion.finish_reason,
-        policy_version=completion.policy_version,
-    )

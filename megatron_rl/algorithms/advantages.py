@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_rl.algorithms.signal import has_signal
+
 STD_EPSILON = 1e-4
 """Added to the standard deviation a group's advantages are divided by."""
-SIGNAL_STD = 1e-6
-"""Groups whose rewards spread no more than this teach nothing: all their advantages are 0."""
 
 
 def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_by_std: bool) -> Tensor:
     """How much better each answer is than its group, in fp32.
 
     (reward - mean) / (1e-4 + population std) of GRPO (arXiv 2402.03300), or reward - mean of Dr. GRPO
-    (arXiv 2503.20783). Equal rewards, and a group of one, give exactly 0.
+    (arXiv 2503.20783). A group without signal (see `has_signal`), such as one answer alone, gives exactly 0.
 
     Args:
         rewards: [rollouts], any floating type.
@@ -27,7 +27,7 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_
     Raises:
         RuntimeError: a group index is not below `num_groups`.
     """
-    deviation = _deviation(rewards, group, num_groups)
+    deviation = _deviation(rewards, group, num_groups) * has_signal(rewards, group, num_groups)[group]
     if not divide_by_std:
         return deviation
     std = _mean(deviation.square(), group, num_groups).sqrt()
@@ -40,11 +40,6 @@ def group_std(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
     Arguments as for `group_advantages`.
     """
     return _mean(_deviation(rewards, group, num_groups).square(), group, num_groups).sqrt()
-
-
-def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Which groups have rewards that differ, [groups] bool: the groups dynamic sampling keeps (arXiv 2503.14476)."""
-    return group_std(rewards, group, num_groups) > SIGNAL_STD
 
 
 def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:

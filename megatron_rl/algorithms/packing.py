@@ -1,4 +1,4 @@
-"""Rollouts to micro-batches of packed tokens: no padding, and what answers to one prompt share stands once.
+"""Trajectories to micro-batches of packed tokens: no padding, and what answers to one prompt share stands once.
 
 packed   p p p p  x a  b b      answers x a . and x b b . to the prompt p; the last token of an answer predicts nothing
 rows     p p p p x a | p p p p x b b      the sequences attention sees
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.agent.api import Rollout
+from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.model.attention import PackedLayout, Tree, tree_layout
 
 
@@ -29,28 +29,29 @@ class MicroBatch:
     select: Tensor
     """[answer tokens] the packed token whose logits predict each answer token."""
     answer_tokens: Tensor
-    """[answer tokens] which of the rank's answer tokens these are: all answers of all rollouts, concatenated."""
+    """[answer tokens] which of the rank's answer tokens these are: all answers of all trajectories, concatenated."""
 
 
 def microbatches(
-    rollouts: Sequence[Rollout], chosen: Iterable[int], limit: int, device: torch.device
+    trajectories: Sequence[Trajectory], chosen: Iterable[int], limit: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Pack the chosen rollouts, in their order, into micro-batches of at most `limit` packed tokens.
+    """Pack the chosen trajectories, in their order, into micro-batches of at most `limit` packed tokens.
 
-    A rollout that alone has more makes its own. Neighbours with the same prompt share it within a micro-batch, and
+    A trajectory that alone has more makes its own. Neighbours with the same prompt share it within a micro-batch, and
     the beginnings of their answers too, which the limit counts as if they did not.
     """
     starts = [0]
-    for rollout in rollouts:
-        starts.append(starts[-1] + len(rollout.tokens))
+    for trajectory in trajectories:
+        starts.append(starts[-1] + len(trajectory.tokens) - trajectory.prompt_length)
     packed: list[MicroBatch] = []
     pack = _Pack()
     for index in chosen:
-        rollout = rollouts[index]
-        if pack.groups and pack.size + pack.cost(rollout) > limit:
+        length = trajectories[index].prompt_length
+        prompt, answer = trajectories[index].tokens[:length], trajectories[index].tokens[length:]
+        if pack.groups and pack.size + pack.cost(prompt, answer) > limit:
             packed.append(pack.close(device))
             pack = _Pack()
-        pack.add(rollout, starts[index])
+        pack.add(prompt, answer, starts[index])
     if pack.groups:
         packed.append(pack.close(device))
     return packed
@@ -64,18 +65,18 @@ class _Pack:
         self.answer_tokens: list[int] = []
         self.size = 0
 
-    def cost(self, rollout: Rollout) -> int:
-        """Packed tokens the rollout would add, were nothing shared but the prompt."""
-        shared = bool(self.groups) and self.groups[-1][0] == rollout.prompt_tokens
-        return len(rollout.tokens) - 1 + (0 if shared else len(rollout.prompt_tokens))
+    def cost(self, prompt: list[int], answer: list[int]) -> int:
+        """Packed tokens the answer would add, were nothing shared but the prompt."""
+        shared = bool(self.groups) and self.groups[-1][0] == prompt
+        return len(answer) - 1 + (0 if shared else len(prompt))
 
-    def add(self, rollout: Rollout, start: int) -> None:
-        """start: place of the rollout's first answer token among all of the rank's."""
-        self.size += self.cost(rollout)
-        if not self.groups or self.groups[-1][0] != rollout.prompt_tokens:
-            self.groups.append((rollout.prompt_tokens, []))
-        self.groups[-1][1].append(rollout.tokens)
-        self.answer_tokens.extend(range(start, start + len(rollout.tokens)))
+    def add(self, prompt: list[int], answer: list[int], start: int) -> None:
+        """start: place of the first answer token among all of the rank's."""
+        self.size += self.cost(prompt, answer)
+        if not self.groups or self.groups[-1][0] != prompt:
+            self.groups.append((prompt, []))
+        self.groups[-1][1].append(answer)
+        self.answer_tokens.extend(range(start, start + len(answer)))
 
     def close(self, device: torch.device) -> MicroBatch:
         tokens: list[int] = []

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.agent.api import Demonstrator, Problem
+from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rollout.stream import stable_key

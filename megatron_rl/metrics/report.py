@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.contract.attempt_records import TimelineLine
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.rank.world import Groups
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import Update
 
@@ -37,7 +38,7 @@ class StepReport:
         updates: Sequence[Update],
         policy_version: int,
         groups: Groups,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, Any], TimelineLine]:
         """The step's lines for metrics.jsonl and for the attempt's timeline, the same on every rank. Collective.
 
         Raises AllAnswersLost.
@@ -47,8 +48,8 @@ class StepReport:
         if not total["answers"]:
             raise AllAnswersLost(f"no answer of step {self.step} could be scored: {failures_by_reason(batch, groups)}")
         ranks = dist.get_world_size(groups.control)
-        stretch = self.timeline.line(total, ranks, self.step)
-        spent = {name: stretch["seconds"].get(name, 0.0) / ranks for name in OF_A_STEP}
+        line = self.timeline.line(total, ranks, self.step)
+        spent = {name: line.seconds.get(name, 0.0) / ranks for name in OF_A_STEP}
         seconds = sum(spent.values())
         metrics: dict[str, Any] = {
             **rollout_metrics(total),
@@ -67,7 +68,7 @@ class StepReport:
             metrics["dropped_ordinals"] = {str(ordinal): reason for ordinal, reason in sorted(batch.dropped.items())}
         if total["failed"]:
             metrics["failed_rollouts_by_reason"] = failures_by_reason(batch, groups)
-        return metrics, stretch
+        return metrics, line
 
 
 def rollout_metrics(total: Mapping[str, float]) -> dict[str, float]:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, RolloutGroup
-from megatron_rl.algorithms.advantages import SIGNAL_STD
+from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
-from megatron_rl.rank.safe_points import Pulse
-from megatron_rl.rank.world import Groups
-from megatron_rl.rollout.bank.memory import Memory, NoBank
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rollout.bank.memory import Memory
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
 
 
@@ -24,7 +25,7 @@ from megatron_rl.rollout.stream import PromptStream, group_key, shares
 class RolloutBatch:
     """What one step trains on, as this driver sees it."""
 
-    groups: list[RolloutGroup]
+    groups: list[TrajectoryGroup]
     """This driver's groups, whole, in ordinal order."""
     positions: list[int]
     """Place of each of them in the global batch, 0..prompts_per_step-1 in ordinal order."""
@@ -42,17 +43,18 @@ class RolloutDriver:
         self,
         agent: GroupedRolloutGenerator,
         engine: Engine,
+        bank: Memory,
         config: RunConfig,
         groups: Groups,
-        pulse: Pulse,
+        safe_points: SafePoints,
     ) -> None:
         self.agent = agent
         self.engine = engine
-        self.bank: Memory = NoBank(engine)
+        self.bank = bank
         self.config = config
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.groups = groups
-        self.pulse = pulse
+        self.safe_points = safe_points
         self._answered = 0  # groups so far
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
@@ -63,11 +65,11 @@ class RolloutDriver:
         nothing is drawn that this step does not settle. When the rounds are used up, the last groups without
         signal stand in: their advantages are 0.
 
-        Raises Left, with nothing changed, where a rank was asked to leave.
+        Raises LeaveAgreed, with nothing changed, where a rank was asked to leave.
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
-        kept: list[RolloutGroup] = []
+        kept: list[TrajectoryGroup] = []
         positions: list[int] = []
         dropped: dict[int, str] = {}
         ordinal, filled, rounds = first_ordinal, 0, 0
@@ -76,7 +78,7 @@ class RolloutDriver:
             missing = wanted - filled
             share = shares(ordinal, missing, dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
             groups = self._roll_out(share)
-            self.pulse.agree()
+            self.safe_points.agree()
             last_round = not dynamic.enabled or rounds == dynamic.max_rounds
             keep = [True] * missing if last_round else self._with_signal(ordinal, missing, groups)
             place = {}
@@ -91,22 +93,22 @@ class RolloutDriver:
             ordinal += missing
         return RolloutBatch(kept, positions, first_ordinal, ordinal, dropped, rounds)
 
-    def _roll_out(self, ordinals: range) -> list[RolloutGroup]:
+    def _roll_out(self, ordinals: range) -> list[TrajectoryGroup]:
         """The groups of these ordinals; none where this rank was asked to leave meanwhile."""
-        with self.pulse.phase("generate"):
+        with self.safe_points.phase("generate"):
             known = self.bank.groups(ordinals, self.stream.problem)
             began, busy_s = time.perf_counter(), self.engine.busy_s
             work = self._answers([ordinal for ordinal in ordinals if ordinal not in known])
-            answered = asyncio.run(self.pulse.attend(work, lambda: (self.engine.busy_s, self._answered)))
+            answered = asyncio.run(self.safe_points.run_until_asked(work, lambda: (self.engine.busy_s, self._answered)))
             idle_s = time.perf_counter() - began - (self.engine.busy_s - busy_s)
-        self.pulse.timeline.move("generate", "reward", idle_s)
+        self.safe_points.timeline.move("generate", "reward", idle_s)
         return [] if answered is None else sorted([*known.values(), *answered], key=lambda group: group.ordinal)
 
-    async def _answers(self, ordinals: list[int]) -> list[RolloutGroup]:
+    async def _answers(self, ordinals: list[int]) -> list[TrajectoryGroup]:
         async with self.bank.keeping():
             return await asyncio.gather(*map(self._answer, ordinals))
 
-    async def _answer(self, ordinal: int) -> RolloutGroup:
+    async def _answer(self, ordinal: int) -> TrajectoryGroup:
         group = await self.agent.group_rollout(self._request(ordinal))
         self._answered += 1
         self.bank.put(group)
@@ -122,15 +124,12 @@ class RolloutDriver:
             inference=self.bank.inference(ordinal),
         )
 
-    def _with_signal(self, first: int, count: int, groups: list[RolloutGroup]) -> list[bool]:
-        """For each of the round's ordinals, whoever drew it: do its rewards differ?"""
+    def _with_signal(self, first: int, count: int, groups: list[TrajectoryGroup]) -> list[bool]:
+        """For each of the round's ordinals, whoever drew it: is there something to learn from it?"""
         flags = torch.zeros(count, dtype=torch.int32)
-        for group in groups:
-            flags[group.ordinal - first] = _has_signal(group)
+        if groups:
+            rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong)
+            place = torch.tensor([group.ordinal - first for group in groups])
+            flags[place] = has_signal(rewards.shaped, rewards.group, len(groups)).int()
         dist.all_reduce(flags, group=self.groups.control)
         return flags.bool().tolist()
-
-
-def _has_signal(group: RolloutGroup) -> bool:
-    rewards = [rollout.reward for rollout in group.rollouts]
-    return len(rewards) > 1 and float(torch.tensor(rewards).std(correction=0)) > SIGNAL_STD

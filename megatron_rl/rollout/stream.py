@@ -13,7 +13,7 @@ from functools import lru_cache
 from hashlib import blake2b, shake_256
 from itertools import pairwise
 
-from megatron_rl.agent.api import Problem
+from megatron_rl.agent.trajectories import Problem
 
 
 class PromptStream:

@@ -21,16 +21,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.agent.api import Demonstrator, Rollout
+from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import microbatches
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.api import Completion
 from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.safe_points import SafePoints
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def teach(
     environment: object,
     tokenizer: Tokenizer,
     platform: Platform,
-    pulse: Pulse,
+    safe_points: SafePoints,
     *,
     writer: bool,
 ) -> None:
@@ -66,36 +68,36 @@ def teach(
     path = cache_path(config)
     state = _read(path)
     if state is None:
-        examples = [as_rollout(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
-        _train(policy, examples, config.model.supervised, platform, pulse)
-        if writer and not pulse.beat():
+        examples = [as_trajectory(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
+        _train(policy, examples, config.model.supervised, platform, safe_points)
+        if writer and not safe_points.poll():
             _write(path, policy)
     else:
         logger.info("base model taken from %s", path)
         policy.load_state_dict(state, strict=False)
 
 
-def as_rollout(prompt: str, answer: str, tokenizer: Tokenizer) -> Rollout:
+def as_trajectory(prompt: str, answer: str, tokenizer: Tokenizer) -> Trajectory:
     """A worked example in the form that packing takes."""
-    return Rollout(
-        prompt_tokens=tokenizer.encode(prompt),
-        tokens=[*tokenizer.encode(answer), tokenizer.eos_id],
-        logprobs=[],
-        text=answer,
-        reward=1.0,
-        finish_reason="stop",
-        policy_version=0,
-    )
+    tokens = [*tokenizer.encode(answer), tokenizer.eos_id]
+    completion = Completion(tokens, [0.0] * len(tokens), "stop", policy_version=0)
+    return Trajectory.single(tokenizer.encode(prompt), completion, answer, 1.0)
 
 
 def _train(
-    policy: Policy, examples: Sequence[Rollout], config: SupervisedConfig, platform: Platform, pulse: Pulse
+    policy: Policy,
+    examples: Sequence[Trajectory],
+    config: SupervisedConfig,
+    platform: Platform,
+    safe_points: SafePoints,
 ) -> None:
     adam = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    targets = torch.tensor([token for example in examples for token in example.tokens], device=platform.device)
+    targets = torch.tensor(
+        [token for example in examples for token in example.tokens[example.prompt_length :]], device=platform.device
+    )
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
-        if pulse.beat():
+        if safe_points.poll():
             return
         chosen = torch.randint(len(examples), (config.batch_size,), generator=generator).tolist()
         (batch,) = microbatches(examples, chosen, limit=2**62, device=platform.device)

@@ -11,21 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.agent.api import Rollout, RolloutGroup
-from megatron_rl.algorithms.advantages import group_advantages, has_signal
+from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.loss import GrpoInputs, GrpoStats, grpo_loss
-from megatron_rl.algorithms.overlong import shaped_rewards, trained_mask
+from megatron_rl.algorithms.overlong import trained_mask
 from megatron_rl.algorithms.packing import MicroBatch, microbatches
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
+from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.safe_points import Pulse
-from megatron_rl.rank.world import Groups
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 
@@ -38,7 +39,7 @@ class GradientsNotFinite(RuntimeError):
 class Answers:
     """The rank's answers as tensors: [rollouts], and [answer tokens] where said."""
 
-    rollouts: Sequence[Rollout]
+    trajectories: Sequence[Trajectory]
     group: Tensor
     """Index among the rank's groups."""
     rewards: Tensor
@@ -47,7 +48,7 @@ class Answers:
     """1 where the answer carries loss, 0 where it is masked as overlong."""
     advantages: Tensor
     signal: Tensor
-    """[groups] whether the rewards, before any overlong penalty, differ: what dynamic sampling goes by."""
+    """[groups] whether there is something to learn from: see `has_signal`."""
     rollout_of_token: Tensor
     """[answer tokens]"""
     targets: Tensor
@@ -67,7 +68,9 @@ class Trainer:
         config: RunConfig,
         platform: Platform,
         groups: Groups,
-        pulse: Pulse,
+        safe_points: SafePoints,
+        policy_version: int = 0,
+        nonfinite_in_a_row: int = 0,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
@@ -75,26 +78,26 @@ class Trainer:
         self.config = config
         self.platform = platform
         self.groups = groups
-        self.pulse = pulse
-        self.policy_version = 0
-        self.nonfinite_in_a_row = 0
+        self.safe_points = safe_points
+        self.policy_version = policy_version
+        self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
         """Whether weights and optimizer are those that a step began with or ended with."""
 
     def train(self, batch: RolloutBatch, step: int, tally: Tally) -> list[Update]:
         """All passes and updates over one batch; what happened goes into `tally`. Collective.
 
-        Raises Left where a rank was asked to leave: before the first update with everything as it was. After that
-        the step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
+        Raises LeaveAgreed where a rank was asked to leave: before the first update with all as it was. After that the
+        step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
         """
         grpo = self.config.grpo
         answers = self.answers(batch.groups)
         _describe(batch, answers, self.policy_version, tally)
         updates_per_pass = grpo.updates_per_pass
         on_policy = grpo.iterations * updates_per_pass == 1
-        everything = self._pack(answers, range(len(answers.rollouts)))
+        everything = self._pack(answers, range(len(answers.trajectories)))
         tally.add("packed_tokens", sum(len(micro.tokens) for micro in everything))
-        with self.pulse.phase("log-probs"):
+        with self.safe_points.phase("log-probs"):
             # With a single update the training pass itself is at the old weights: no second forward.
             old = None if on_policy else self.score(self.policy, answers, everything)
             reference = self.score(self.reference, answers, everything) if self.reference is not None else None
@@ -110,38 +113,39 @@ class Trainer:
                 packed = everything if updates_per_pass == 1 else self._pack(answers, chosen)
                 mean_s = (time.monotonic() - began) / len(updates) if updates else 0.0
                 unfinished_s = mean_s * (total - len(updates)) if updates else None
-                with self.pulse.phase("train"):
+                with self.safe_points.phase("train"):
                     updates.append(self._update(answers, chosen, packed, old, reference, tally, unfinished_s))
                 self.between_steps = len(updates) == total
         return updates
 
-    def answers(self, groups: Sequence[RolloutGroup]) -> Answers:
+    def answers(self, groups: Sequence[TrajectoryGroup]) -> Answers:
         device = self.platform.device
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        group = torch.tensor([i for i, g in enumerate(groups) for _ in g.rollouts], dtype=torch.long, device=device)
-        lengths = torch.tensor([len(r.tokens) for r in rollouts], dtype=torch.long, device=device)
-        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
-        cut = torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool, device=device)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        lengths = torch.tensor([t.answer_length for t in trajectories], dtype=torch.long, device=device)
+        cut = torch.tensor([t.finish_reason == "length" for t in trajectories], dtype=torch.bool, device=device)
         overlong = self.config.grpo.overlong
-        shaped = shaped_rewards(rewards, lengths, max_new_tokens=self.config.sampling.max_new_tokens, overlong=overlong)
+        rewards = group_rewards(groups, self.config.sampling.max_new_tokens, overlong)
+        group, shaped = rewards.group.to(device), rewards.shaped.to(device)
         return Answers(
-            rollouts=rollouts,
+            trajectories=trajectories,
             group=group,
-            rewards=rewards,
+            rewards=rewards.scored.to(device),
             lengths=lengths,
             trained=trained_mask(cut, overlong),
             advantages=group_advantages(shaped, group, len(groups), divide_by_std=self.config.grpo.advantage_std),
-            signal=has_signal(rewards, group, len(groups)),
-            rollout_of_token=torch.repeat_interleave(torch.arange(len(rollouts), device=device), lengths),
-            targets=torch.tensor([t for r in rollouts for t in r.tokens], dtype=torch.long, device=device),
+            signal=has_signal(shaped, group, len(groups)),
+            rollout_of_token=torch.repeat_interleave(torch.arange(len(trajectories), device=device), lengths),
+            targets=torch.tensor(
+                [x for t in trajectories for x in t.tokens[t.prompt_length :]], dtype=torch.long, device=device
+            ),
             inference_logprobs=torch.tensor(
-                [x for r in rollouts for x in r.logprobs], dtype=torch.float32, device=device
+                [x for t in trajectories for x in t.logprobs[t.prompt_length :]], dtype=torch.float32, device=device
             ),
         )
 
     def _pack(self, answers: Answers, chosen: Sequence[int]) -> list[MicroBatch]:
         limit = self.config.training.tokens_per_microbatch
-        return microbatches(answers.rollouts, chosen, limit, self.platform.device)
+        return microbatches(answers.trajectories, chosen, limit, self.platform.device)
 
     @torch.no_grad()
     def score(self, policy: Policy, answers: Answers, packed: Sequence[MicroBatch]) -> Tensor:
@@ -149,7 +153,7 @@ class Trainer:
         asked to leave meanwhile."""
         scores = torch.zeros_like(answers.inference_logprobs)
         for micro in packed:
-            if self.pulse.beat():
+            if self.safe_points.poll():
                 break
             logprobs, _ = self._logprobs(policy, answers, micro)
             scores[micro.answer_tokens] = logprobs
@@ -169,7 +173,7 @@ class Trainer:
         tally: Tally,
         unfinished_s: float | None,
     ) -> Update:
-        """unfinished_s: see Pulse.agree."""
+        """unfinished_s: see SafePoints.agree."""
         grpo = self.config.grpo
         index = torch.tensor(chosen, dtype=torch.long, device=self.platform.device)
         normaliser = torch.tensor(
@@ -183,7 +187,7 @@ class Trainer:
 
         self.optimizer.zero_grad()
         for micro in packed:
-            if self.pulse.beat() and unfinished_s is None:
+            if self.safe_points.poll() and unfinished_s is None:
                 break
             logprobs, entropy = self._logprobs(self.optimizer.ddp, answers, micro)
             of_token = per_rollout[:, answers.rollout_of_token[micro.answer_tokens]]
@@ -202,7 +206,7 @@ class Trainer:
             _tally_stats(stats, tally)
         if not packed:
             _tally_nothing(reference is not None, grpo, tally)
-        self.pulse.agree(unfinished_s)
+        self.safe_points.agree(unfinished_s)
         update = self.optimizer.update(self.policy_version)
         self._count(update)
         return update
@@ -238,19 +242,19 @@ def _tally_nothing(with_reference: bool, grpo: GrpoConfig, tally: Tally) -> None
 
 
 def _describe(batch: RolloutBatch, answers: Answers, policy_version: int, tally: Tally) -> None:
-    """Tally what the rollouts look like, before training on them."""
-    rollouts, lengths = answers.rollouts, answers.lengths
-    tally.add("answers", len(rollouts))
+    """Tally what the answers look like, before training on them."""
+    trajectories, lengths = answers.trajectories, answers.lengths
+    tally.add("answers", len(trajectories))
     tally.add("groups", len(batch.groups))
     tally.add("reward", answers.rewards.double().sum())
     tally.add("reward_squared", answers.rewards.double().square().sum())
     tally.add("signal", answers.signal.sum())
     tally.add("answer_tokens", lengths.sum())
-    tally.add("prompt_tokens", sum(len(rollout.prompt_tokens) for rollout in rollouts))
-    tally.add("truncated", sum(rollout.finish_reason == "length" for rollout in rollouts))
+    tally.add("prompt_tokens", sum(t.prompt_length for t in trajectories))
+    tally.add("truncated", sum(t.finish_reason == "length" for t in trajectories))
     tally.add("failed", sum(sum(group.failures.values()) for group in batch.groups))
-    staleness = [policy_version - rollout.policy_version for rollout in rollouts]
+    staleness = [policy_version - t.oldest_version for t in trajectories]
     tally.add("staleness", sum(staleness))
     tally.maximum("staleness_max", max(staleness, default=0))
-    tally.maximum("answer_length_max", max(map(len, (r.tokens for r in rollouts)), default=0))
-    tally.minimum("answer_length_min", min(map(len, (r.tokens for r in rollouts)), default=float("inf")))
+    tally.maximum("answer_length_max", max((t.answer_length for t in trajectories), default=0))
+    tally.minimum("answer_length_min", min((t.answer_length for t in trajectories), default=float("inf")))

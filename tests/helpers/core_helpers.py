@@ -1,9 +1,10 @@
-"""What the tests of the numerical core share: a tiny policy, rollouts that look sampled, and the same model in
+"""What the tests of the numerical core share: a tiny policy, trajectories that look sampled, and the same model in
 `transformers`, whose forward is the independent witness."""
 
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,17 +20,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megatron_rl.agent.api import Problem, Rollout, RolloutGroup
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.inference.api import Completion
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.drain import Drain
-from megatron_rl.rank.progress import Progress
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.run import Run, set_up
 
@@ -88,17 +90,22 @@ def tiny_policy(
     return policy
 
 
-def quiet_pulse() -> Pulse:
+def quiet_safe_points() -> SafePoints:
     """Of a rank that nobody asks to leave and whose files nobody reads."""
     attempt = RunDir("/nonexistent").attempt(1)
-    return Pulse(Progress(attempt, shared=False), Drain(attempt), Timeline())
+    return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
+
+
+_FOLDERS = tempfile.TemporaryDirectory(prefix="mrl-runs-")
+"""Of runs whose files nobody reads."""
 
 
 def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
-    run = set_up(config, platform, groups, quiet_pulse())
-    stir(run.policy, scale)
-    run.optimizer.megatron.reload_model_params()
+    run_dir = RunDir(tempfile.mkdtemp(dir=_FOLDERS.name))
+    run = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points())
+    stir(run.trainer.policy, scale)
+    run.trainer.optimizer.megatron.reload_model_params()
     if run.trainer.reference is not None:
         stir(run.trainer.reference, scale, seed=12)
     return run
@@ -124,37 +131,46 @@ def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]
     return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
 
 
-# Rollouts
+# Trajectories
 
 
-def rollout(prompt: list[int], answer: list[int], reward: float = 0.0, **fields: Any) -> Rollout:
-    defaults = {"logprobs": [-1.0] * len(answer), "text": "", "finish_reason": "stop", "policy_version": 0}
-    return Rollout(prompt_tokens=prompt, tokens=answer, reward=reward, **(defaults | fields))
+def trajectory(prompt: list[int], answer: list[int], reward: float = 0.0, text: str = "", **fields: Any) -> Trajectory:
+    """One answer; `fields` are of its completion."""
+    defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "policy_version": 0}
+    return Trajectory.single(prompt, Completion(tokens=answer, **(defaults | fields)), text, reward)
 
 
-def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7) -> list[RolloutGroup]:
+def prompt_of(one: Trajectory) -> list[int]:
+    return one.tokens[: one.prompt_length]
+
+
+def answer_of(one: Trajectory) -> list[int]:
+    return one.tokens[one.prompt_length :]
+
+
+def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7) -> list[TrajectoryGroup]:
     """Groups of prompts and answers of mixed lengths, with rewards that mostly differ."""
     draw = random.Random(seed)
 
     def tokens(low: int, high: int) -> list[int]:
         return [draw.randrange(VOCAB) for _ in range(draw.randint(low, high))]
 
-    def answer(prompt: list[int]) -> Rollout:
+    def answer(prompt: list[int]) -> Trajectory:
         answer = tokens(1, longest)
         cut = len(answer) == longest
         logprobs = [-draw.uniform(0.1, 4.0) for _ in answer]
-        return rollout(
+        return trajectory(
             prompt, answer, draw.choice([0.0, 0.5, 1.0]), logprobs=logprobs, finish_reason="length" if cut else "stop"
         )
 
     made = []
     for ordinal in range(groups):
         prompt = tokens(1, 9)
-        made.append(RolloutGroup(ordinal, Problem("", {}), [answer(prompt) for _ in range(group_size)], {}))
+        made.append(TrajectoryGroup(ordinal, Problem("", {}), [answer(prompt) for _ in range(group_size)], {}))
     return made
 
 
-def batch_of(groups: list[RolloutGroup], first: int, last: int) -> RolloutBatch:
+def batch_of(groups: list[TrajectoryGroup], first: int, last: int) -> RolloutBatch:
     """The share [first, last) of a recorded batch."""
     return RolloutBatch(groups[first:last], list(range(first, last)), 0, len(groups))
 

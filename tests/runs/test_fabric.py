@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from json_files import read_json
 
+from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import if_readable, read
 from megatron_rl.fabric import check
 from megatron_rl.fabric.check import Limits, findings, whole_nodes
 from megatron_rl.rank.config import JobConfig
@@ -29,18 +29,20 @@ def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, l
     check.MEASURE_S, check.BYTES = 0.05, {"cpu": 1 << 16}
     real = check.measure
 
-    def measure(address: dict[str, Any], job: JobConfig, stage: check.Stage, *who: int) -> dict[str, Any]:
+    def measure(address: Path, job: JobConfig, stage: check.Stage, *who: int) -> AllReduce:
         if trouble == "hangs":
             time.sleep(300)
         found = real(address, job, stage, *who)
-        return found | {"gbps": 1.0 if trouble == "slow" else 100.0}
+        return found._replace(gbps=1.0 if trouble == "slow" else 100.0)
 
     check.measure = measure
     check.run(RunDir(root).attempt(1), JOB, rank, size, 0, 50.0, limits)
 
 
-def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS) -> Any:
-    """What rank 0 found, with one rank for each node n0, n1, ..."""
+def fabric(
+    root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS
+) -> FabricReport:
+    """What rank 0 reported, with one rank for each node n0, n1, ..."""
     context = multiprocessing.get_context("forkserver")
     size = len(troubles)
     ranks = [
@@ -57,16 +59,18 @@ def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (),
     finally:
         for process in ranks:
             process.kill()
-    return read_json(RunDir(root).attempt(1).fabric)
+    report = if_readable(read(FabricReport, RunDir(root).attempt(1).fabric))
+    assert report is not None
+    return report
 
 
 def test_sound_nodes_are_measured_together_and_that_is_all(tmp_path):
     found = fabric(tmp_path, [None] * 3)
-    assert found["hosts"] == ["n0", "n1", "n2"]
-    assert found["bad"] == {}
-    assert found["pairs"] == []
-    assert found["whole"]["gbps"] == 100.0
-    assert not found["unexplained"]
+    assert found.hosts == ["n0", "n1", "n2"]
+    assert found.bad == {}
+    assert found.pairs == []
+    assert found.whole is not None and found.whole.gbps == 100.0
+    assert not found.unexplained
 
 
 @pytest.mark.parametrize(
@@ -80,33 +84,33 @@ def test_sound_nodes_are_measured_together_and_that_is_all(tmp_path):
 )
 def test_the_node_that_spoils_every_group_is_named(tmp_path, trouble, words, limits):
     found = fabric(tmp_path, [None, None, trouble, None], limits=limits)
-    assert list(found["bad"]) == ["n2"]
-    assert words in found["bad"]["n2"]
-    assert "n1" in found["bad"]["n2"]
-    assert len(found["pairs"]) == 4
+    assert list(found.bad) == ["n2"]
+    assert words in found.bad["n2"]
+    assert "n1" in found.bad["n2"]
+    assert len(found.pairs) == 4
 
 
 def test_a_node_that_does_not_come_is_left_out_and_the_others_are_tried(tmp_path):
     found = fabric(tmp_path, [None] * 3, absent=(2,), limits=Limits(meet=3.0, stage=15.0, slack=10.0))
-    assert found["hosts"] == ["n0", "n1"]
-    assert found["bad"] == {}
+    assert found.hosts == ["n0", "n1"]
+    assert found.bad == {}
 
 
 def test_what_a_child_does_its_parent_survives():
-    def fail() -> dict[str, Any]:
+    def fail() -> AllReduce:
         raise RuntimeError("NCCL error\nin ncclCommInitRank")
 
-    assert check.in_child(lambda: {"gbps": 1.0}, 10.0) == {"gbps": 1.0}
-    assert check.in_child(lambda: os._exit(9), 10.0) == {"error": "its process ended with code 9"}
-    assert check.in_child(fail, 10.0)["error"].endswith(": RuntimeError: NCCL error")
-    assert check.in_child(lambda: time.sleep(60) or {}, 0.2) == {"error": "no end within 0 s"}
+    assert check.in_child(lambda: AllReduce(1.0), 10.0) == AllReduce(1.0)
+    assert check.in_child(lambda: os._exit(9), 10.0) == AllReduce(error="its process ended with code 9")
+    assert (check.in_child(fail, 10.0).error or "").endswith(": RuntimeError: NCCL error")
+    assert check.in_child(lambda: time.sleep(60) or AllReduce(), 0.2) == AllReduce(error="no end within 0 s")
 
 
 def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
-    found = findings(["a", "b"], {"gbps": 1.0}, {(0, 1): {"gbps": 1.0}}, 50.0, 12.34)
-    assert found["bad"] == {}
-    assert found["unexplained"]
-    assert found["pairs"] == [{"hosts": ["a", "b"], "gbps": 1.0}]
+    found = findings(["a", "b"], AllReduce(1.0), {(0, 1): AllReduce(1.0)}, 50.0, 12.34)
+    assert found.bad == {}
+    assert found.unexplained
+    assert found.pairs == [PairAllReduce(["a", "b"], 1.0)]
     assert check.summary(found) == [
         "all-reduce of 2 nodes: 1 GB/s (12 s for all of this check)",
         "  a and b: 1 GB/s",
@@ -115,9 +119,7 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
 
 
 def test_the_parents_import_neither_megatron_core_nor_touch_a_device():
-    program = (
-        "import sys, torch, megatron_rl.fabric.check; print('megatron.core' in sys.modules, torch.cuda.is_initialized())"
-    )
+    program = "import sys, torch, megatron_rl.fabric.check; print('megatron.core' in sys.modules, torch.cuda.is_initialized())"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.split() == ["False", "False"]
 

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 from core_helpers import tiny_model
-from json_files import read_json, read_json_lines, write_json
 from loop_helpers import loop_recipe, prepare
 from run_helpers import FAKE_RANK
 
 from launcher.host.process.processes import start_time
-from launcher.host.record.heartbeats import Vigil
+from launcher.host.record.heartbeats import HangWatch
+from launcher.host.record.ledger import ends_in, read_ledger
+from megatron_rl.contract.attempt_records import AttemptEnd, Hang, Heartbeat
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import if_readable, read, write
 
 
 class Supervised:
@@ -32,10 +34,10 @@ class Supervised:
         command += ["--", sys.executable, FAKE_RANK, script] if script else []
         self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment})
 
-    def end(self, limit: float = 30) -> dict:
+    def end(self, limit: float = 60) -> AttemptEnd:
         """The ledger's line."""
         assert self.process.wait(limit) == 1, self.logs()
-        return read_json_lines(self.run.attempts_ledger)[-1]
+        return ends_in(read_ledger(self.run))[-1]
 
     def wait_for(self, what: Callable[[], object], limit: float = 60) -> None:
         give_up = time.monotonic() + limit
@@ -89,38 +91,38 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervi
 def test_the_rank_that_the_other_waits_for_is_named_and_both_show_their_stacks(runs):
     run = runs["waits,hangs"]
     end = run.end()
-    assert (end["outcome"], end["rank"], end["phase"], end["step"], end["hung"]) == ("crashed", 1, "generate", 3, True)
-    assert end["node"] == os.uname().nodename
-    assert end["error"].endswith("(stacks: logs/attempt-001/train.1.stacks)")
+    assert (end.outcome, end.rank, end.phase, end.step, end.hung) == ("crashed", 1, "generate", 3, True)
+    assert end.node == os.uname().nodename
+    assert end.error.endswith("(stacks: logs/attempt-001/train.1.stacks)")
     for rank in (0, 1):
         assert "in hang" in run.attempt.stacks(rank).read_text()
-    assert read_json(run.attempt.hang)["rank"] == 1
+    assert read(Hang, run.attempt.hang).rank == 1
 
 
 def test_a_stopped_process_is_named_although_the_other_one_works_on(runs):
     run = runs["beats,stopped"]
     end = run.end()
-    assert (end["rank"], end["hung"]) == (1, True)
+    assert (end.rank, end.hung) == (1, True)
     assert "in hang" in run.attempt.stacks(0).read_text()
     assert start_time(int((run.attempt.folder / "pid.1").read_text())) is None
 
 
 def test_a_rank_that_waited_in_vain_in_a_collective_names_the_one_that_did_not_come(runs):
     end = runs["collects"].end(limit=60)
-    assert (end["rank"], end["phase"], end["hung"]) == (1, "generate", True)
-    assert "while rank 0 waited for it: RuntimeError: " in end["error"]
-    assert "Timed out" in end["error"]
+    assert (end.rank, end.phase, end.hung) == (1, "generate", True)
+    assert "while rank 0 waited for it: RuntimeError: " in end.error
+    assert "Timed out" in end.error
 
 
 def test_the_others_show_where_they_are_when_a_rank_fails(runs):
     run = runs["hangs,consequence"]
-    assert run.end()["rank"] == 1
+    assert run.end().rank == 1
     assert "in hang" in run.attempt.stacks(0).read_text()
 
 
 def test_a_rank_that_dies_of_being_asked_where_it_is_did_not_fail_first(runs):
     end = runs["consequence,fragile"].end()
-    assert (end["rank"], end["error"]) == (0, "RuntimeError: connection closed by peer")
+    assert (end.rank, end.error) == (0, "RuntimeError: connection closed by peer")
 
 
 def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(runs):
@@ -130,7 +132,7 @@ def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(ru
 def test_a_rank_that_works_keeps_the_run_alive_while_the_other_waits(runs):
     run = runs["beats,waits"]
     run.wait_for(run.attempt.heartbeat(1).exists)
-    first = read_json(run.attempt.heartbeat(1))["at"]
+    first = read(Heartbeat, run.attempt.heartbeat(1)).at
     run.wait_for(lambda: time.time() > first + 4)
     assert run.process.poll() is None
     assert not run.attempt.hang.exists()
@@ -139,7 +141,7 @@ def test_a_rank_that_works_keeps_the_run_alive_while_the_other_waits(runs):
 def test_without_a_limit_nobody_hangs(runs):
     run = runs["hangs"]
     run.wait_for(run.attempt.heartbeat(0).exists)
-    first = read_json(run.attempt.heartbeat(0))["at"]
+    first = read(Heartbeat, run.attempt.heartbeat(0)).at
     run.wait_for(lambda: time.time() > first + 4)
     assert run.process.poll() is None
 
@@ -147,12 +149,11 @@ def test_without_a_limit_nobody_hangs(runs):
 def test_a_laptop_that_was_closed_is_no_hang(tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.heartbeats.mkdir(parents=True)
-    facts = {"rank": 0, "ranks": 1, "host": "here", "phase": "train", "step": 1, "entered": 1, "every": 10.0}
-    write_json(attempt.heartbeat(0), facts | {"at": 1000.0, "written": 1000.0})
-    vigil = Vigil(attempt, limit=1800.0)
+    write(attempt.heartbeat(0), Heartbeat(0, 1, "here", "train", 1, 1, 1000.0, 1000.0, 10.0))
+    hangs = HangWatch(attempt, limit=1800.0)
     for now in (1000.0, 1010.0, 9000.0):
-        assert vigil.look(now) is None
-    assert vigil.look(9010.0).rank == 0, "it has had the time to send one since"
+        assert hangs.look(now) is None
+    assert hangs.look(9010.0).rank == 0, "it has had the time to send one since"
 
 
 def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_path):
@@ -160,12 +161,14 @@ def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_pa
     recipe = loop_recipe(model=untaught, training={"steps": 1000}, save={"every": 0}, evaluation={"every": 0})
     run = Supervised(prepare(tmp_path / "run", recipe), "--silence-limit", "6")
     try:
-        run.wait_for(lambda: (read_json(run.attempt.heartbeat(1)) or {"step": 0})["step"] >= 2)
+        run.wait_for(
+            lambda: (beat := if_readable(read(Heartbeat, run.attempt.heartbeat(1)))) is not None and beat.step >= 2
+        )
         os.kill(run.rank_pid(1), signal.SIGSTOP)
         end = run.end()
     finally:
         run.process.kill()
         run.process.wait()
-    assert (end["outcome"], end["rank"], end["hung"]) == ("crashed", 1, True)
-    assert end["step"] >= 2
+    assert (end.outcome, end.rank, end.hung) == ("crashed", 1, True)
+    assert end.step >= 2
     assert "megatron_rl" in run.attempt.stacks(0).read_text()

@@ -1,4 +1,4 @@
-"""Two ranks train like one: the same recorded rollouts give the same losses and the same weights."""
+"""Two ranks train like one: the same recorded trajectories give the same losses and the same weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
-from megatron_rl.rank.world import Groups
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.stream import shares
 
 STEPS = 3
@@ -50,11 +50,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def losses_and_weights(rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
+def losses_and_weights(
+    rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]
+) -> tuple[list[dict[str, Any]], Tensor]:
     """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
     config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
-    run = build_run(config, select(JobConfig(device="cpu")), of_ranks, scale=0.1)  # rounding must not grow over the steps
+    run = build_run(
+        config, select(JobConfig(device="cpu")), of_ranks, scale=0.1
+    )  # rounding must not grow over the steps
     tallied = []
     for step in range(1, STEPS + 1):
         groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)
@@ -64,7 +68,7 @@ def losses_and_weights(rank: int, ranks: int, of_ranks: Groups, case: dict[str, 
         total = dict(tally.reduce(of_ranks.control))
         del total["packed_tokens"]  # how prompts were shared: the layout's own
         tallied.append(total | {f"grad_norm/{i}": update.grad_norm for i, update in enumerate(updates)})
-    return tallied, torch.cat([weight.detach().flatten() for weight in run.policy.parameters()])
+    return tallied, torch.cat([weight.detach().flatten() for weight in run.trainer.policy.parameters()])
 
 
 def all_cases(rank: int, ranks: int) -> list[tuple[list[dict[str, Any]], Tensor]]:

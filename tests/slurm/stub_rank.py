@@ -24,8 +24,8 @@ from pathlib import Path
 from megatron_rl.contract import paths
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.rank.progress import Progress
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 from json_files import append_json_line, read_json, read_json_lines, write_json
@@ -41,8 +41,8 @@ run = RunDir(options.run_dir)
 attempt = run.attempt(options.attempt)
 rank = int(os.environ["SLURM_PROCID"])
 told = []
-progress = Progress(attempt, shared=False)
-box = BlackBox(attempt, rank, int(os.environ["SLURM_NTASKS"]), progress)
+activity = Activity(attempt, published=False)
+box = BlackBox(attempt, rank, int(os.environ["SLURM_NTASKS"]), activity)
 
 
 def train():
@@ -67,8 +67,8 @@ def train():
         else:
             step = len(read_json_lines(run.metrics))
             fail_as_asked(step)
-        progress.doing, progress.step = "training", step
-        progress.beat()
+        activity.doing, activity.step = "training", step
+        activity.beat()
         hang_as_asked(step)
         if rank == 0 and len(list(attempt.folder.glob("leave.*"))) == int(os.environ["SLURM_NTASKS"]):
             time.sleep(asked.get("save", 0))
@@ -84,7 +84,7 @@ def train():
 
 def hang_as_asked(step):
     if step == asked.get("hangs_at"):
-        progress.doing = "generate" if rank == 1 else HEARTBEAT_WAIT
+        activity.doing = "generate" if rank == 1 else HEARTBEAT_WAIT
         while True:
             time.sleep(1)
 

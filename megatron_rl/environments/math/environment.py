@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from megatron_rl.agent.api import Problem
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.math.format import FORMATS
 from megatron_rl.environments.math.problems import DataSet, Question, distinct, normalised, read_questions
 from megatron_rl.inference.api import FinishReason

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.agent.api import Problem, RolloutGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, InferenceInterface, ResumableInference
-from megatron_rl.rank.world import Groups
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.records import (
     Answer,
@@ -133,11 +133,11 @@ class Bank:
 
     # What earlier attempts left
 
-    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, RolloutGroup]:
+    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
         """Those of a driver's share that are scored already; with `resume.partial: regenerate` all of them or none."""
         if any(not path.exists() for path in {entry.path for entry in self._entries}):
             self._read()  # the first driver has folded them into its own file
-        known: dict[int, RolloutGroup] = {}
+        known: dict[int, TrajectoryGroup] = {}
         for ordinal in ordinals:
             entry = self._groups.get(ordinal)
             body = self._body(entry) if entry else None
@@ -199,7 +199,7 @@ class Bank:
             await asyncio.sleep(self._resume.flush_s)
             self.flush()
 
-    def put(self, group: RolloutGroup) -> None:
+    def put(self, group: TrajectoryGroup) -> None:
         """Remember a scored group; on disk with the next flush."""
         ordinal = group.ordinal
         self._unwritten.append(_Scored(group, self.version(ordinal), self.engine.policy_version))
@@ -294,7 +294,7 @@ def open_bank(
 class _Scored:
     """A group of this attempt."""
 
-    group: RolloutGroup
+    group: TrajectoryGroup
     version: int
     newest: int
     """See `group_record`."""

@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from megatron_rl.agent.api import Problem, RolloutGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import InferenceInterface, ResumableInference
 
 
 class Memory(Protocol):
     """See `megatron_rl.rollout.bank.bank.Bank`."""
 
-    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, RolloutGroup]: ...
+    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]: ...
     def version(self, ordinal: int) -> int: ...
     def inference(self, ordinal: int) -> InferenceInterface: ...
     def keeping(self) -> AbstractAsyncContextManager[None]: ...
-    def put(self, group: RolloutGroup) -> None: ...
+    def put(self, group: TrajectoryGroup) -> None: ...
     def saving(self, step: int, next_ordinal: int) -> None: ...
     def saved(self, step: int) -> None: ...
     def close(self) -> None: ...
@@ -29,7 +29,7 @@ class NoBank:
     def __init__(self, engine: ResumableInference) -> None:
         self.engine = engine
 
-    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, RolloutGroup]:
+    def groups(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
         return {}
 
     def version(self, ordinal: int) -> int:
@@ -42,7 +42,7 @@ class NoBank:
     async def keeping(self) -> AsyncIterator[None]:
         yield
 
-    def put(self, group: RolloutGroup) -> None:
+    def put(self, group: TrajectoryGroup) -> None:
         pass
 
     def saving(self, step: int, next_ordinal: int) -> None:

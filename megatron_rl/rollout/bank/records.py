@@ -1,7 +1,7 @@
 """What the durable bank remembers, and which of it may be used again. No files here.
 
     attempt   one per driver and attempt: from which checkpoint it went on
-    group     a scored group: prompts, answers, log-probs, texts, rewards
+    group     a scored group: tokens, log-probs, versions, texts, rewards
     stretch   the tokens start..start+count of one answer; an answer is as many of them as it saw flushes
 
 Tokens are int32 and log-probs float32, as the engine has them: what is read is bit for bit what was sampled.
@@ -20,13 +20,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_rl.agent.api import Problem, Rollout, RolloutGroup
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import Beginning, GenerationRequest
 from megatron_rl.rollout.bank.file import Entry, Head, Record
 
 _TOKEN = np.dtype("<i4")
 _LOG_PROB = np.dtype("<f4")
+_VERSION = np.dtype("<i8")
+_FLAG = np.dtype("?")
 
 Answer = tuple[int, int, int]
 """Key of the request, checksum of its prompt, sample: tokens with the same are tokens of the same answer."""
@@ -68,35 +70,44 @@ def attempt_record(lineage: Lineage) -> Record:
     return {"kind": "attempt", "line": asdict(lineage)}, b""
 
 
-def group_record(group: RolloutGroup, version: int, newest: int, lineage: Lineage) -> Record:
+def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lineage) -> Record:
     """A scored group; its problem is the prompt stream's to know.
 
     version: policy version under which it was submitted, from which its keys follow.
     newest: of the weights that sampled any of it.
     """
-    texts = [rollout.text.encode("utf-8", "surrogatepass") for rollout in group.rollouts]
-    tokens = [tokens for rollout in group.rollouts for tokens in (rollout.prompt_tokens, rollout.tokens)]
+    trajectories = group.trajectories
+    texts = [trajectory.text.encode("utf-8", "surrogatepass") for trajectory in trajectories]
     head: Head = {
         "kind": "group",
         "ordinal": group.ordinal,
         "version": version,
         "newest": newest,
         "failures": dict(group.failures),
-        "rollouts": [
+        "trajectories": [
             {
-                "prompt": len(rollout.prompt_tokens),
-                "answer": len(rollout.tokens),
+                "tokens": len(trajectory.tokens),
+                "turns": [[turn.start, turn.stop] for turn in trajectory.turns],
                 "text": len(text),
-                "reward": rollout.reward,
-                "finish_reason": rollout.finish_reason,
-                "policy_version": rollout.policy_version,
+                "reward": trajectory.reward,
+                "finish_reason": trajectory.finish_reason,
             }
-            for rollout, text in zip(group.rollouts, texts, strict=True)
+            for trajectory, text in zip(trajectories, texts, strict=True)
         ],
         "line": asdict(lineage),
     }
-    logprobs = [rollout.logprobs for rollout in group.rollouts]
-    return head, b"".join([_packed(tokens, _TOKEN), _packed(logprobs, _LOG_PROB), *texts])
+    arrays = (
+        _packed((trajectory.tokens for trajectory in trajectories), _TOKEN),
+        _packed((trajectory.loss_mask for trajectory in trajectories), _FLAG),
+        _packed((_sampled(trajectory, trajectory.versions) for trajectory in trajectories), _VERSION),
+        _packed((_sampled(trajectory, trajectory.logprobs) for trajectory in trajectories), _LOG_PROB),
+    )
+    return head, b"".join([*arrays, *texts])
+
+
+def _sampled(trajectory: Trajectory, values: Sequence[float]) -> list[float]:
+    """Those of the tokens that the model sampled."""
+    return [value for turn in trajectory.turns for value in values[turn.start : turn.stop]]
 
 
 def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
@@ -104,24 +115,38 @@ def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
     return np.array(list(chain.from_iterable(lists)), kind).tobytes()
 
 
-def read_group(head: Head, body: bytes, problem: Problem) -> RolloutGroup:
-    rows = head["rollouts"]
-    tokens = _Reader(body)
-    numbers = [(tokens.integers(row["prompt"]), tokens.integers(row["answer"])) for row in rows]
-    logprobs = [tokens.floats(row["answer"]) for row in rows]
-    rollouts = [
-        Rollout(
-            prompt_tokens=prompt,
-            tokens=answer,
-            logprobs=theirs,
-            text=tokens.text(row["text"]),
+def read_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
+    rows, reader = head["trajectories"], _Reader(body)
+    turns = [[range(start, stop) for start, stop in row["turns"]] for row in rows]
+    sampled = [sum(map(len, each)) for each in turns]
+    tokens = [reader.numbers(row["tokens"], _TOKEN) for row in rows]
+    masks = [reader.numbers(row["tokens"], _FLAG) for row in rows]
+    versions = [reader.numbers(count, _VERSION) for count in sampled]
+    logprobs = [reader.numbers(count, _LOG_PROB) for count in sampled]
+    trajectories = [
+        Trajectory(
+            tokens=tokens[i],
+            loss_mask=masks[i],
+            logprobs=_spread(logprobs[i], turns[i], row["tokens"], 0.0),
+            versions=_spread(versions[i], turns[i], row["tokens"], -1),
+            turns=turns[i],
+            text=reader.text(row["text"]),
             reward=row["reward"],
             finish_reason=row["finish_reason"],
-            policy_version=row["policy_version"],
         )
-        for row, (prompt, answer), theirs in zip(rows, numbers, logprobs, strict=True)
+        for i, row in enumerate(rows)
     ]
-    return RolloutGroup(head["ordinal"], problem, rollouts, head["failures"])
+    return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])
+
+
+def _spread(sampled: list[Any], turns: Iterable[range], length: int, elsewhere: float) -> list[Any]:
+    """[length] the values of sampled tokens at their places, `elsewhere` between them."""
+    values: list[Any] = [elsewhere] * length
+    taken = 0
+    for turn in turns:
+        values[turn.start : turn.stop] = sampled[taken : taken + len(turn)]
+        taken += len(turn)
+    return values
 
 
 def prompt_checksum(request: GenerationRequest) -> int:
@@ -169,8 +194,8 @@ def join(stretches: Iterable[tuple[Head, bytes | None]]) -> Beginning | None:
         if body is None or start > len(tokens):
             continue
         reader = _Reader(body)
-        tokens[start:] = reader.integers(head["count"])
-        logprobs[start:] = reader.floats(head["count"])
+        tokens[start:] = reader.numbers(head["count"], _TOKEN)
+        logprobs[start:] = reader.numbers(head["count"], _LOG_PROB)
         oldest = head["policy_version"] if start == 0 or oldest is None else min(oldest, head["policy_version"])
     return None if oldest is None or not tokens else Beginning(tokens, logprobs, oldest)
 
@@ -182,11 +207,8 @@ class _Reader:
         self._body = body
         self._position = 0
 
-    def integers(self, count: int) -> list[int]:
-        return np.frombuffer(self._take(count * _TOKEN.itemsize), _TOKEN).tolist()
-
-    def floats(self, count: int) -> list[float]:
-        return np.frombuffer(self._take(count * _LOG_PROB.itemsize), _LOG_PROB).tolist()
+    def numbers(self, count: int, kind: np.dtype[Any]) -> list[Any]:
+        return np.frombuffer(self._take(count * kind.itemsize), kind).tolist()
 
     def text(self, count: int) -> str:
         return self._take(count).decode("utf-8", "surrogatepass")
@@ -243,7 +265,7 @@ def usable(
     return Usable(off_line + on_line, discarded)
 
 
-def whole_share(ordinals: Iterable[int], known: dict[int, RolloutGroup]) -> dict[int, RolloutGroup]:
+def whole_share(ordinals: Iterable[int], known: dict[int, TrajectoryGroup]) -> dict[int, TrajectoryGroup]:
     """The known groups of a driver's share where they are all of it, else none: `resume.partial: regenerate`.
 
     The last bits of a log-prob depend on how many rows the engine decodes beside it (matrix products of another shape

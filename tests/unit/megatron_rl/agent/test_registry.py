@@ -15,7 +15,7 @@ from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
 
 PLUGIN = """
-    from megatron_rl.agent.api import Problem
+    from megatron_rl.agent.trajectories import Problem
     from megatron_rl.agent.reward_only import RewardOnlyAgent
     from megatron_rl.section import Section
 

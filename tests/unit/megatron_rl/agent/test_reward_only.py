@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest, Problem, RolloutGroup
+from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.config import TokenizerConfig
@@ -62,7 +63,7 @@ def completion(text: str, cut: bool) -> Completion:
     return Completion(tokens, [-0.5] * len(tokens), "length" if cut else "stop", policy_version=9)
 
 
-def rollout_group(agent: RewardOnlyAgent, engine: Scripted, size: int) -> RolloutGroup:
+def rollout_group(agent: RewardOnlyAgent, engine: Scripted, size: int) -> TrajectoryGroup:
     request = GroupRolloutRequest(
         ordinal=5, problem=PROBLEM, group_size=size, sampling=SAMPLING, key=11, inference=engine
     )
@@ -81,13 +82,14 @@ def test_reward_sees_text_without_special_tokens_golden_and_finish_reason() -> N
     assert agent.asked == [("12", PROBLEM.golden, "stop"), ("3", PROBLEM.golden, "length")]
 
 
-def test_rollouts_keep_the_engines_tokens_logprobs_and_policy_version() -> None:
+def test_trajectories_keep_the_engines_tokens_logprobs_and_policy_version() -> None:
     group = rollout_group(Scored(float), Scripted(["12", "3"]), 2)
     assert (group.ordinal, group.problem, group.failures) == (5, PROBLEM, {})
-    first, second = group.rollouts
-    assert first.prompt_tokens == TOKENIZER.encode("7=")
-    assert first.tokens == [1, 2, TOKENIZER.eos_id] and first.logprobs == [-0.5, -0.5, -0.5]
-    assert (first.text, first.reward, first.finish_reason, first.policy_version) == ("12", 12.0, "stop", 9)
+    first, second = group.trajectories
+    assert first.tokens == [*TOKENIZER.encode("7="), 1, 2, TOKENIZER.eos_id]
+    assert first.logprobs == [0.0, 0.0, -0.5, -0.5, -0.5]
+    assert first.versions == [-1, -1, 9, 9, 9]
+    assert (first.text, first.reward, first.finish_reason) == ("12", 12.0, "stop")
     assert (second.text, second.reward, second.finish_reason) == ("3", 3.0, "length")
 
 
@@ -98,14 +100,14 @@ def test_answer_whose_reward_raises_is_left_out_and_counted_by_reason() -> None:
         return {"1": 1.0}[text]
 
     group = rollout_group(Scored(score), Scripted(["1", "2", "3", "2"]), 4)
-    assert [rollout.text for rollout in group.rollouts] == ["1"]
+    assert [trajectory.text for trajectory in group.trajectories] == ["1"]
     assert group.failures == {"get_reward: TimeoutError: the verifier took 10 s": 2, "get_reward: KeyError: '3'": 1}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high"])
 def test_reward_that_is_no_finite_number_is_a_failure(value: Any) -> None:
     group = rollout_group(Scored(lambda text: value), Scripted(["1"]), 3)
-    assert group.rollouts == [] and sum(group.failures.values()) == 3
+    assert group.trajectories == [] and sum(group.failures.values()) == 3
 
 
 def test_first_failure_of_each_type_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +142,11 @@ def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own
     problems = [Problem(f"{number}=", {}) for number in (4, 5, 6)]
     request = EvaluationRequest(problems, SAMPLING, samples_per_problem=2, key=1, inference=engine)
     response = asyncio.run(Scored(float).evaluate(request))
-    assert [[rollout.text for rollout in group] for group in response.rollouts] == [["1", "1"], ["2", "2"], ["3", "3"]]
+    assert [[trajectory.text for trajectory in group] for group in response.trajectories] == [
+        ["1", "1"],
+        ["2", "2"],
+        ["3", "3"],
+    ]
     assert response.rewards == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert [request.prompt_tokens[0] for request in engine.requests] == [4, 5, 6]
     assert len({request.key for request in engine.requests}) == 3
@@ -166,5 +172,9 @@ def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
     agent = ScoredElsewhere(score)
     group = rollout_group(agent, Scripted(["1", "2", "3", "4"]), 4)
     assert agent.most == 4
-    assert [(rollout.text, rollout.reward) for rollout in group.rollouts] == [("1", 1.0), ("2", 2.0), ("4", 4.0)]
+    assert [(trajectory.text, trajectory.reward) for trajectory in group.trajectories] == [
+        ("1", 1.0),
+        ("2", 2.0),
+        ("4", 4.0),
+    ]
     assert group.failures == {"get_reward: ValueError: the reward is nan": 1}

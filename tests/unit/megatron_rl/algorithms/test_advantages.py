@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.advantages import SIGNAL_STD, STD_EPSILON, group_advantages, group_std, has_signal
+from megatron_rl.algorithms.advantages import STD_EPSILON, group_advantages, group_std
 
 FINITE = st.floats(-100, 100, width=32)
 SIXTEENTHS = st.integers(-64, 64).map(lambda n: n / 16)
@@ -104,7 +104,6 @@ def test_without_std_advantages_scale_with_the_rewards(batch, scale):
 def test_equal_rewards_give_exactly_zero(reward, size, divide_by_std):
     rewards, group = tensors([reward] * size, [0] * size)
     assert group_advantages(rewards, group, 1, divide_by_std=divide_by_std).tolist() == [0.0] * size
-    assert not has_signal(rewards, group, 1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -118,11 +117,6 @@ def test_computed_in_fp32_whatever_the_rewards_are(dtype):
 def test_std_is_of_the_population():
     rewards, group = tensors([1, 3, 7], [0, 0, 2])
     assert group_std(rewards, group, 4).tolist() == [1, 0, 0, 0]
-
-
-def test_signal_starts_above_the_threshold():
-    rewards, group = tensors([0, 4 * SIGNAL_STD, 0, SIGNAL_STD, 5, 5], [0, 0, 1, 1, 2, 2])
-    assert has_signal(rewards, group, 4).tolist() == [True, False, False, False]
 
 
 def test_no_rollouts_give_no_advantages():

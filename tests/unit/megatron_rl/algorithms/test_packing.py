@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, VOCAB, answer_logprobs, rollout, tiny_policy
+from core_helpers import CPU, VOCAB, answer_logprobs, answer_of, prompt_of, tiny_policy, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.agent.api import Rollout
+from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, microbatches
 from megatron_rl.model.policy import Policy
@@ -29,10 +29,10 @@ GROUP = st.tuples(PROMPT, st.lists(ANSWER, min_size=1, max_size=5))
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[Rollout]:
+def batches(draw: st.DrawFn) -> list[Trajectory]:
     """Answers of several prompts; the answers to one prompt stand together, and prompts may come twice."""
     return [
-        rollout(prompt, answer)
+        trajectory(prompt, answer)
         for prompt, answers in draw(st.lists(GROUP, min_size=1, max_size=4))
         for answer in answers
     ]
@@ -42,17 +42,17 @@ LIMIT = st.integers(1, 250)
 
 
 @pytest.fixture(scope="module")
-def policy(platform: Any, group: Any) -> Policy:
+def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform)
 
 
-def targets_of(rollouts: list[Rollout]) -> Tensor:
-    return torch.tensor([token for rollout in rollouts for token in rollout.tokens])
+def targets_of(trajectories: list[Trajectory]) -> Tensor:
+    return torch.tensor([token for trajectory in trajectories for token in answer_of(trajectory)])
 
 
-def logprobs_of(policy: Policy, rollouts: list[Rollout], packed: list[MicroBatch]) -> Tensor:
-    """[answer tokens], in the order of the rollouts; NaN where no micro-batch holds the token."""
-    targets = targets_of(rollouts)
+def logprobs_of(policy: Policy, trajectories: list[Trajectory], packed: list[MicroBatch]) -> Tensor:
+    """[answer tokens], in the order of the trajectories; NaN where no micro-batch holds the token."""
+    targets = targets_of(trajectories)
     parts = torch.full((len(targets),), torch.nan)
     for micro in packed:
         logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
@@ -62,66 +62,69 @@ def logprobs_of(policy: Policy, rollouts: list[Rollout], packed: list[MicroBatch
 
 
 @settings(deadline=None, max_examples=40)
-@given(rollouts=batches(), limit=LIMIT)
-def test_logprobs_are_those_of_each_sequence_alone(policy: Policy, rollouts: list[Rollout], limit: int) -> None:
-    alone = torch.cat([answer_logprobs(policy, each.prompt_tokens, each.tokens) for each in rollouts])
+@given(trajectories=batches(), limit=LIMIT)
+def test_logprobs_are_those_of_each_sequence_alone(policy: Policy, trajectories: list[Trajectory], limit: int) -> None:
+    alone = torch.cat([answer_logprobs(policy, prompt_of(each), answer_of(each)) for each in trajectories])
     with torch.no_grad():
-        packed = logprobs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU))
+        packed = logprobs_of(policy, trajectories, microbatches(trajectories, range(len(trajectories)), limit, CPU))
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
 
 
-@given(rollouts=batches(), limit=LIMIT, data=st.data())
-def test_every_chosen_answer_token_appears_exactly_once(rollouts: list[Rollout], limit: int, data: Any) -> None:
-    chosen = data.draw(st.lists(st.integers(0, len(rollouts) - 1), unique=True))
-    starts = [sum(len(each.tokens) for each in rollouts[:index]) for index in range(len(rollouts))]
-    expected = [starts[index] + t for index in chosen for t in range(len(rollouts[index].tokens))]
-    packed = microbatches(rollouts, chosen, limit, CPU)
+@given(trajectories=batches(), limit=LIMIT, data=st.data())
+def test_every_chosen_answer_token_appears_exactly_once(trajectories: list[Trajectory], limit: int, data: Any) -> None:
+    chosen = data.draw(st.lists(st.integers(0, len(trajectories) - 1), unique=True))
+    starts = [sum(len(answer_of(each)) for each in trajectories[:index]) for index in range(len(trajectories))]
+    expected = [starts[index] + t for index in chosen for t in range(len(answer_of(trajectories[index])))]
+    packed = microbatches(trajectories, chosen, limit, CPU)
     assert [token for micro in packed for token in micro.answer_tokens.tolist()] == expected
     assert all(len(micro.select) == len(micro.answer_tokens) > 0 for micro in packed)
 
 
-@given(rollouts=batches(), limit=LIMIT)
-def test_the_limit_holds_but_for_an_answer_that_alone_exceeds_it(rollouts: list[Rollout], limit: int) -> None:
-    owner = [index for index, each in enumerate(rollouts) for _ in each.tokens]
-    for micro in microbatches(rollouts, range(len(rollouts)), limit, CPU):
+@given(trajectories=batches(), limit=LIMIT)
+def test_the_limit_holds_but_for_an_answer_that_alone_exceeds_it(trajectories: list[Trajectory], limit: int) -> None:
+    owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
+    for micro in microbatches(trajectories, range(len(trajectories)), limit, CPU):
         answers = {owner[token] for token in micro.answer_tokens.tolist()}
         assert len(micro.tokens) <= limit or len(answers) == 1
 
 
-@given(rollouts=batches(), limit=LIMIT)
-def test_no_micro_batch_could_have_taken_the_next_answer(rollouts: list[Rollout], limit: int) -> None:
+@given(trajectories=batches(), limit=LIMIT)
+def test_no_micro_batch_could_have_taken_the_next_answer(trajectories: list[Trajectory], limit: int) -> None:
     """Together with the limit: there are as few as the order allows."""
-    owner = [index for index, each in enumerate(rollouts) for _ in each.tokens]
-    packed = microbatches(rollouts, range(len(rollouts)), limit, CPU)
+    owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
+    packed = microbatches(trajectories, range(len(trajectories)), limit, CPU)
     for micro in packed[:-1]:
         members = sorted({owner[token] for token in micro.answer_tokens.tolist()})
-        assert counted(rollouts[members[0] : members[-1] + 2]) > limit
+        assert counted(trajectories[members[0] : members[-1] + 2]) > limit
 
 
-def counted(rollouts: list[Rollout]) -> int:
+def counted(trajectories: list[Trajectory]) -> int:
     """Packed tokens as the limit counts them: neighbours share their prompt and nothing else."""
-    prompts = [prompt for prompt, _ in groupby(each.prompt_tokens for each in rollouts)]
-    return sum(map(len, prompts)) + sum(len(each.tokens) - 1 for each in rollouts)
+    prompts = [prompt for prompt, _ in groupby(prompt_of(each) for each in trajectories)]
+    return sum(map(len, prompts)) + sum(len(answer_of(each)) - 1 for each in trajectories)
 
 
 @given(prompt=PROMPT, answers=st.lists(ANSWER, min_size=1, max_size=6))
 def test_a_group_computes_every_beginning_once_and_no_last_token(prompt: list[int], answers: list[list[int]]) -> None:
-    rollouts = [rollout(prompt, answer) for answer in answers]
-    (micro,) = microbatches(rollouts, range(len(rollouts)), 10**9, CPU)
+    trajectories = [trajectory(prompt, answer) for answer in answers]
+    (micro,) = microbatches(trajectories, range(len(trajectories)), 10**9, CPU)
     beginnings = {tuple(answer[:length]) for answer in answers for length in range(1, len(answer))}
     assert len(micro.tokens) == len(prompt) + len(beginnings)
 
 
 @settings(deadline=None, max_examples=25)
-@given(rollouts=batches(), limit=LIMIT, seed=st.integers(0, 100))
+@given(trajectories=batches(), limit=LIMIT, seed=st.integers(0, 100))
 def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
-    policy: Policy, rollouts: list[Rollout], limit: int, seed: int
+    policy: Policy, trajectories: list[Trajectory], limit: int, seed: int
 ) -> None:
-    weights = torch.randn(len(targets_of(rollouts)), generator=torch.Generator().manual_seed(seed))
+    weights = torch.randn(len(targets_of(trajectories)), generator=torch.Generator().manual_seed(seed))
 
     def loss_and_gradient(limit: int) -> tuple[Tensor, list[Tensor]]:
         policy.zero_grad()
-        loss = (logprobs_of(policy, rollouts, microbatches(rollouts, range(len(rollouts)), limit, CPU)) * weights).sum()
+        loss = (
+            logprobs_of(policy, trajectories, microbatches(trajectories, range(len(trajectories)), limit, CPU))
+            * weights
+        ).sum()
         loss.backward()
         return loss.detach(), [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
 
@@ -130,7 +133,7 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
 
 
 def test_nothing_chosen_makes_no_micro_batch() -> None:
-    assert microbatches([rollout([1], [2])], [], 10, CPU) == []
+    assert microbatches([trajectory([1], [2])], [], 10, CPU) == []
 
 
 @given(st.floats(0.1, 3.0), st.integers(0, 1000))

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.agent.api import GroupRolloutRequest, Problem, RolloutGroup
+from megatron_rl.agent.api import GroupRolloutRequest
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
 from megatron_rl.inference.config import Sampling
@@ -143,7 +144,7 @@ class Scripted:
         return [Completion(tokens, [-1.0] * len(tokens), "stop", 3) for tokens in answers]
 
 
-def answered(environment: MathEnvironment, texts: list[str]) -> RolloutGroup:
+def answered(environment: MathEnvironment, texts: list[str]) -> TrajectoryGroup:
     problem = environment.training_problems()[-1]
     request = GroupRolloutRequest(0, problem, len(texts), Sampling(max_new_tokens=99), 0, Scripted(texts))
     return asyncio.run(environment.group_rollout(request))
@@ -152,8 +153,8 @@ def answered(environment: MathEnvironment, texts: list[str]) -> RolloutGroup:
 def test_a_group_is_scored_in_the_order_of_its_answers(data: Path) -> None:
     environment = build(data, verifiers=2)
     scored = answered(environment, [r"\boxed{5}", r"\boxed{6}", r"\boxed{10/2}", "5", r"\boxed{5.0}"])
-    assert [rollout.reward for rollout in scored.rollouts] == [1.0, 0.0, 1.0, 0.0, 1.0]
-    assert [rollout.text for rollout in scored.rollouts][2] == r"\boxed{10/2}"
+    assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert [trajectory.text for trajectory in scored.trajectories][2] == r"\boxed{10/2}"
     assert scored.failures == {}
 
 
@@ -161,7 +162,7 @@ def test_an_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> 
     environment = build(data, verify_timeout_s=2.0)
     answered(environment, [r"\boxed{6}"])  # the process is warm: its start is not what takes long
     scored = answered(environment, [r"\boxed{5}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{6}"])
-    assert [rollout.reward for rollout in scored.rollouts] == [1.0, 0.0]
+    assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.0]
     assert scored.failures == {"get_reward: NoVerdict: comparing two answers took longer than 2 s": 1}
 
 
@@ -223,6 +224,6 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     run = build_run(config, platform, groups)
     assert run.evaluate() == {"eval/sums/greedy_accuracy": 0.0, "eval/prompt_format": "boxed"}
     batch = run.driver.collect(0)
-    rewards = {rollout.reward for made in batch.groups for rollout in made.rollouts}
+    rewards = {trajectory.reward for made in batch.groups for trajectory in made.trajectories}
     assert rewards == {-1.0}  # such a policy boxes nothing
     assert len(run.trainer.train(batch, 1, Tally())) == 1

@@ -10,8 +10,10 @@ from core_helpers import (
     CPU,
     PADDED_VOCAB,
     VOCAB,
+    answer_of,
     full_forward,
     in_their_names,
+    prompt_of,
     random_groups,
     tiny_model,
     tiny_policy,
@@ -63,18 +65,20 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model, recompute=recompute)
     twin = witness(policy, model)
-    rollouts = [rollout for made in random_groups(4, 4) for rollout in made.rollouts]
-    (micro,) = microbatches(rollouts, range(len(rollouts)), 10_000, CPU)
-    targets = torch.tensor([token for rollout in rollouts for token in rollout.tokens])
+    trajectories = [trajectory for made in random_groups(4, 4) for trajectory in made.trajectories]
+    (micro,) = microbatches(trajectories, range(len(trajectories)), 10_000, CPU)
+    targets = torch.tensor([token for trajectory in trajectories for token in answer_of(trajectory)])
 
     logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
     logprobs, _ = token_logprobs(logits, targets[micro.answer_tokens], 1.0)
     alone = []
-    for rollout in rollouts:
-        start = len(rollout.prompt_tokens) - 1
-        tokens = torch.tensor([[*rollout.prompt_tokens, *rollout.tokens]])
+    for trajectory in trajectories:
+        start = len(prompt_of(trajectory)) - 1
+        tokens = torch.tensor([[*prompt_of(trajectory), *answer_of(trajectory)]])
         their_logits = twin(tokens).logits[0, start:-1, :VOCAB]
-        alone.append(torch.log_softmax(their_logits, -1).gather(1, torch.tensor(rollout.tokens)[:, None]).squeeze(1))
+        alone.append(
+            torch.log_softmax(their_logits, -1).gather(1, torch.tensor(answer_of(trajectory))[:, None]).squeeze(1)
+        )
     expected = torch.cat(alone)[micro.answer_tokens]
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
 
@@ -94,8 +98,8 @@ def test_the_rows_that_pad_the_embedding_have_no_logits(platform: Any, groups: A
 
 def test_only_the_selected_tokens_have_logits(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform)
-    rollouts = [rollout for made in random_groups(2, 3) for rollout in made.rollouts]
-    (micro,) = microbatches(rollouts, range(len(rollouts)), 10_000, CPU)
+    trajectories = [trajectory for made in random_groups(2, 3) for trajectory in made.trajectories]
+    (micro,) = microbatches(trajectories, range(len(trajectories)), 10_000, CPU)
     with torch.no_grad():
         everything = policy(micro.tokens, micro.positions, micro.layout)
         selected = policy(micro.tokens, micro.positions, micro.layout, micro.select)

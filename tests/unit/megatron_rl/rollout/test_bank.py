@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from bank_helpers import line
-from core_helpers import build_run, tiny_run
+from core_helpers import answer_of, build_run, tiny_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.rank import safe_points
 from megatron_rl.rollout.bank import bank as bank_module
 from megatron_rl.rollout.bank.bank import Bank
@@ -48,7 +48,7 @@ def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(run: Run) -> list[RolloutGroup]:
+def undisturbed(run: Run) -> list[TrajectoryGroup]:
     run.engine.policy_version = 0
     return collect(run)
 
@@ -61,7 +61,7 @@ def bank_of(run: Run, folder: Path, attempt: int, resume: ResumeConfig = KEEP, v
 
 def collect(
     run: Run, bank: Bank | None = None, share: range = range(PROMPTS), stop_after: int | None = None
-) -> list[RolloutGroup]:
+) -> list[TrajectoryGroup]:
     """A driver's groups; none where it was asked to leave after `stop_after` steps of the engine."""
     run.driver.bank = bank or NoBank(run.engine)
     step, steps = run.engine.step, 0
@@ -70,28 +70,28 @@ def collect(
         nonlocal steps
         step()
         steps += 1
-        run.pulse.drain.asked |= steps == stop_after
+        run.safe_points.drain.asked |= steps == stop_after
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.engine, "step", counted)
         try:
             return run.driver._roll_out(share)
         finally:
-            run.pulse.drain.asked = False
+            run.safe_points.drain.asked = False
             if bank is not None:
                 bank.close()
 
 
-def tokens(groups: list[RolloutGroup]) -> list[list[list[int]]]:
-    return [[rollout.tokens for rollout in group.rollouts] for group in groups]
+def tokens(groups: list[TrajectoryGroup]) -> list[list[list[int]]]:
+    return [[answer_of(answer) for answer in group.trajectories] for group in groups]
 
 
-def assert_equal(groups: list[RolloutGroup], expected: list[RolloutGroup]) -> None:
+def assert_equal(groups: list[TrajectoryGroup], expected: list[TrajectoryGroup]) -> None:
     """The same answers, log-probs to the last digits that a batch of another shape leaves alone."""
     assert [group.ordinal for group in groups] == [group.ordinal for group in expected]
     assert tokens(groups) == tokens(expected)
     for group, other in zip(groups, expected, strict=True):
-        for one, two in zip(group.rollouts, other.rollouts, strict=True):
+        for one, two in zip(group.trajectories, other.trajectories, strict=True):
             assert one.logprobs == pytest.approx(two.logprobs, rel=1e-6, abs=2e-6)
             assert (one.reward, one.finish_reason, one.text) == (two.reward, two.finish_reason, two.text)
 
@@ -120,7 +120,7 @@ def test_an_interrupted_step_goes_on_to_the_same_answers(
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stops=st.lists(st.integers(1, 15), max_size=6))
 def test_however_often_it_is_interrupted(
-    run: Run, undisturbed: list[RolloutGroup], tmp_path_factory: pytest.TempPathFactory, stops: list[int]
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path_factory: pytest.TempPathFactory, stops: list[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("bank")
     for attempt, stop_after in enumerate(stops, start=1):
@@ -130,7 +130,7 @@ def test_however_often_it_is_interrupted(
     assert_equal(collect(run, bank_of(run, folder, len(stops) + 1)), undisturbed)
 
 
-def test_no_token_is_paid_for_twice(run: Run, undisturbed: list[RolloutGroup], tmp_path: Path) -> None:
+def test_no_token_is_paid_for_twice(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
     """But for those of the decode steps that the engine makes while it is being left."""
     sampled = 0
     take = run.engine._take
@@ -149,7 +149,7 @@ def test_no_token_is_paid_for_twice(run: Run, undisturbed: list[RolloutGroup], t
 
 
 def test_a_finished_step_is_neither_generated_nor_scored_again(
-    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = collect(run, bank_of(run, tmp_path, 1))
     assert first == undisturbed  # no neighbour has changed: bit for bit
@@ -204,7 +204,7 @@ def torn_bank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 @given(data=st.data())
 def test_a_damaged_bank_costs_time_and_nothing_else(
     run: Run,
-    undisturbed: list[RolloutGroup],
+    undisturbed: list[TrajectoryGroup],
     torn_bank: tuple[str, bytes],
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
@@ -218,7 +218,9 @@ def test_a_damaged_bank_costs_time_and_nothing_else(
     assert_equal(collect(run, bank_of(run, folder, 2)), undisturbed)
 
 
-def test_other_ranks_go_on_with_what_some_have_left(run: Run, undisturbed: list[RolloutGroup], tmp_path: Path) -> None:
+def test_other_ranks_go_on_with_what_some_have_left(
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
+) -> None:
     """Two write, one reads; then three read what one wrote: everyone reads everything."""
     two, one = tmp_path / "two", tmp_path / "one"
     for driver in (0, 1):
@@ -239,7 +241,7 @@ def test_other_ranks_go_on_with_what_some_have_left(run: Run, undisturbed: list[
 
 
 def test_regenerated_answers_are_the_same_bit_for_bit(
-    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
 ) -> None:
     """Whatever of the share was there: its groups are used all together or not at all."""
     for attempt, stop_after in enumerate((3, 12, 18), start=1):
@@ -252,14 +254,14 @@ def test_regenerated_answers_are_the_same_bit_for_bit(
 
 
 def test_a_whole_share_is_not_generated_again_even_then(
-    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect(run, bank_of(run, tmp_path, 1, REGENERATE))
     monkeypatch.delattr(run.engine.__class__, "generate")
     assert collect(run, bank_of(run, tmp_path, 2, REGENERATE)) == undisturbed
 
 
-def test_logprobs_do_depend_on_the_neighbours(run: Run, undisturbed: list[RolloutGroup]) -> None:
+def test_logprobs_do_depend_on_the_neighbours(run: Run, undisturbed: list[TrajectoryGroup]) -> None:
     """The reason for all or nothing. Should this fail one day, the rule can go."""
     (alone,) = collect(run, share=range(1))
     assert tokens([alone]) == tokens(undisturbed[:1])
@@ -297,10 +299,10 @@ def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path)
     for group in groups:
         assert tokens([group])[0] == expected[group.ordinal not in begun][group.ordinal]
     assert begun
-    assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {3, 4}
+    assert {answer.oldest_version for group in groups for answer in group.trajectories} == {3, 4}
 
 
-def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[RolloutGroup], tmp_path: Path) -> None:
+def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
     bank = bank_of(run, tmp_path, 1)
     run.driver.bank = bank
     run.driver._roll_out(range(PROMPTS))
@@ -353,7 +355,7 @@ def fail() -> None:
 
 
 def test_the_first_driver_folds_earlier_files_and_the_others_find_them_again(
-    run: Run, undisturbed: list[RolloutGroup], tmp_path: Path
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
 ) -> None:
     collect(run, bank_of(run, tmp_path, 1))
     collect(run, bank_of(run, tmp_path, 2), stop_after=1)

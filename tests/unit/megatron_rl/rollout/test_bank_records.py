@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from bank_helpers import entry, line
-from core_helpers import rollout, tiny_run
+from core_helpers import tiny_run, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.api import Problem, RolloutGroup
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import Beginning, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.bank.file import Entry, Record
@@ -39,29 +39,37 @@ LOG_PROB = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=
 
 
 @st.composite
-def rollouts(draw: st.DrawFn) -> Any:
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    """Of any number of turns, some of whose tokens may not be trained on."""
     tokens = draw(TOKENS)
-    return rollout(
-        draw(TOKENS),
-        tokens,
-        draw(st.floats(allow_nan=False, allow_infinity=False)),
-        logprobs=[draw(LOG_PROB) for _ in tokens],
+    logprobs, versions, turns = [0.0] * len(tokens), [-1] * len(tokens), []
+    for sampled, said in draw(st.lists(st.tuples(TOKENS, TOKENS), max_size=3)):
+        turns.append(range(len(tokens), len(tokens) + len(sampled)))
+        tokens = [*tokens, *sampled, *said]
+        logprobs += [draw(LOG_PROB) for _ in sampled] + [0.0] * len(said)
+        versions += [draw(st.integers(0, 2**40)) for _ in sampled] + [-1] * len(said)
+    return Trajectory(
+        tokens=tokens,
+        loss_mask=[version >= 0 and draw(st.booleans()) for version in versions],
+        logprobs=logprobs,
+        versions=versions,
+        turns=turns,
         text=draw(st.text(st.characters())),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
-        policy_version=draw(st.integers(0, 2**40)),
     )
 
 
-@given(answers=st.lists(rollouts(), max_size=4), failures=st.dictionaries(st.text(), st.integers(1, 9), max_size=2))
-def test_a_group_comes_back_as_it_was(answers: list[Any], failures: dict[str, int]) -> None:
-    group = RolloutGroup(7, PROBLEM, answers, failures)
+@given(answers=st.lists(trajectories(), max_size=4), failures=st.dictionaries(st.text(), st.integers(1, 9), max_size=2))
+def test_a_group_comes_back_as_it_was(answers: list[Trajectory], failures: dict[str, int]) -> None:
+    group = TrajectoryGroup(7, PROBLEM, answers, failures)
     assert read_group(*group_record(group, 3, 4, line(1)), PROBLEM) == group
 
 
 def test_logprobs_of_the_engine_keep_every_bit() -> None:
     logprobs = torch.log_softmax(torch.randn(1000, generator=torch.Generator().manual_seed(0)), 0).tolist()
-    group = RolloutGroup(0, PROBLEM, [rollout([1], list(range(1000)), logprobs=logprobs)], {})
-    assert read_group(*group_record(group, 0, 0, line(1)), PROBLEM).rollouts[0].logprobs == logprobs
+    group = TrajectoryGroup(0, PROBLEM, [trajectory([1], list(range(1000)), logprobs=logprobs)], {})
+    assert read_group(*group_record(group, 0, 0, line(1)), PROBLEM).trajectories[0].logprobs == [0.0, *logprobs]
 
 
 # Answers in stretches
@@ -119,7 +127,7 @@ def test_another_prompt_is_another_answer() -> None:
 
 
 def group_entry(attempt: int, restored: int, newest: int, ordinal: int = 50, recipe: str = "r") -> Entry:
-    group = RolloutGroup(ordinal, PROBLEM, [], {})
+    group = TrajectoryGroup(ordinal, PROBLEM, [], {})
     return entry(group_record(group, newest, newest, line(attempt, restored, recipe))[0])
 
 
@@ -211,7 +219,7 @@ def test_a_change_of_the_recipe_matters_where_answers_depend_on_it(changed: dict
 @given(known=st.sets(st.integers(0, 9)), share=st.tuples(st.integers(0, 5), st.integers(0, 5)))
 def test_a_share_is_known_whole_or_not_at_all(known: set[int], share: tuple[int, int]) -> None:
     ordinals = range(share[0], sum(share))
-    groups = {ordinal: RolloutGroup(ordinal, PROBLEM, [], {}) for ordinal in known & set(ordinals)}
+    groups = {ordinal: TrajectoryGroup(ordinal, PROBLEM, [], {}) for ordinal in known & set(ordinals)}
     assert whole_share(ordinals, groups) == (groups if set(ordinals) <= known else {})
 
 

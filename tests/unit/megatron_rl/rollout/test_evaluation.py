@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from core_helpers import quiet_pulse
+from core_helpers import quiet_safe_points, trajectory
 
-from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse, Problem, Rollout
+from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.evaluation import evaluate
 
@@ -26,13 +27,11 @@ class Scripted(EvaluationAgent):
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         self.requests.append(request)
-        return EvaluationResponse(
-            [[Rollout([], [], [], "", problem.golden["reward"], "stop", 0)] for problem in request.problems]
-        )
+        return EvaluationResponse([[trajectory([], [1], problem.golden["reward"])] for problem in request.problems])
 
 
 def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
-    return evaluate(agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), groups, quiet_pulse(), limit)
+    return evaluate(agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), groups, quiet_safe_points(), limit)
 
 
 def test_only_a_reward_of_one_is_right(groups: Any) -> None:

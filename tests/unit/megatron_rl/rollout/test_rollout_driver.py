@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import quiet_pulse, rollout, tiny_run
+from core_helpers import quiet_safe_points, tiny_run, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, Problem, RolloutGroup
+from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.rollout import driver as driver_module
+from megatron_rl.rollout.bank.memory import NoBank
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
 from megatron_rl.rollout.stream import PromptStream, group_key
 
@@ -33,12 +35,12 @@ class Agent(GroupedRolloutGenerator):
     def training_problems(self) -> Sequence[Problem]:
         return PROBLEMS
 
-    async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+    async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         self.requests.append(request)
         lost = request.ordinal in self.lost
         rewards = [0.0 if request.ordinal in self.dull else float(i % 2) for i in range(request.group_size - lost)]
-        rollouts = [rollout([1], [2], reward) for reward in rewards]
-        return RolloutGroup(request.ordinal, request.problem, rollouts, {"timeout": 1} if lost else {})
+        trajectories = [trajectory([1], [2], reward) for reward in rewards]
+        return TrajectoryGroup(request.ordinal, request.problem, trajectories, {"timeout": 1} if lost else {})
 
 
 class Threads:
@@ -71,7 +73,7 @@ def collect(
     def drive(rank: int) -> None:
         groups: Any = SimpleNamespace(data=rank, control=rank)
         engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
-        driver = RolloutDriver(agent, engine, config, groups, quiet_pulse())
+        driver = RolloutDriver(agent, engine, NoBank(engine), config, groups, quiet_safe_points())
         ordinal = 0
         for step in range(steps):
             batches[step][rank] = driver.collect(ordinal)
@@ -173,17 +175,17 @@ def test_a_lost_answer_is_no_reward_of_zero() -> None:
     """It is missing from its group and counted: the others' mean is theirs alone."""
     ((batch,),) = collect(Agent(lost={2}), tiny_run(), ranks=1)
     lost = batch.groups[2]
-    assert [rollout.reward for rollout in lost.rollouts] == [0.0, 1.0, 0.0]
+    assert [trajectory.reward for trajectory in lost.trajectories] == [0.0, 1.0, 0.0]
     assert lost.failures == {"timeout": 1}
 
 
 def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
     class LosesAlmostAll(Agent):
-        async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
-            left = [rollout([1], [2], 1.0)] if request.ordinal == 0 else []
+        async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
+            left = [trajectory([1], [2], 1.0)] if request.ordinal == 0 else []
             if request.ordinal >= 2:
                 return await super().group_rollout(request)
-            return RolloutGroup(request.ordinal, request.problem, left, {"timeout": request.group_size - len(left)})
+            return TrajectoryGroup(request.ordinal, request.problem, left, {"timeout": request.group_size - len(left)})
 
     ((batch,),) = collect(LosesAlmostAll(), dynamic(2, 4), ranks=1)
     assert batch.dropped == {0: "no signal", 1: "no signal"}
@@ -192,13 +194,13 @@ def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
 
 def test_an_agents_error_is_not_swallowed() -> None:
     class Broken(Agent):
-        async def group_rollout(self, request: GroupRolloutRequest) -> RolloutGroup:
+        async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
             raise RuntimeError("no such tool")
 
     engine: Any = SimpleNamespace(policy_version=0, busy_s=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "dist", Threads(1))
         groups: Any = SimpleNamespace(data=0, control=0)
-        driver = RolloutDriver(Broken(), engine, tiny_run(), groups, quiet_pulse())
+        driver = RolloutDriver(Broken(), engine, NoBank(engine), tiny_run(), groups, quiet_safe_points())
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.api import Problem
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.rollout.stream import PromptStream, epoch_order, group_key, problem_index, shares, stable_key
 
 seeds = st.integers(0, 2**64)

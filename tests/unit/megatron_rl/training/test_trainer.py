@@ -1,4 +1,4 @@
-"""One step on recorded rollouts: against a padded implementation in plain torch and `transformers`, and the guard
+"""One step on recorded trajectories: against a padded implementation in plain torch and `transformers`, and the guard
 against gradients that are not finite."""
 
 from __future__ import annotations
@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import VOCAB, batch_of, build_run, in_their_names, random_groups, tiny_model, tiny_run, witness
+from core_helpers import (
+    VOCAB,
+    answer_of,
+    batch_of,
+    build_run,
+    in_their_names,
+    prompt_of,
+    random_groups,
+    tiny_model,
+    tiny_run,
+    witness,
+)
 from torch import Tensor
 
-from megatron_rl.agent.api import RolloutGroup
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.run import Run
@@ -33,52 +44,56 @@ OPTIONS = {
 }
 
 
-def trained(run: Run, groups: list[RolloutGroup], step: int = 1) -> dict[str, float]:
+def trained(run: Run, groups: list[TrajectoryGroup], step: int = 1) -> dict[str, float]:
     """What `Trainer.train` tallied for one batch."""
     tally = Tally()
     run.trainer.train(batch_of(groups, 0, len(groups)), step, tally)
     return dict(tally.reduce(run.groups.control))
 
 
-def padded_logprobs(twin: Any, groups: list[RolloutGroup], temperature: float) -> tuple[Tensor, Tensor]:
-    """[rollouts, longest] log-probs of the answers' tokens and where they are: right-padded, prompts repeated."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows = [[*rollout.prompt_tokens, *rollout.tokens] for rollout in rollouts]
+def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float) -> tuple[Tensor, Tensor]:
+    """[trajectories, longest] log-probs of the answers' tokens and where they are: right-padded, prompts repeated."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rows = [[*prompt_of(trajectory), *answer_of(trajectory)] for trajectory in trajectories]
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     logits = twin(tokens, attention_mask=attention).logits[:, :-1, :VOCAB] / temperature
     logprobs = torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None]).squeeze(2)
     mask = torch.zeros_like(logprobs)
-    for row, rollout in enumerate(rollouts):
-        mask[row, len(rollout.prompt_tokens) - 1 : len(rows[row]) - 1] = 1
+    for row, trajectory in enumerate(trajectories):
+        mask[row, len(prompt_of(trajectory)) - 1 : len(rows[row]) - 1] = 1
     return logprobs, mask
 
 
-def naive_loss(twin: Any, reference: Any, groups: list[RolloutGroup], config: RunConfig) -> Tensor:
+def naive_loss(twin: Any, reference: Any, groups: list[TrajectoryGroup], config: RunConfig) -> Tensor:
     """The on-policy loss of one update, written from the papers."""
     grpo = config.grpo
     logprobs, mask = padded_logprobs(twin, groups, config.sampling.temperature)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     advantages = []
     for group in groups:
         rewards = []
-        for rollout in group.rollouts:
-            over = len(rollout.tokens) - (config.sampling.max_new_tokens - grpo.overlong.buffer)
+        for trajectory in group.trajectories:
+            over = len(answer_of(trajectory)) - (config.sampling.max_new_tokens - grpo.overlong.buffer)
             penalised = grpo.overlong.mode == "penalty" and over > 0
-            rewards.append(rollout.reward - (grpo.overlong.penalty * over / grpo.overlong.buffer if penalised else 0))
+            rewards.append(
+                trajectory.reward - (grpo.overlong.penalty * over / grpo.overlong.buffer if penalised else 0)
+            )
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         advantages += [(reward - mean) / (std + 1e-4 if grpo.advantage_std else 1) for reward in rewards]
     if grpo.overlong.mode == "mask":
-        mask = mask * torch.tensor([[float(rollout.finish_reason == "stop")] for rollout in rollouts])
+        mask = mask * torch.tensor([[float(trajectory.finish_reason == "stop")] for trajectory in trajectories])
 
     loss = -(logprobs - logprobs.detach()).exp() * torch.tensor(advantages)[:, None]
     if grpo.importance_cap is not None:
         engine = torch.zeros_like(logprobs)
-        for row, rollout in enumerate(rollouts):
-            start = len(rollout.prompt_tokens) - 1
-            engine[row, start : start + len(rollout.tokens)] = torch.tensor(rollout.logprobs)
+        for row, trajectory in enumerate(trajectories):
+            start = len(prompt_of(trajectory)) - 1
+            engine[row, start : start + len(answer_of(trajectory))] = torch.tensor(
+                trajectory.logprobs[trajectory.prompt_length :]
+            )
         loss = loss * (logprobs.detach() - engine).exp().clamp(max=grpo.importance_cap)
     if grpo.kl_beta:
         with torch.no_grad():
@@ -104,7 +119,7 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
         training={"tokens_per_microbatch": 40},  # several micro-batches
     )
     run = build_run(config, platform, groups)
-    twin = witness(run.policy, config.model)
+    twin = witness(run.trainer.policy, config.model)
     reference = witness(run.trainer.reference, config.model) if run.trainer.reference is not None else None
     expected = naive_loss(twin, reference, GROUPS, config)
     expected.backward()
@@ -113,7 +128,7 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
     (update,) = run.trainer.train(batch_of(GROUPS, 0, 4), 1, tally)
     assert tally.reduce(groups.control)["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     theirs = {name: weight.grad for name, weight in twin.named_parameters()}
-    ours = in_their_names(run.policy, config.model, lambda weight: weight.main_grad)
+    ours = in_their_names(run.trainer.policy, config.model, lambda weight: weight.main_grad)
     norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in theirs.values()))
     assert update.grad_norm == pytest.approx(norm, rel=1e-4)
     for name, gradient in theirs.items():
@@ -123,9 +138,9 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
 def test_the_first_update_is_adams(platform: Any, groups: Any) -> None:
     """Its size is the learning rate wherever there is a gradient (1412.6980, section 2.1); its sign is downhill."""
     run = build_run(tiny_run(optimizer={"learning_rate": 1e-3, "epsilon": 1e-12}), platform, groups)
-    before = [weight.detach().clone() for weight in run.policy.parameters()]
+    before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
     trained(run, GROUPS)
-    for weight, old in zip(run.policy.parameters(), before, strict=True):
+    for weight, old in zip(run.trainer.policy.parameters(), before, strict=True):
         there = weight.main_grad.abs() > 1e-6
         torch.testing.assert_close((weight - old)[there], -1e-3 * weight.main_grad.sign()[there], rtol=0, atol=2e-6)
 
@@ -136,7 +151,7 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
 
     def advantage_weighted() -> float:
         with torch.no_grad():
-            logprobs, mask = padded_logprobs(witness(run.policy, config.model), GROUPS, 1.0)
+            logprobs, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
         return float(((logprobs * mask).sum(1) * run.trainer.answers(GROUPS).advantages).sum())
 
     before = advantage_weighted()
@@ -168,7 +183,7 @@ def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, g
     run = build_run(tiny_run(), platform, groups)
     assert run.trainer.reference is None
     forwards = []
-    hook = run.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    hook = run.trainer.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     tallied = trained(run, GROUPS)
     hook.remove()
     assert forwards == [True]  # one micro-batch, forward for backward, and nothing else
@@ -184,16 +199,16 @@ def test_the_reference_stays_what_it_was(platform: Any, groups: Any) -> None:
 
 
 def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: Any) -> None:
-    equal = [replace(each, rollouts=[replace(r, reward=0.5) for r in each.rollouts]) for each in GROUPS]
+    equal = [replace(each, trajectories=[replace(r, reward=0.5) for r in each.trajectories]) for each in GROUPS]
     run = build_run(tiny_run(), platform, groups)
-    before = [weight.detach().clone() for weight in run.policy.parameters()]
+    before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
     tallied = trained(run, equal)
     assert tallied["signal"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.policy.parameters(), strict=True))
 
 
 def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: Any) -> None:
-    empty = [RolloutGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
+    empty = [TrajectoryGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
     tallied = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
     assert (tallied["answers"], tallied["failed"], tallied["loss"]) == (0, 16, 0)
 
@@ -211,16 +226,16 @@ def test_a_non_finite_gradient_skips_the_update(platform: Any, groups: Any, dist
     disturbed, undisturbed = (build_run(config, platform, groups) for _ in range(2))
     for run in (disturbed, undisturbed):
         trained(run, GROUPS, 1)
-    before = [weight.detach().clone() for weight in disturbed.policy.parameters()]
+    before = [weight.detach().clone() for weight in disturbed.trainer.policy.parameters()]
     (update,) = poisoned(disturbed)
     assert not update.applied
     assert not math.isfinite(update.grad_norm)
     assert disturbed.trainer.policy_version == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, disturbed.policy.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, disturbed.trainer.policy.parameters(), strict=True))
     for run in (disturbed, undisturbed):
         trained(run, GROUPS, 2)
-    assert not all(torch.equal(a, b) for a, b in zip(before, disturbed.policy.parameters(), strict=True))
-    pairs = zip(disturbed.policy.parameters(), undisturbed.policy.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in zip(before, disturbed.trainer.policy.parameters(), strict=True))
+    pairs = zip(disturbed.trainer.policy.parameters(), undisturbed.trainer.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -237,7 +252,7 @@ def test_too_many_in_a_row_stop_the_run(platform: Any, groups: Any) -> None:
 
 def poisoned(run: Run) -> list[Any]:
     """A training step whose gradient has one element that is not a number."""
-    weight = run.policy.decoder.layers[0].mlp.linear_fc1.weight
+    weight = run.trainer.policy.decoder.layers[0].mlp.linear_fc1.weight
     hook = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), math.nan))
     try:
         return run.trainer.train(batch_of(GROUPS, 0, 4), 1, Tally())

@@ -1,0 +1,80 @@
+"""What experience consists of: problems, and trajectories of tokens that say which of them are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.inference.api import Completion, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One task: the prompt as text and what its verifier needs."""
+
+    prompt: str
+    golden: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One scored conversation: prompt, the model's turns, and what the environment said in between, in order."""
+
+    tokens: list[int]
+    """[seq]"""
+    loss_mask: list[bool]
+    """[seq] whether the model sampled the token and it is to be trained on."""
+    logprobs: list[float]
+    """[seq] the engine's; 0.0 where the model did not sample the token."""
+    versions: list[int]
+    """[seq] policy version of the weights that sampled the token; -1 where the model did not."""
+    turns: list[range]
+    """Places of the tokens of each of the model's turns; the first of them follows the prompt."""
+    text: str
+    """What the model said, without special tokens."""
+    reward: float
+    finish_reason: FinishReason
+    """Of the last turn."""
+
+    @classmethod
+    def single(cls, prompt_tokens: list[int], completion: Completion, text: str, reward: float) -> Trajectory:
+        """One answer to one prompt, all of it trained on."""
+        prompt, answer = len(prompt_tokens), len(completion.tokens)
+        return cls(
+            tokens=prompt_tokens + completion.tokens,
+            loss_mask=[False] * prompt + [True] * answer,
+            logprobs=[0.0] * prompt + completion.logprobs,
+            versions=[-1] * prompt + [completion.policy_version] * answer,
+            turns=[range(prompt, prompt + answer)],
+            text=text,
+            reward=reward,
+            finish_reason=completion.finish_reason,
+        )
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first turn."""
+        return self.turns[0].start
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens the model sampled, in all turns together."""
+        return sum(map(len, self.turns))
+
+    @property
+    def oldest_version(self) -> int:
+        """Policy version of the oldest weights that sampled any of it."""
+        return min((min(self.versions[turn.start : turn.stop], default=-1) for turn in self.turns), default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """The scored answers to one problem; their mean reward is each one's baseline."""
+
+    ordinal: int
+    """Position of the problem in the prompt stream."""
+    problem: Problem
+    trajectories: list[Trajectory]
+    failures: Mapping[str, int]
+    """Answers lost, by reason. A failure is never a reward of 0: it is left out of the group."""

@@ -1,0 +1,60 @@
+"""Which groups teach something: those whose answers earned rewards that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.config import OverlongConfig
+from megatron_rl.algorithms.overlong import shaped_rewards
+
+SIGNAL_SPREAD = 1e-6
+"""A group's rewards are equal where they spread no more than this, as a share of the largest of them: fp32 has seven
+digits, and a mean or a penalty has cost the last of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """Rewards of all trajectories of some groups."""
+
+    group: Tensor
+    """[trajectories] int64, index of each one's group."""
+    scored: Tensor
+    """[trajectories] fp32, as the environment scored them."""
+    shaped: Tensor
+    """[trajectories] fp32, less the overlong penalty: what advantages and signal are made of."""
+
+
+def group_rewards(groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlong: OverlongConfig) -> GroupRewards:
+    """Rewards of the groups' trajectories, one group after the other, on the CPU.
+
+    max_new_tokens: limit of one turn; the penalty goes by the last turn, which may have been cut there.
+    """
+    index = [i for i, group in enumerate(groups) for _ in group.trajectories]
+    rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+    scored = torch.tensor(rewards, dtype=torch.float32)
+    shaped = scored
+    if overlong.mode == "penalty":
+        last = [len(trajectory.turns[-1]) for group in groups for trajectory in group.trajectories]
+        lengths = torch.tensor(last, dtype=torch.long)
+        shaped = shaped_rewards(scored, lengths, max_new_tokens=max_new_tokens, overlong=overlong)
+    return GroupRewards(torch.tensor(index, dtype=torch.long), scored, shaped)
+
+
+def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Which groups have rewards that differ by more than rounding, [groups] bool: dynamic sampling keeps these (arXiv
+    2503.14476), and the advantages of all others are 0.
+
+    Args:
+        rewards: [trajectories] those that advantages are made of.
+        group: [trajectories] int64, the group of each in 0..num_groups-1.
+    """
+    rewards = rewards.detach().float()
+    zeros = rewards.new_zeros(num_groups)
+    highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    return highest - lowest > SIGNAL_SPREAD * torch.maximum(highest.abs(), lowest.abs())
