@@ -8,19 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from core_helpers import tiny_model
-from loop_helpers import loop_recipe, prepare
+from loop_helpers import Attempt, loop_recipe, prepare
 from run_helpers import FAKE_RANK
 
 from launcher.host.process.processes import start_time
 from launcher.host.record.heartbeats import HangWatch
 from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import AttemptEnd, Hang, Heartbeat
+from megatron_rl.contract.codes import SILENCE_VARIABLE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.records import read, write
 
 
 class Supervised:
@@ -45,19 +46,6 @@ class Supervised:
             assert self.process.poll() is None, self.logs()
             assert time.monotonic() < give_up, f"waited in vain\n{self.logs()}"
             time.sleep(0.05)
-
-    def rank_pid(self, rank: int) -> int:
-        """Of a real rank."""
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if f"MRL_PARENT_PID={self.process.pid}".encode() in environment and f"RANK={rank}".encode() in environment:
-                assert b"--run-dir" in command
-                return int(folder.name)
-        raise AssertionError(f"no rank {rank}\n{self.logs()}")
 
     def logs(self) -> str:
         return "\n".join(file.read_text()[-3000:] for file in sorted(self.attempt.logs.glob("*")))
@@ -126,7 +114,7 @@ def test_a_rank_that_dies_of_being_asked_where_it_is_did_not_fail_first(runs):
 
 
 def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(runs):
-    assert runs["unable"].end()["error"].endswith("its log ends: ImportError: No module named 'torch'")
+    assert runs["unable"].end().error.endswith("its log ends: ImportError: No module named 'torch'")
 
 
 def test_a_rank_that_works_keeps_the_run_alive_while_the_other_waits(runs):
@@ -159,16 +147,28 @@ def test_a_laptop_that_was_closed_is_no_hang(tmp_path):
 def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_path):
     untaught = tiny_model(init="from-scratch").model_dump()
     recipe = loop_recipe(model=untaught, training={"steps": 1000}, save={"every": 0}, evaluation={"every": 0})
-    run = Supervised(prepare(tmp_path / "run", recipe), "--silence-limit", "6")
+    ranks = Attempt(prepare(tmp_path / "run", recipe), tmp_path / "cache", sabotage=_heartbeats_come_often)
+    hangs = HangWatch(ranks.files, limit=3.0)
     try:
-        run.wait_for(
-            lambda: (beat := if_readable(read(Heartbeat, run.attempt.heartbeat(1)))) is not None and beat.step >= 2
-        )
-        os.kill(run.rank_pid(1), signal.SIGSTOP)
-        end = run.end()
+        ranks.wait_for_step(2)
+        os.kill(ranks.processes[1].pid, signal.SIGSTOP)
+        silent = wait_for("a rank is silent", lambda: hangs.look(time.time()))
+        os.kill(ranks.processes[0].pid, signal.SIGQUIT)
+        wait_for("a stack", lambda: "train_rl.py" in ranks.files.stacks(0).read_text())
     finally:
-        run.process.kill()
-        run.process.wait()
-    assert (end.outcome, end.rank, end.hung) == ("crashed", 1, True)
-    assert end.step >= 2
-    assert "megatron_rl" in run.attempt.stacks(0).read_text()
+        for process in ranks.processes:
+            process.kill()
+    assert silent.rank == 1
+    assert silent.step >= 1  # as of its last heartbeat
+
+
+def wait_for(what: str, condition: Callable[[], Any], limit: float = 60.0) -> Any:
+    give_up = time.monotonic() + limit
+    while not (found := condition()):
+        assert time.monotonic() < give_up, f"waited in vain until {what}"
+        time.sleep(0.1)
+    return found
+
+
+def _heartbeats_come_often(rank: int) -> None:
+    os.environ[SILENCE_VARIABLE] = "3"
