@@ -13,6 +13,7 @@ import os
 import pkgutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,10 @@ from typing import IO, Any
 PROGRAMS = {name: Path(sys.executable).with_name(name) for name in ("mrl", "mrl-submit")}
 ROOMS = ("launcher.cli", "launcher.backends", "launcher.doctor", "launcher.job", "launcher.runs")
 """What the commands import when they are used. What an optional library is needed for is not among it."""
+
+
+ANSWER = struct.Struct("i")
+"""The process id of a command, then its exit code."""
 
 
 class Command:
@@ -74,8 +79,7 @@ class Command:
         theirs.close()
         for descriptor in (nothing, *ours):
             os.close(descriptor)
-        self._answers = self._channel.makefile()
-        self.pid = int(self._answers.readline())
+        self.pid = self._answer()
 
     @property
     def stdout(self) -> IO[str]:
@@ -90,10 +94,14 @@ class Command:
         if self.returncode is None:
             self._channel.settimeout(timeout)
             try:
-                self.returncode = int(self._channel.recv(64))
+                self.returncode = self._answer()
             except TimeoutError:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
         return self.returncode
+
+    def _answer(self) -> int:
+        (number,) = ANSWER.unpack(self._channel.recv(ANSWER.size))
+        return int(number)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         def read(name: str, pipe: IO[str]) -> None:
@@ -172,10 +180,10 @@ def _next_command(control: socket.socket) -> dict[str, Any]:
                 return dict(json.loads(request))
             for stream in streams:
                 os.close(stream)
-            os.write(channel, f"{pid}\n".encode())
+            os.write(channel, ANSWER.pack(pid))
             _, status = os.waitpid(pid, 0)
             with contextlib.suppress(BrokenPipeError):  # nobody asks any more
-                os.write(channel, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+                os.write(channel, ANSWER.pack(os.waitstatus_to_exitcode(status)))
             os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
