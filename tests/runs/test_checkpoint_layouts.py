@@ -195,16 +195,20 @@ class OfOneRank(NamedTuple):
     model: ModelConfig
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OfOneRank:
     folder, model = tmp_path_factory.mktemp("one"), MODELS[request.param]
     run_ranks(folder, 1, _begin, ONE, model, folder)
     return OfOneRank(folder, model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: Layout) -> None:
-    assert ends(of_one_rank.folder, layout, of_one_rank.model)
+@pytest.mark.parametrize(
+    ("of_one_rank", "layout"),
+    [("bf16", name) for name in LAYOUTS] + [("fp32", name) for name in ("tp2", "dp3", "tp2-pp2")],
+    indirect=["of_one_rank"],
+)
+def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: str) -> None:
+    assert ends(of_one_rank.folder, LAYOUTS[layout], of_one_rank.model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -136,27 +136,6 @@ def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, 
     assert [event.step for event in events] == list(range(1, STEPS + 1))
 
 
-def test_a_signal_to_one_rank_drains_all_and_the_record_goes_on(
-    undisturbed: RunDir, tmp_path: Path, cache: Path
-) -> None:
-    """SIGUSR1; the other one that ranks hear is SIGTERM: test_drain_phases.py."""
-    run_dir = prepare(tmp_path / "drained", loop_recipe())
-    first = Attempt(run_dir, cache)
-    first.wait_for_step(6)
-    os.kill(first.processes[1].pid, signal.SIGUSR1)
-    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
-    outcome = outcome_of(first.files)
-    assert outcome is not None
-    assert outcome.outcome == DRAINED
-    assert outcome.step is not None
-    assert 6 <= outcome.step < STEPS
-    assert run_dir.checkpoint_steps()[0] == outcome.step
-    assert lines_of(run_dir.metrics)[-1]["step"] == outcome.step  # nothing done twice
-    second = Attempt(run_dir, cache)
-    assert second.exit_codes() == [0, 0], second.logs()
-    assert reproducible(run_dir) == reproducible(undisturbed)
-
-
 def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> None:
     """Four ranks, whose shares of the prompts differ: what two cannot do to each other, three others can."""
     recipe = loop_recipe(job={"gpus_per_node": 4}, training={"steps": 8}, save={"every": 2})
@@ -170,6 +149,13 @@ def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> Non
     drained.wait_for_step(5)
     os.kill(drained.processes[2].pid, signal.SIGUSR1)
     assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
+    outcome = outcome_of(drained.files)
+    assert outcome is not None
+    assert outcome.outcome == DRAINED
+    assert outcome.step is not None
+    assert 5 <= outcome.step < 8
+    assert interrupted.checkpoint_steps()[0] == outcome.step
+    assert lines_of(interrupted.metrics)[-1]["step"] == outcome.step  # nothing done twice
     last = Attempt(interrupted, cache, ranks=4)
     assert last.exit_codes() == [0] * 4, last.logs()
     assert reproducible(interrupted) == reproducible(undisturbed)
