@@ -15,7 +15,8 @@ from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAl
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.fabric import check
-from megatron_rl.fabric.check import Limits, findings, whole_nodes
+from megatron_rl.fabric.check import Limits
+from megatron_rl.fabric.findings import findings, summary, whole_nodes
 from megatron_rl.rank.config import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
@@ -119,7 +120,8 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
 
 
 def test_the_parents_import_neither_megatron_core_nor_touch_a_device():
-    program = "import sys, torch, megatron_rl.fabric.check; print('megatron.core' in sys.modules, torch.cuda.is_initialized())"
+    found = "'megatron.core' in sys.modules, torch.cuda.is_initialized()"
+    program = f"import sys, torch, megatron_rl.fabric.check; print({found})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.split() == ["False", "False"]
 
