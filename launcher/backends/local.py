@@ -10,7 +10,7 @@ from launcher.host.process.processes import start_time
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
 
-RANK_COMMAND = [sys.executable, "-m", "megatron_rl.train_rl"]
+RANK_COMMAND = [sys.executable, "-m", "megatron_rl.rank_main"]
 
 
 class Supervisor:

@@ -92,7 +92,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     parser.add_argument(
         "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
     )
-    parser.add_argument("command", nargs="*", help="rank command, after --; default: python -m megatron_rl.train_rl")
+    parser.add_argument("command", nargs="*", help="rank command, after --; default: python -m megatron_rl.rank_main")
     return parser.parse_args(arguments)
 
 

@@ -34,7 +34,7 @@ OURS = (
 )
 """Variables of the ranks that come from the script. Named to pyxis, or a value that the image sets would win."""
 
-TRAINING = "megatron_rl.train_rl"
+TRAINING = "megatron_rl.rank_main"
 INFERENCE = "megatron_rl.server.inference"
 
 

@@ -46,10 +46,11 @@ def published_steps(run_dir: RunDir, control: dist.ProcessGroup) -> list[int]:
         found = [steps if evidence is None else evidence]
     dist.broadcast_object_list(found, src=0, group=control)  # the ranks' caches of a network file system may differ
     if not isinstance(found[0], list):
+        record = ", ".join(path.name for path in (run_dir.attempts_ledger, run_dir.metrics, run_dir.evaluations))
         raise CheckpointError(
             f"{run_dir.checkpoints} holds no checkpoint, and {found[0]}: this run does not begin again by itself. "
-            "Bring the folder back (is its file system mounted?), or start another run; to begin this one anew, and lose its "
-            f"record, delete {run_dir.attempts_ledger.name}, {run_dir.metrics.name} and {run_dir.evaluations.name}"
+            "Bring the folder back (is its file system mounted?), or start another run; to begin this one anew, and "
+            f"lose its record, delete {record}"
         )
     return found[0]
 

@@ -66,6 +66,11 @@ class Manifest:
     """Every file but the manifest itself, by name."""
 
     @property
+    def digest(self) -> str:
+        """Of the content alone: another save of the same state has another one only where a file differs."""
+        return _digest({name: record.sha256 for name, record in self.files.items()})
+
+    @property
     def bytes(self) -> int:
         return sum(record.bytes for record in self.files.values())
 

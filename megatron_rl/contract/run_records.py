@@ -33,8 +33,8 @@ ATTEMPT = "{attempt}"  # its number
 
 @record(version=None, rest="rest")
 class PlanStep(NamedTuple):
-    """What one srun starts. Its argv: srun, `srun`, the plan's `container`, `command`. A word that is a placeholder, and
-    an option whose value begins with one, is completed by the attempt."""
+    """What one srun starts. Its argv: srun, `srun`, the plan's `container`, `command`. A word that is a placeholder,
+    and an option whose value begins with one, is completed by the attempt."""
 
     name: str  # train, infer-0, ...
     nodes: List[int]  # indices into the plan's nodes

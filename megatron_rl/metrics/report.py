@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_rl.contract.attempt_records import TimelineLine
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.rank.world import Groups
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import Update
 

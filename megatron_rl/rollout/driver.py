@@ -15,9 +15,9 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rank.world import Groups
-from megatron_rl.rollout.bank.memory import Memory, NoBank
+from megatron_rl.rollout.bank.memory import Memory
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
 
 
@@ -43,13 +43,14 @@ class RolloutDriver:
         self,
         agent: GroupedRolloutGenerator,
         engine: Engine,
+        bank: Memory,
         config: RunConfig,
         groups: Groups,
         safe_points: SafePoints,
     ) -> None:
         self.agent = agent
         self.engine = engine
-        self.bank: Memory = NoBank(engine)
+        self.bank = bank
         self.config = config
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.groups = groups

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.stream import shares
 
 

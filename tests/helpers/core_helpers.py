@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,11 +96,16 @@ def quiet_safe_points() -> SafePoints:
     return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
 
 
+_FOLDERS = tempfile.TemporaryDirectory(prefix="mrl-runs-")
+"""Of runs whose files nobody reads."""
+
+
 def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
-    run = set_up(config, platform, groups, quiet_safe_points())
-    stir(run.policy, scale)
-    run.optimizer.megatron.reload_model_params()
+    run_dir = RunDir(tempfile.mkdtemp(dir=_FOLDERS.name))
+    run = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points())
+    stir(run.trainer.policy, scale)
+    run.trainer.optimizer.megatron.reload_model_params()
     if run.trainer.reference is not None:
         stir(run.trainer.reference, scale, seed=12)
     return run

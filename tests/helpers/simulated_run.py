@@ -1,4 +1,4 @@
-"""A run that costs milliseconds: the real loop, record, prompts and checkpoints of train_rl, around a policy that is
+"""A run that costs milliseconds: the real loop, record, prompts and checkpoints of an attempt, around a policy that is
 one number. What it learns depends on every prompt, on their order and on all that a checkpoint has to bring back,
 and it remembers what it was trained on.
 
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from disk_helpers import Death, Disk, Killed, State, restore
 from loop_helpers import reproducible
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_rl import train_rl
+from megatron_rl import attempt as attempt_module
+from megatron_rl import run as run_module
 from megatron_rl.agent.api import (
     EvaluationAgent,
     EvaluationRequest,
@@ -36,8 +37,11 @@ from megatron_rl.agent.api import (
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.attempt_records import Drain as DrainRequest
+from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
 from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.tally import Tally
@@ -46,11 +50,11 @@ from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.world import World
 from megatron_rl.rollout.bank import file
-from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
+from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.rollout.stream import stable_key
-from megatron_rl.run import Run
-from megatron_rl.run_dir import write_json
+from megatron_rl.run import Models
 from megatron_rl.training.optimizer import Update
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
@@ -59,7 +63,8 @@ STEP_S = 1000.0
 EXECUTORS = (save_module, file)
 """Modules whose work behind the loop is put in order here."""
 
-Ending = Literal["finished", "drained", "killed"]
+Ending = str
+"""FINISHED, DRAINED or `killed`."""
 
 
 def recipe(*, dynamic: bool) -> RunConfig:
@@ -114,31 +119,35 @@ class Simulation:
         attempt = self.run_dir.attempt(self.run_dir.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
         drain: Any = _Drain(attempt)
-        safe_points = SafePoints(Activity(attempt, published=True), drain, Timeline())
 
         def look(number: int) -> None:
             self.looks = number
             later.tick()
             if number == ask_at:
                 if left_s is not None:
-                    request = {"cause": "preempted", "by": "Slurm", "at": 0.0, "deadline": time.time() + left_s}
-                    write_json(attempt.drain, request)
+                    write(attempt.drain, DrainRequest(PREEMPTED, "Slurm", 0.0, deadline=time.time() + left_s))
                 drain.asked = True
 
         later = _Later(behind)
         drain.on_look = look
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_rl, "select", lambda job, local_rank: self.platform)
-            patch.setattr(train_rl, "set_up", self._set_up)
+            patch.setattr(attempt_module, "select", lambda job, local_rank: self.platform)
+            patch.setattr(attempt_module, "connect", lambda *_: self.groups)
+            patch.setattr(attempt_module, "disconnect", lambda: None)
+            patch.setattr(run_module, "build_environment", lambda *_: _Agent())
+            patch.setattr(run_module, "build_models", self._build_models)
+            patch.setattr(run_module, "Engine", lambda policy, *_: _Engine(policy))
+            patch.setattr(run_module, "Trainer", _Trainer)
             patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
             self.disk = Disk(self.run_dir.root, patch, death, watch=watch)
-            world: Any = _World(self.groups)
             try:
-                ending: Ending = train_rl.run_rank(self.run_dir, attempt, world, safe_points)
+                ending = attempt_module.run_attempt(
+                    self.run_dir, attempt, World(0, 1, 0), Activity(attempt, published=True), drain, Timeline()
+                )
             except Killed:
                 ending = "killed"
         if ending == "killed":
@@ -150,16 +159,12 @@ class Simulation:
         steps, evaluations = reproducible(self.run_dir)
         return Record(fates(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
 
-    def _set_up(self, config: RunConfig, platform: Any, groups: Any, safe_points: SafePoints) -> Run:
+    def _build_models(self, config: RunConfig, *_: Any, resumes: bool) -> tuple[Models, None]:
         torch.manual_seed(config.training.seed)
         policy: Any = _Policy()
         self.policy = policy
-        engine: Any = _Engine(policy)
-        agent: Any = _Agent()
-        driver = RolloutDriver(agent, engine, config, groups, safe_points)
         optimizer: Any = _Optimizer()
-        trainer: Any = _Trainer(policy, optimizer, safe_points)
-        return Run(config, platform, groups, agent, policy, optimizer, engine, driver, trainer, safe_points)
+        return Models(policy, optimizer, None, self.platform), None
 
 
 @dataclass(frozen=True)
@@ -238,15 +243,6 @@ class _Promise(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         self._later.fulfil(self)
         return super().result(timeout)
-
-
-class _World:
-    rank = 0
-
-    def __init__(self, groups: Any) -> None:
-        self.connect = lambda job, backend, address: groups
-        self.disconnect = lambda: None
-        self.local_rank = 0
 
 
 class _Silence:
@@ -352,10 +348,21 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
 class _Trainer:
     """Two updates a step, between which nothing can be saved; see Trainer."""
 
-    def __init__(self, policy: _Policy, optimizer: _Optimizer, safe_points: SafePoints) -> None:
+    def __init__(
+        self,
+        policy: _Policy,
+        optimizer: _Optimizer,
+        reference: None,
+        config: RunConfig,
+        platform: Any,
+        groups: Any,
+        safe_points: SafePoints,
+        policy_version: int,
+        nonfinite_in_a_row: int,
+    ) -> None:
         self.policy, self.optimizer, self.safe_points = policy, optimizer, safe_points
-        self.policy_version = 0
-        self.nonfinite_in_a_row = 0
+        self.policy_version = policy_version
+        self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
 
     def train(self, batch: RolloutBatch, step: int, tally: Tally) -> list[Update]:

@@ -55,7 +55,7 @@ class Supervised:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
             if f"MRL_PARENT_PID={self.process.pid}".encode() in environment and f"RANK={rank}".encode() in environment:
-                assert b"train_rl" in command
+                assert b"megatron_rl.rank_main" in command
                 return int(folder.name)
         raise AssertionError(f"no rank {rank}\n{self.logs()}")
 

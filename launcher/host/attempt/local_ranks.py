@@ -11,7 +11,7 @@ from launcher.host.process.processes import Child
 from megatron_rl.contract.codes import PARENT_VARIABLE, SILENCE_VARIABLE
 from megatron_rl.contract.paths import Attempt, RunDir
 
-RANKS = "megatron_rl.train_rl"
+RANKS = "megatron_rl.rank_main"
 
 
 class RankSettings(NamedTuple):
@@ -22,7 +22,7 @@ class RankSettings(NamedTuple):
     device: str  # cpu or cuda
     silence_limit: float
     grace: float  # seconds between SIGTERM and SIGKILL
-    command: Sequence[str] = ()  # default: python -m megatron_rl.train_rl
+    command: Sequence[str] = ()  # default: python -m megatron_rl.rank_main
 
 
 class LocalRanks(Steps):

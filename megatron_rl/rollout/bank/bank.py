@@ -30,7 +30,7 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, InferenceInterface, ResumableInference
-from megatron_rl.rank.world import Groups
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.records import (
     Answer,

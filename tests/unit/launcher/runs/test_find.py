@@ -129,7 +129,8 @@ def test_lines_of_the_index_that_are_none_are_passed_over_and_an_index_that_is_n
     run = submitted(tmp_path / "a")
     with index_file().open("a") as file:
         file.write('5\n{}\n{"run_dir": "/x", "cluster": "c", "at": 1.0, "job_id": null, "more": 1}\n{"run_d')
-    assert [entry.run_dir for entry in submissions()] == [str(run.root)]
+    later = submitted(tmp_path / "later")  # ends the torn line first
+    assert [entry.run_dir for entry in submissions()] == [str(run.root), str(later.root)]
     index_file().unlink()
     index_file().mkdir()
     assert "runs.jsonl cannot be used" in refusal("b")

@@ -18,6 +18,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.rollout import driver as driver_module
+from megatron_rl.rollout.bank.memory import NoBank
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
 from megatron_rl.rollout.stream import PromptStream, group_key
 
@@ -72,7 +73,7 @@ def collect(
     def drive(rank: int) -> None:
         groups: Any = SimpleNamespace(data=rank, control=rank)
         engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
-        driver = RolloutDriver(agent, engine, config, groups, quiet_safe_points())
+        driver = RolloutDriver(agent, engine, NoBank(engine), config, groups, quiet_safe_points())
         ordinal = 0
         for step in range(steps):
             batches[step][rank] = driver.collect(ordinal)
@@ -200,6 +201,6 @@ def test_an_agents_error_is_not_swallowed() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "dist", Threads(1))
         groups: Any = SimpleNamespace(data=0, control=0)
-        driver = RolloutDriver(Broken(), engine, tiny_run(), groups, quiet_safe_points())
+        driver = RolloutDriver(Broken(), engine, NoBank(engine), tiny_run(), groups, quiet_safe_points())
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint_helpers import checkpointer, sharded_state
+from checkpoint_helpers import checkpointer, sharded_state, world
 from core_helpers import quiet_safe_points
 
+from megatron_rl.attempt import finish, leave
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
@@ -20,8 +21,8 @@ from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.codes import MARGIN_S
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.leaving import finish, leave
 from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.metrics.writer import NoMetrics
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
@@ -39,14 +40,22 @@ class Leaving:
         deadline = None if left_s is None else time.time() + left_s
         write(attempt.drain, Drain("preempted", "test", time.time(), deadline))
         safe_points = SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
-        trainer = SimpleNamespace(between_steps=True)
         self.run: Any = SimpleNamespace(
-            step=step, trainer=trainer, safe_points=safe_points, groups=SimpleNamespace(control=None)
+            step=step,
+            next_ordinal=0,
+            trainer=SimpleNamespace(between_steps=True),
+            safe_points=safe_points,
+            groups=SimpleNamespace(control=world()),
+            checkpointer=saver,
+            writer=NoMetrics(),
+            driver=SimpleNamespace(bank=SimpleNamespace(saving=lambda step, next_ordinal: None)),
+            sharded_state=lambda: sharded_state(1.0),
+            counters=dict,
         )
 
     def go(self) -> list[tuple[str, int]]:
         """What became of the saves."""
-        leave(self.run, self.run_dir, self.saver, lambda: self.saver.save(self.run.step, sharded_state(1.0), {}))
+        leave(self.run, self.run_dir)
         return [(type(outcome).__name__, outcome.step) for outcome in self.saver.poll()]
 
 
