@@ -8,7 +8,7 @@ import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
 
-from launcher.host.record import goodput
+from launcher.host.record.goodput import read_usage
 from megatron_rl.run_dir import read_json
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
@@ -34,7 +34,7 @@ def test_a_preempted_run_goes_on_where_it_was(login: Login) -> None:
     assert run.metrics()[-1]["attempt"] == 2
     assert_no_gap(run)
     assert run.field("Restarts") == "1"
-    first, second = goodput.read(run.dir, time.time(), running=True).rows
+    first, second = read_usage(run.dir, time.time(), running=True).attempts
     assert (first.gpus, second.gpus) == (2, 2)
     assert second.seconds["queue"] > 0 < first.seconds["start-up"]
     assert first.start < read_json(run.dir.attempt(1).marks)["ready"] < first.end

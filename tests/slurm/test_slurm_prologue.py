@@ -18,12 +18,13 @@ def write_script(login: Login, root: Path) -> Path:
     return script
 
 
-def stuck_python(login: Login, pipe: Path) -> None:
-    """Have the first `create` wait, with everything written but the resolved recipe, which it reads from `pipe`."""
+def stuck_script(login: Login, pipe: Path) -> None:
+    """Have the first start wait, with all of the run directory written but the resolved recipe, which comes from
+    `pipe`."""
     os.mkfifo(pipe)
-    once = f'[[ -e {pipe}.used ]] || {{ touch {pipe}.used; set -- "$@" --resolved {pipe}; }}'
-    python = login.program("python", f'case "$*" in *"host.job create"*) {once} ;; esac\nexec python3 "$@"')
-    login.profiles["stub"]["host_python"] = str(python)
+    once = f"[[ -e {pipe}.used ]] || {{ touch {pipe}.used; exec cat {pipe}; }}"
+    login.program("bash", f'case "$*" in *"document resolved_yaml") {once} ;; esac\nexec /bin/bash "$@"')
+    login.profiles["stub"]["prolog"] = [f'PATH={login.home}/bin:"$PATH"']
 
 
 def text_of(name: str, script: Path) -> str:
@@ -40,7 +41,7 @@ def test_the_prolog_may_use_variables_that_are_not_set(login: Login) -> None:
 
 def test_a_run_directory_that_was_cut_short_is_made_by_the_next_start(login: Login) -> None:
     root = login.share / "run"
-    stuck_python(login, login.home / "pipe")
+    stuck_script(login, login.home / "pipe")
     script = write_script(login, root)
     first = login.adopt(root, login.sbatch(script))
     wait_until("half of the run directory is there", lambda: list(root.glob("code/**/job.py")), SECONDS)
@@ -54,7 +55,7 @@ def test_a_run_directory_that_was_cut_short_is_made_by_the_next_start(login: Log
 
 def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Login) -> None:
     root, pipe = login.share / "run", login.home / "pipe"
-    stuck_python(login, pipe)
+    stuck_script(login, pipe)
     script = write_script(login, root)
     run = login.adopt(root, login.sbatch(script, stub={"steps": 100}))
     wait_until("the run directory is being made", lambda: list(root.glob("code/**/job.py")), SECONDS)
@@ -69,7 +70,7 @@ def test_a_signal_that_comes_before_the_first_attempt_is_not_forgotten(login: Lo
 
 def test_a_cancellation_that_comes_before_the_first_attempt_is_final(login: Login) -> None:
     root = login.share / "run"
-    stuck_python(login, login.home / "pipe")
+    stuck_script(login, login.home / "pipe")
     script = write_script(login, root)
     run = login.adopt(root, login.sbatch(script, stub={"steps": 100}))
     wait_until("the run directory is being made", lambda: list(root.glob("code/**/job.py")), SECONDS)
