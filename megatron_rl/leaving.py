@@ -10,23 +10,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.contract.codes import MARGIN_S
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.rank.drain import MARGIN_S, Drain, fits
-from megatron_rl.rank.safe_points import LOOK_EVERY_S, Pulse
+from megatron_rl.rank.drain import DrainListener, fits
+from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
 from megatron_rl.run import Run
 from megatron_rl.run_dir import read_json
 
 logger = logging.getLogger(__name__)
 
 
-def finish(pulse: Pulse, checkpointer: Checkpointer) -> None:
+def finish(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
     """See the last save of the run through, which has until save.timeout_s.
 
     Raises CheckpointError where it fails: without it the run is not finished.
     """
     while checkpointer.under_way is not None:
         checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
-        pulse.beat()
+        safe_points.poll()
     checkpointer.wait(final=True)
 
 
@@ -36,29 +37,29 @@ def leave(run: Run, run_dir: RunDir, checkpointer: Checkpointer, save: Callable[
     A save that the deadline overtakes is given up: the checkpoint before it and the bank are what stays. One that
     failed is tried once more: there may be room for it by now.
     """
-    _see_through(run.pulse, checkpointer)
+    _see_through(run.safe_points, checkpointer)
     flag = torch.zeros(1, dtype=torch.int32)
     # Rank 0 decides: the others may not know yet what became of a save.
     if dist.get_rank() == 0 and run.step > checkpointer.newest and run.trainer.between_steps:
-        flag += _time_to_save(run_dir, checkpointer, run.pulse.drain)
+        flag += _time_to_save(run_dir, checkpointer, run.safe_points.drain)
     dist.broadcast(flag, src=0, group=run.groups.control)
     if flag.item():
         save()
-        _see_through(run.pulse, checkpointer)
+        _see_through(run.safe_points, checkpointer)
 
 
-def _see_through(pulse: Pulse, checkpointer: Checkpointer) -> None:
+def _see_through(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
     """Until nothing is being written, or the deadline is there."""
     first = dist.get_rank() == 0
     while checkpointer.under_way is not None:
-        deadline = pulse.drain.deadline() if first else None  # the host side may still be finding out
+        deadline = safe_points.drain.deadline() if first else None  # the host side may still be finding out
         if deadline is not None and time.time() > deadline - MARGIN_S:
             checkpointer.abandon("there is no time left")
         checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
-        pulse.beat()
+        safe_points.poll()
 
 
-def _time_to_save(run_dir: RunDir, checkpointer: Checkpointer, drain: Drain) -> bool:
+def _time_to_save(run_dir: RunDir, checkpointer: Checkpointer, drain: DrainListener) -> bool:
     """Whether a save fits before the deadline, by how long the last one took; before the first, by what it should
     take according to the plan and the cluster profile's fs_bandwidth. Where nobody knows it is tried."""
     planned = ((read_json(run_dir.plan) or {}).get("checkpoint") or {}).get("seconds")

@@ -19,8 +19,8 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
@@ -42,7 +42,7 @@ class Run:
     engine: Engine
     driver: RolloutDriver
     trainer: Trainer
-    pulse: Pulse
+    safe_points: SafePoints
     step: int = 0
     """The last one that is done."""
     next_ordinal: int = 0
@@ -77,7 +77,7 @@ class Run:
             self.engine,
             self.config.sampling,
             self.groups,
-            self.pulse,
+            self.safe_points,
             self.config.evaluation.prompts,
         )
         asked = self.environment.prompt_format
@@ -101,26 +101,26 @@ class Run:
         self.trainer.nonfinite_in_a_row = progress["nonfinite_in_a_row"]
 
 
-def set_up(config: RunConfig, platform: Platform, groups: Groups, pulse: Pulse) -> Run:
+def set_up(config: RunConfig, platform: Platform, groups: Groups, safe_points: SafePoints) -> Run:
     """A run at step 0. Collective.
 
-    Raises ConfigurationError where the recipe does not fit together, and Left where a rank was asked to leave.
+    Raises ConfigurationError where the recipe does not fit together, and LeaveAgreed where a rank was asked to leave.
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
         environment = build_environment(config.environment, tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    policy = initial_policy(config, environment, tokenizer, platform, pulse, writer=dist.get_rank() == 0)
-    pulse.agree()
+    policy = initial_policy(config, environment, tokenizer, platform, safe_points, writer=dist.get_rank() == 0)
+    safe_points.agree()
     reference = frozen_copy(policy, config, tokenizer, platform) if config.grpo.kl_beta > 0 else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    driver = RolloutDriver(environment, engine, config, groups, pulse)
-    trainer = Trainer(policy, optimizer, reference, config, platform, groups, pulse)
+    driver = RolloutDriver(environment, engine, config, groups, safe_points)
+    trainer = Trainer(policy, optimizer, reference, config, platform, groups, safe_points)
     torch.manual_seed(config.training.seed)
-    return Run(config, platform, groups, environment, policy, optimizer, engine, driver, trainer, pulse)
+    return Run(config, platform, groups, environment, policy, optimizer, engine, driver, trainer, safe_points)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:
@@ -135,7 +135,7 @@ def initial_policy(
     environment: Environment,
     tokenizer: Tokenizer,
     platform: Platform,
-    pulse: Pulse,
+    safe_points: SafePoints,
     *,
     writer: bool,
 ) -> Policy:
@@ -144,7 +144,7 @@ def initial_policy(
     platform.seed(model.supervised.seed if model.init == "supervised" else model.init_seed)
     policy = build_policy(model, tokenizer.vocab_size, platform, config.training.recompute)
     if model.init == "supervised":
-        supervised.teach(policy, config, environment, tokenizer, platform, pulse, writer=writer)
+        supervised.teach(policy, config, environment, tokenizer, platform, safe_points, writer=writer)
     elif model.init == "checkpoint":
         assert model.checkpoint is not None  # checked by the configuration
         try:

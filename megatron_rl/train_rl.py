@@ -27,7 +27,14 @@ from megatron_rl.checkpoint.save import Checkpointer, Published
 from megatron_rl.checkpoint.save import Outcome as SaveOutcome
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
+from megatron_rl.contract.codes import (
+    EXIT_CONFIG,
+    EXIT_CRASHED,
+    EXIT_DRAINED,
+    EXIT_FINISHED,
+    KILLED_TOO_S,
+    OUTCOME_PATIENCE_S,
+)
 from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
@@ -38,10 +45,10 @@ from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.metrics.writer import MetricsWriter, NoRecord
 from megatron_rl.platform.select import select
+from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.rank.drain import Drain
-from megatron_rl.rank.progress import Progress
-from megatron_rl.rank.safe_points import LOOK_EVERY_S, Left, Pulse
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.run import Run, set_up
@@ -53,13 +60,9 @@ logger = logging.getLogger("megatron_rl")
 Outcome = Literal["finished", "drained"]
 
 EXIT_CODES: dict[Outcome, int] = {"finished": EXIT_FINISHED, "drained": EXIT_DRAINED}
-OUTCOME_PATIENCE_S = 5.0
-"""How long a rank that leaves early waits for rank 0 to say so: until then its exit would look like a crash."""
-KILLED_TOO_S = 3.0
-"""Ranks that have not left in time are killed, but not all at once: the last of them lives this long."""
 
 
-def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> Outcome:
+def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_points: SafePoints) -> Outcome:
     """The loop: evaluate and save where it is time to, then train a step; to the last one or until asked to leave."""
     config = run.config
     last = config.training.steps
@@ -67,26 +70,26 @@ def train(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pu
     try:
         while True:
             if run.evaluated < run.step and due(run.step, config.evaluation.every, last):
-                evaluate(run, record, pulse)
+                evaluate(run, record, safe_points)
             if run.saved < run.step and schedule.due(run.step):
-                save(run, checkpointer, record, pulse)
+                save(run, checkpointer, record, safe_points)
             if run.step == last:
                 return "finished"
-            train_step(run, checkpointer, record, pulse)
-    except Left:
+            train_step(run, checkpointer, record, safe_points)
+    except LeaveAgreed:
         return "drained"
 
 
-def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> None:
-    """Generate and score, train, record. Raises Left with the run as it was after the step before, unless
+def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_points: SafePoints) -> None:
+    """Generate and score, train, record. Raises LeaveAgreed with the run as it was after the step before, unless
     `run.trainer.between_steps` is false."""
     step = run.step + 1
-    pulse.progress.enter("training", step)
-    report = StepReport(step, pulse.timeline)
+    safe_points.activity.enter("training", step)
+    report = StepReport(step, safe_points.timeline)
 
     batch = run.driver.collect(run.next_ordinal)
     updates = run.trainer.train(batch, step, report.tally)
-    with pulse.phase("refit"):
+    with safe_points.phase("refit"):
         # The engine reads the training weights where they are: all its refit takes is to know their version.
         run.engine.policy_version = run.trainer.policy_version
     run.step, run.next_ordinal = step, batch.next_ordinal
@@ -97,9 +100,9 @@ def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, puls
     record.look(step, batch.groups)
 
 
-def evaluate(run: Run, record: MetricsWriter, pulse: Pulse) -> None:
-    pulse.progress.enter("evaluating", run.step)
-    with pulse.phase("evaluate"):
+def evaluate(run: Run, record: MetricsWriter, safe_points: SafePoints) -> None:
+    safe_points.activity.enter("evaluating", run.step)
+    with safe_points.phase("evaluate"):
         record.evaluation(run.step, run.evaluate())
     run.evaluated = run.step
 
@@ -108,13 +111,13 @@ def due(step: int, every: int, last: int) -> bool:
     return step in (0, last) or (every > 0 and step % every == 0)
 
 
-def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter, pulse: Pulse) -> None:
+def save(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe_points: SafePoints) -> None:
     """Start a checkpoint of the current step; it is written behind the following steps. Where the one before is not
-    done yet, Left may come before."""
-    with pulse.phase("save"):
-        while checkpointer.under_way is not None and not pulse.beat():
+    done yet, LeaveAgreed may come before."""
+    with safe_points.phase("save"):
+        while checkpointer.under_way is not None and not safe_points.poll():
             checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
-        pulse.agree()
+        safe_points.agree()
         begin_save(run, checkpointer, record)
 
 
@@ -144,36 +147,36 @@ def save_metrics(run: Run, outcomes: Sequence[SaveOutcome]) -> dict[str, float]:
 def book(run: Run, record: MetricsWriter, **facts: Any) -> None:
     """Write what passed since the last line of the attempt's timeline. Collective."""
     tally = Tally()
-    run.pulse.timeline.tally(tally)
+    run.safe_points.timeline.tally(tally)
     total = tally.reduce(run.groups.control)
-    record.stretch({**run.pulse.timeline.line(total, dist.get_world_size(run.groups.control), run.step), **facts})
+    record.stretch({**run.safe_points.timeline.line(total, dist.get_world_size(run.groups.control), run.step), **facts})
 
 
-def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> Outcome:
+def run_rank(run_dir: RunDir, attempt: Attempt, world: World, safe_points: SafePoints) -> Outcome:
     """Everything between start and exit of a rank."""
-    progress = pulse.progress
+    activity = safe_points.activity
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     check_supported(config)
     check_installed(config.logging)
     platform = select(config.job, world.local_rank)
     groups = world.connect(config.job, platform.backend, attempt.address("train"))
-    pulse.meet(groups)
-    pulse.drain.started()
+    safe_points.connect(groups)
+    safe_points.drain.started()
     try:
         checkpointer = Checkpointer(run_dir, config.save)
         if config.model.init == "supervised":
-            progress.enter("teaching the base model", 0)
-        run = set_up(config, platform, groups, pulse)
-    except Left:
-        return leave_early(attempt, world, pulse.drain)
+            activity.enter("teaching the base model", 0)
+        run = set_up(config, platform, groups, safe_points)
+    except LeaveAgreed:
+        return leave_early(attempt, world, safe_points.drain)
     except RuntimeError:
         # A request that comes while the ranks meet may find one that has not met the others yet. It leaves by itself,
         # and the connection to it is lost.
-        if not (pulse.drain.asked or attempt.outcome in attempt.folder.iterdir()):
+        if not (safe_points.drain.asked or attempt.outcome in attempt.folder.iterdir()):
             raise
-        return leave_early(attempt, world, pulse.drain)
-    progress.enter("loading the checkpoint", 0)
-    with pulse.timeline.phase("load"):
+        return leave_early(attempt, world, safe_points.drain)
+    activity.enter("loading the checkpoint", 0)
+    with safe_points.timeline.phase("load"):
         if checkpointer.restore(run.restore) is not None:
             logger.info("going on after step %d", run.step)
     record = MetricsWriter(run_dir, attempt, config.logging, run.step, run.evaluated) if world.rank == 0 else NoRecord()
@@ -182,14 +185,14 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     )
     book(run, record, resumed=run.step)
 
-    pulse.timeline.switch("train")
-    outcome = train(run, checkpointer, record, pulse)
-    progress.enter("saving", run.step)
+    safe_points.timeline.switch("train")
+    outcome = train(run, checkpointer, record, safe_points)
+    activity.enter("saving", run.step)
     if outcome == "finished":
-        with pulse.phase("save"):
-            finish(pulse, checkpointer)
+        with safe_points.phase("save"):
+            finish(safe_points, checkpointer)
     else:
-        with pulse.phase("drain"):
+        with safe_points.phase("drain"):
             leave(run, run_dir, checkpointer, lambda: begin_save(run, checkpointer, record))
     save_metrics(run, checkpointer.poll())
     run.driver.bank.close()
@@ -203,10 +206,10 @@ def run_rank(run_dir: RunDir, attempt: Attempt, world: World, pulse: Pulse) -> O
     return outcome
 
 
-def leave_early(attempt: Attempt, world: World, drain: Drain) -> Outcome:
+def leave_early(attempt: Attempt, world: World, drain: DrainListener) -> Outcome:
     """Leave before there is anything to save. Needs no other rank: each was told."""
     if world.rank == 0:
-        drain.pass_on(rank=0)
+        drain.tell_host(rank=0)
         write_json(attempt.outcome, {"outcome": "drained", "step": None})
     give_up = time.monotonic() + OUTCOME_PATIENCE_S
     while attempt.outcome not in attempt.folder.iterdir() and time.monotonic() < give_up:
@@ -226,17 +229,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run_dir = RunDir(options.run_dir)
     attempt = run_dir.attempt(options.attempt)
     attempt.folder.mkdir(parents=True, exist_ok=True)
-    progress = Progress(attempt, shared=world.rank == 0)
-    box = BlackBox(attempt, world.rank, world.size, progress)
+    activity = Activity(attempt, published=world.rank == 0)
+    box = BlackBox(attempt, world.rank, world.size, activity)
     box.start()
-    pulse = Pulse(progress, Drain(attempt), Timeline())
-    pulse.drain.listen(early=lambda: os._exit(EXIT_CODES[leave_early(attempt, world, pulse.drain)]))
+    safe_points = SafePoints(activity, DrainListener(attempt), Timeline())
+    safe_points.drain.listen(early=lambda: os._exit(EXIT_CODES[leave_early(attempt, world, safe_points.drain)]))
     try:
-        outcome = run_rank(run_dir, attempt, world, pulse)
+        outcome = run_rank(run_dir, attempt, world, safe_points)
     except Exception as error:  # noqa: BLE001 - the one place that turns any failure into an error file
         misconfigured = isinstance(error, ConfigurationError | ValidationError)
         code = EXIT_CONFIG if misconfigured else EXIT_CRASHED
-        if pulse.drain.asked:
+        if safe_points.drain.asked:
             time.sleep(KILLED_TOO_S)  # what failed may be the connection to one that was killed: no crash to report
         box.report_failure(error, code)
         logging.shutdown()

@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.attention import Layout, Rotation
 from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.layers import packed_layer_spec
-from megatron_rl.platform.select import Platform
+from megatron_rl.platform.api import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

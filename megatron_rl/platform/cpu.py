@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-from megatron_rl.platform.select import UnsupportedPlatform
+from megatron_rl.platform.api import UnsupportedPlatform
 
 _FACTORIES = frozenset({"arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"})
 

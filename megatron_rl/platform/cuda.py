@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.platform.select import UnsupportedPlatform
+from megatron_rl.platform.api import UnsupportedPlatform
 
 
 class CudaPlatform:
@@ -22,6 +22,7 @@ class CudaPlatform:
                 "(job.gpus_per_node is what every node must have)"
             )
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision("highest")  # fp32 means fp32: NVIDIA's image allows TF32
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
 
@@ -40,4 +41,5 @@ class CudaPlatform:
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["cpu"])
-        torch.cuda.set_rng_state(state["cuda"], self.device)
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)

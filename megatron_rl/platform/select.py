@@ -1,4 +1,4 @@
-"""The only place that knows which device this is.
+"""Which platform a run has.
 
 platform = select(config.job)     # versions checked, patches installed (CPU), device chosen
 platform.device, platform.backend, platform.transformer_overrides
@@ -8,37 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from typing import Any, Protocol
 
-import torch
-
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform.api import Platform, UnsupportedPlatform
 from megatron_rl.rank.config import JobConfig
 
 SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsupported
-
-
-class UnsupportedPlatform(ConfigurationError):
-    """This machine or its packages cannot run the recipe; the message says what to install."""
-
-
-class Platform(Protocol):
-    device: torch.device
-    backend: str
-    """torch.distributed backend."""
-    transformer_overrides: dict[str, Any]
-    """Fields of TransformerConfig that this device dictates."""
-
-    def synchronize(self) -> None:
-        """Wait for queued device work, so that a clock read afterwards is honest."""
-
-    def seed(self, seed: int) -> None:
-        """Seed what initial weights are drawn from. Needs megatron-core's parallel state."""
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of this device's generators, on the CPU."""
-
-    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None: ...
 
 
 def select(job: JobConfig, local_rank: int = 0) -> Platform:

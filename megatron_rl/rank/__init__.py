@@ -1,1 +1,1 @@
-"""What any rank of any role has: its place in the world, being asked to leave, progress, last words."""
+"""What any rank of any role has: its place in the world, being asked to leave, activity, black box."""

@@ -1,6 +1,6 @@
-"""What a rank keeps, all along, so that its end can be explained: heartbeats, stacks on request, its last words.
+"""The black box of a rank, by which its end can be explained: heartbeats, stacks on request, the error file.
 
-    box = BlackBox(attempt, rank, size, progress)
+    box = BlackBox(attempt, rank, size, activity)
     box.start()
     ...
     box.report_failure(error, EXIT_CRASHED)    # or box.stop() when all is well
@@ -15,18 +15,24 @@ import faulthandler
 import logging
 import os
 import re
-import signal
 import socket
 import threading
 import time
 import traceback
 from collections import deque
-from typing import Any
 
-from megatron_rl.contract.codes import EXIT_CONFIG, HEARTBEAT_LEFT, HEARTBEAT_S, SILENCE_VARIABLE
+from megatron_rl.contract.attempt_records import Heartbeat, RankError
+from megatron_rl.contract.codes import (
+    EXIT_CONFIG,
+    HEARTBEAT_LEFT,
+    HEARTBEAT_S,
+    SILENCE_VARIABLE,
+    STACKS_S,
+    STACKS_SIGNAL,
+)
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.records import write
+from megatron_rl.rank.activity import Activity
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +41,6 @@ LINE_LIMIT = 1000
 """Characters of a line of the log or a traceback; an error's message may hold the repr of a whole batch."""
 TRACE_LINES = 200
 MESSAGE_LIMIT = 4000
-STACKS_S = 4.0
-"""Longer than the host side takes to find an error file and to have a signal sent."""
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
@@ -49,8 +53,8 @@ class BlackBox:
         role: which of the attempt's steps the rank belongs to.
     """
 
-    def __init__(self, attempt: Attempt, rank: int, size: int, progress: Progress, role: str = "train") -> None:
-        self._attempt, self._rank, self._size, self._progress, self._role = attempt, rank, size, progress, role
+    def __init__(self, attempt: Attempt, rank: int, size: int, activity: Activity, role: str = "train") -> None:
+        self._attempt, self._rank, self._size, self._activity, self._role = attempt, rank, size, activity, role
         self._every = heartbeat_period(os.environ.get(SILENCE_VARIABLE))
         self._log = LastLines()
         self._stopped = threading.Event()
@@ -61,7 +65,7 @@ class BlackBox:
         """Once per process."""
         logging.getLogger().addHandler(self._log)
         faulthandler.enable()  # a segmentation fault shows Python's stacks in the rank's log
-        self._dump_stacks_on(signal.SIGQUIT)
+        self._dump_stacks()
         self._heart.start()
 
     def stop(self) -> None:
@@ -78,40 +82,40 @@ class BlackBox:
         and until then the host side can ask each where it is.
         """
         misconfigured = exit_code == EXIT_CONFIG
-        progress = self._progress
-        fields: dict[str, Any] = {
-            "rank": self._rank,
-            "host": socket.gethostname(),
-            "step": progress.step,
-            "phase": progress.doing,
-            "error": summary(error, whole=misconfigured),
-            "traceback": "" if misconfigured else trace(error),
-            "waited": waited_in_vain(error),
-            "log": self._log.lines,
-            "exit_code": exit_code,
-            "at": time.time(),
-        }
+        activity = self._activity
+        report = RankError(
+            rank=self._rank,
+            host=socket.gethostname(),
+            step=activity.step,
+            phase=activity.doing,
+            error=summary(error, whole=misconfigured),
+            traceback="" if misconfigured else trace(error),
+            waited=waited_in_vain(error),
+            log=self._log.lines,
+            exit_code=exit_code,
+            at=time.time(),
+        )
         try:
             self._attempt.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self._attempt.error(self._rank), fields)
+            write(self._attempt.error(self._rank), report)
         except OSError as unwritten:
             logger.error("the error file cannot be written: %s", unwritten)
-        where = f"rank {self._rank} failed in step {progress.step} ({progress.doing})"
-        logger.error("%s: %s\n%s", where, fields["error"], fields["traceback"])
-        if fields["waited"]:
+        where = f"rank {self._rank} failed in step {activity.step} ({activity.doing})"
+        logger.error("%s: %s\n%s", where, report.error, report.traceback)
+        if report.waited:
             time.sleep(STACKS_S)
 
-    def _dump_stacks_on(self, number: signal.Signals) -> None:
-        """Of all threads, even while the main one hangs in C: the handler is C as well."""
+    def _dump_stacks(self) -> None:
+        """Have STACKS_SIGNAL write where all threads are, even while the main one hangs in C: its handler is C too."""
         path = self._attempt.stacks(self._rank, self._role)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = path.open("a", encoding="utf-8")  # open as long as the process lives
         except OSError as error:
             logger.warning("stacks will go to the log: %s", error)
-            faulthandler.register(number, all_threads=True)
+            faulthandler.register(STACKS_SIGNAL, all_threads=True)
         else:
-            faulthandler.register(number, file=self._stacks, all_threads=True)
+            faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
 
     def _beat(self) -> None:
         self._write_heartbeat()
@@ -119,22 +123,22 @@ class BlackBox:
             self._write_heartbeat()
 
     def _write_heartbeat(self, doing: str | None = None) -> None:
-        progress, now = self._progress, time.time()
-        heartbeat = {
-            "rank": self._rank,
-            "ranks": self._size,
-            "host": socket.gethostname(),
-            "phase": doing or progress.doing,
-            "step": progress.step,
-            "entered": progress.entered,
-            "at": round(now - (time.monotonic() - progress.last_beat), 3),
-            "written": round(now, 3),
-            "every": self._every,
-        }
+        activity, now = self._activity, time.time()
+        heartbeat = Heartbeat(
+            rank=self._rank,
+            ranks=self._size,
+            host=socket.gethostname(),
+            phase=doing or activity.doing,
+            step=activity.step,
+            entered=activity.entered,
+            at=round(now - (time.monotonic() - activity.last_beat), 3),
+            written=round(now, 3),
+            every=self._every,
+        )
         path = self._attempt.heartbeat(self._rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, heartbeat, durable=False)
+            write(path, heartbeat, durable=False)
         except OSError as error:
             if not self._warned:
                 logger.warning("heartbeats cannot be written: %s", error)

@@ -1,7 +1,8 @@
-"""Being asked to leave: a signal, or the drain file, only sets a flag. When to act on it is the business of Pulse."""
+"""Being asked to leave: a signal, or the drain file, only sets a flag. When to act on it is for SafePoints."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -9,19 +10,22 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.codes import DRAIN_SIGNAL, MARGIN_S, SIGNALLED
+from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.contract.records import if_readable, read, write
 
-DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+logger = logging.getLogger(__name__)
 
-MARGIN_S = 6.0
-"""Before the deadline: the host side ends what is still there LAST_MOMENT (5 s) before it."""
+HEARD = (DRAIN_SIGNAL, signal.SIGUSR2, signal.SIGTERM)
+"""The host side's signal, and those that Slurm and people send."""
 FIT = 1.5
 """A save fits where this many times the last one does."""
 
 
-class Drain:
-    """The flag. SIGINT is ignored: Ctrl-C is the launcher's to translate."""
+class DrainListener:
+    """The flag `asked`, which signals set. SIGINT is ignored: Ctrl-C is the launcher's to translate."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.asked = False
@@ -36,15 +40,15 @@ class Drain:
         self._early: Callable[[], None] | None = early
         heard, written = os.pipe()
         os.set_blocking(written, False)
-        for number in DRAIN_SIGNALS:
+        for number in HEARD:
             signal.signal(number, self._request)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Python runs handlers in the main thread, between two of its own instructions; this byte is written at once.
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(heard,), name="drain", daemon=True).start()
         if self._attempt.drain.exists():  # the signal came before there was anybody to hear it
-            self._request(signal.SIGUSR1, None)
-            os.write(written, bytes([signal.SIGUSR1]))
+            self._request(DRAIN_SIGNAL, None)
+            os.write(written, bytes([DRAIN_SIGNAL]))
 
     def started(self) -> None:
         """From here on a request waits for the next safe point."""
@@ -57,26 +61,29 @@ class Drain:
     def _hear(self, pipe: int) -> None:
         while True:
             for number in os.read(pipe, 64):
-                if number in DRAIN_SIGNALS:
+                if number in HEARD:
                     self.asked = True
                     if (early := self._early) is not None:  # `started` may be called this very moment
                         early()
 
-    def pass_on(self, rank: int) -> None:
-        """Tell the host side, where only the ranks were told. It adds what Slurm says of the deadline."""
-        # Listed, not looked up: a network file system may remember that it was missing when the rank started.
-        if self._attempt.drain not in self._attempt.folder.iterdir():
-            by = f"{self._signal} to rank {rank}"
-            write_json(self._attempt.drain, {"cause": "signal", "by": by, "at": time.time(), "deadline": None})
+    def tell_host(self, rank: int) -> None:
+        """Write the drain file where only the ranks were asked. The host side adds what Slurm says of the deadline.
+
+        Where the file cannot be written now, the ranks leave all the same: their outcome says so too.
+        """
+        try:
+            # Listed, not looked up: a network file system may remember that it was missing when the rank started.
+            if self._attempt.drain.name not in names_in(self._attempt.folder):
+                by = f"{self._signal} to rank {rank}"
+                write(self._attempt.drain, Drain(SIGNALLED, by, time.time()))
+        except OSError as error:
+            logger.warning("the host side cannot be told that the ranks were asked to leave: %s", error)
 
     def deadline(self) -> float | None:
-        """Unix time at which this process will be gone; None where nobody has said so."""
-        try:
-            request = read_json(self._attempt.drain)
-        except (OSError, ValueError):  # somebody's empty file, perhaps: that it is there is a request all the same
-            return None
-        said = request.get("deadline") if isinstance(request, dict) else None
-        return float(said) if isinstance(said, int | float) else None
+        """Unix time at which this process will be gone; None where nobody has said so, or nobody can read it now: that
+        the file is there is a request all the same."""
+        request = if_readable(read(Drain, self._attempt.drain))
+        return None if request is None else request.deadline
 
 
 def fits(now: float, deadline: float | None, seconds: float) -> bool:

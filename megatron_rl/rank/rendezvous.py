@@ -1,4 +1,4 @@
-"""How the ranks of a world find each other: rank 0 listens on a port of the job's interface and publishes it."""
+"""The rendezvous of a world's ranks: rank 0 listens on a port of the job's interface and publishes it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.contract.attempt_records import Address
+from megatron_rl.contract.files import names_in
+from megatron_rl.contract.records import Absent, Unreadable, read, write
 from megatron_rl.rank.addresses import address_towards, lead_gloo, own_address
-from megatron_rl.run_dir import read_json, write_json
 
 LOOK_EVERY_S = 0.1
-BACKLOG = 4096  # ranks that may knock at once
+BACKLOG = 4096  # connections waiting to be accepted
 
 
 def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -37,20 +38,23 @@ def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
             host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         address.parent.mkdir(parents=True, exist_ok=True)
-        write_json(address, {"host": host, "port": port})
+        write(address, Address(host, port))
         return store
     found = _await(address, timeout)
-    lead_gloo(address_towards(found["host"]))
-    return dist.TCPStore(found["host"], found["port"], None, False, timeout, wait_for_workers=False)
+    lead_gloo(address_towards(found.host))
+    return dist.TCPStore(found.host, found.port, None, False, timeout, wait_for_workers=False)
 
 
-def _await(address: Path, timeout: timedelta) -> dict[str, Any]:
+def _await(file: Path, timeout: timedelta) -> Address:
     give_up = time.monotonic() + timeout.total_seconds()
+    problem = "it is not there"
     while True:
         # Listed, not opened: network file systems remember for long that a name is missing.
-        if address.parent.is_dir() and address in address.parent.iterdir():
-            found: dict[str, Any] = read_json(address)
-            return found
+        if file.name in names_in(file.parent):
+            found = read(Address, file)
+            if not isinstance(found, Absent | Unreadable):
+                return found
+            problem = found.why if isinstance(found, Unreadable) else problem
         if time.monotonic() > give_up:
-            raise TimeoutError(f"rank 0 did not publish its address in {address} within {timeout}")
+            raise TimeoutError(f"rank 0 did not publish its address in {file} within {timeout}: {problem}")
         time.sleep(LOOK_EVERY_S)

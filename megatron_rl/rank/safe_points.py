@@ -1,4 +1,4 @@
-"""What every phase of a rank has in common: it shows that it is alive, looks whether to leave, and books its time."""
+"""Safe points: where the ranks of a run agree to leave; and phases: what a rank shows of its life and time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.rank.drain import Drain, fits
-from megatron_rl.rank.progress import Progress
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener, fits
 from megatron_rl.rank.world import Groups
 
 LOOK_EVERY_S = 0.1
 
-IN_WORDS = {
+PHASES = {
     "generate": "generating",
     "log-probs": "computing log-probs",
     "train": "training",
@@ -29,55 +29,56 @@ IN_WORDS = {
     "wait": HEARTBEAT_WAIT,
     "drain": "leaving",
 }
+"""Category of the timeline -> what a heartbeat calls it."""
 
 Result = TypeVar("Result")
 
 
-class Left(Exception):
+class LeaveAgreed(Exception):
     """Some rank was asked to leave, and all have agreed to do so here. Raised on all of them."""
 
 
-class Pulse:
-    """One per rank. Until the ranks have met (`meet`) each decides for itself."""
+class SafePoints:
+    """The safe points of one rank. Until the ranks are connected each decides for itself."""
 
-    def __init__(self, progress: Progress, drain: Drain, timeline: Timeline) -> None:
-        self.progress = progress
+    def __init__(self, activity: Activity, drain: DrainListener, timeline: Timeline) -> None:
+        self.activity = activity
         self.drain = drain
         self.timeline = timeline
         self._control: dist.ProcessGroup | None = None
 
-    def meet(self, groups: Groups) -> None:
+    def connect(self, groups: Groups) -> None:
         self._control = groups.control
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        """A part of a step: what the heartbeat says this rank is at, and where its seconds go."""
-        outer = self.progress.doing
-        self.progress.turn_to(IN_WORDS[category])
+        """A part of a step: says in the heartbeat what this rank is at, and in the timeline where its seconds go."""
+        outer = self.activity.doing
+        self.activity.begin(PHASES[category])
         with self.timeline.phase(category):
             yield
-        self.progress.turn_to(outer)  # not after an error: its report says what the rank was at
+        self.activity.begin(outer)  # not after an error: its report says what the rank was at
 
-    def beat(self) -> bool:
-        """This rank gets on with its work. Returns whether it was asked to leave: then what is under way may be cut
-        short, since `agree` will end it on all ranks."""
-        self.progress.beat()
+    def poll(self) -> bool:
+        """Note that this rank gets on with its work, and return whether it was asked to leave: then what is under way
+        may be cut short, since `agree` will end it on all ranks."""
+        self.activity.beat()
         return self.drain.asked
 
     def agree(self, unfinished_s: float | None = None) -> None:
-        """A safe point, at which all ranks are together. Collective.
+        """Agree, at a safe point, whether to leave. Collective.
 
         Args:
             unfinished_s: where leaving here would lose work that cannot be saved half done: the seconds until it is
                 done. Then the ranks leave only if the deadline comes first, by rank 0's clock.
 
         Raises:
-            Left: on all ranks where one was asked to leave.
+            LeaveAgreed: on all ranks where one was asked to leave.
         """
-        asked = self.beat()
+        asked = self.poll()
         if self._control is None:
             if asked:
-                raise Left
+                raise LeaveAgreed
             return
         first = dist.get_rank() == 0
         urgent = asked and (
@@ -90,11 +91,11 @@ class Pulse:
         if asked_anywhere:
             self.drain.asked = True
             if first:
-                self.drain.pass_on(rank=0)
+                self.drain.tell_host(rank=0)
         if leave:
-            raise Left
+            raise LeaveAgreed
 
-    async def attend(self, work: Awaitable[Result], sign_of_life: Callable[[], object]) -> Result | None:
+    async def run_until_asked(self, work: Awaitable[Result], sign_of_life: Callable[[], object]) -> Result | None:
         """The result of `work`; None where it was given up because this rank was asked to leave.
 
         Args:
@@ -111,5 +112,5 @@ class Pulse:
             await asyncio.wait([task], timeout=LOOK_EVERY_S)
             if (sign := sign_of_life()) != seen:
                 seen = sign
-                self.progress.beat()
+                self.activity.beat()
         return task.result()

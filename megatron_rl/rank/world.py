@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.contract.codes import PARENT_VARIABLE, STEP_VARIABLE
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
 
@@ -60,9 +61,9 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """RANK, WORLD_SIZE and LOCAL_RANK; Slurm's counterparts in a step of ours (MRL_STEP), where an image may have
-        its own idea of the former; alone where there are none."""
-        if "MRL_STEP" in os.environ:
+        """RANK, WORLD_SIZE and LOCAL_RANK; in a step of ours Slurm's counterparts, since an image may have its own idea
+        of the former; alone where there are none."""
+        if STEP_VARIABLE in os.environ:
             return cls(
                 rank=int(os.environ["SLURM_PROCID"]),
                 size=int(os.environ["SLURM_NTASKS"]),
@@ -93,8 +94,8 @@ class World:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it (MRL_PARENT_PID) ends, however it ends."""
-    parent = os.environ.get("MRL_PARENT_PID")
+    """Have the kernel kill this process when the one that started it (PARENT_VARIABLE) ends, however it ends."""
+    parent = os.environ.get(PARENT_VARIABLE)
     if parent is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -15,7 +15,7 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.bank.memory import Memory, NoBank
 from megatron_rl.rollout.stream import PromptStream, group_key, shares
@@ -45,7 +45,7 @@ class RolloutDriver:
         engine: Engine,
         config: RunConfig,
         groups: Groups,
-        pulse: Pulse,
+        safe_points: SafePoints,
     ) -> None:
         self.agent = agent
         self.engine = engine
@@ -53,7 +53,7 @@ class RolloutDriver:
         self.config = config
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.groups = groups
-        self.pulse = pulse
+        self.safe_points = safe_points
         self._answered = 0  # groups so far
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
@@ -64,7 +64,7 @@ class RolloutDriver:
         nothing is drawn that this step does not settle. When the rounds are used up, the last groups without
         signal stand in: their advantages are 0.
 
-        Raises Left, with nothing changed, where a rank was asked to leave.
+        Raises LeaveAgreed, with nothing changed, where a rank was asked to leave.
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
@@ -77,7 +77,7 @@ class RolloutDriver:
             missing = wanted - filled
             share = shares(ordinal, missing, dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
             groups = self._roll_out(share)
-            self.pulse.agree()
+            self.safe_points.agree()
             last_round = not dynamic.enabled or rounds == dynamic.max_rounds
             keep = [True] * missing if last_round else self._with_signal(ordinal, missing, groups)
             place = {}
@@ -94,13 +94,13 @@ class RolloutDriver:
 
     def _roll_out(self, ordinals: range) -> list[TrajectoryGroup]:
         """The groups of these ordinals; none where this rank was asked to leave meanwhile."""
-        with self.pulse.phase("generate"):
+        with self.safe_points.phase("generate"):
             known = self.bank.groups(ordinals, self.stream.problem)
             began, busy_s = time.perf_counter(), self.engine.busy_s
             work = self._answers([ordinal for ordinal in ordinals if ordinal not in known])
-            answered = asyncio.run(self.pulse.attend(work, lambda: (self.engine.busy_s, self._answered)))
+            answered = asyncio.run(self.safe_points.run_until_asked(work, lambda: (self.engine.busy_s, self._answered)))
             idle_s = time.perf_counter() - began - (self.engine.busy_s - busy_s)
-        self.pulse.timeline.move("generate", "reward", idle_s)
+        self.safe_points.timeline.move("generate", "reward", idle_s)
         return [] if answered is None else sorted([*known.values(), *answered], key=lambda group: group.ordinal)
 
     async def _answers(self, ordinals: list[int]) -> list[TrajectoryGroup]:

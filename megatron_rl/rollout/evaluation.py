@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.stream import shares
 
@@ -20,11 +20,11 @@ def evaluate(
     inference: ResumableInference,
     sampling: Sampling,
     groups: Groups,
-    pulse: Pulse,
+    safe_points: SafePoints,
     limit: int | None = None,
 ) -> dict[str, float]:
     """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
-    Raises Left where a rank was asked to leave.
+    Raises LeaveAgreed where a rank was asked to leave.
 
     sampling: the training one; only its limit of new tokens is used.
     limit: problems of each set at most, the first ones.
@@ -35,10 +35,12 @@ def evaluate(
     for index, problems in enumerate(sets.values()):
         share = shares(0, len(problems), dist.get_world_size(groups.data))[dist.get_rank(groups.data)]
         request = EvaluationRequest([problems[i] for i in share], greedy, 1, 0, inference)
-        response = asyncio.run(pulse.attend(agent.evaluate(request), sign_of_life=lambda: inference.busy_s))
+        response = asyncio.run(
+            safe_points.run_until_asked(agent.evaluate(request), sign_of_life=lambda: inference.busy_s)
+        )
         if response is not None:
             right[index] = sum(reward == 1.0 for reward in response.rewards)
-        pulse.agree()
+        safe_points.agree()
     dist.all_reduce(right, group=groups.control)
     return {
         f"eval/{name}/greedy_accuracy": right[index].item() / len(problems)

@@ -31,8 +31,8 @@ from megatron_rl.inference.api import Completion
 from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.safe_points import SafePoints
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def teach(
     environment: object,
     tokenizer: Tokenizer,
     platform: Platform,
-    pulse: Pulse,
+    safe_points: SafePoints,
     *,
     writer: bool,
 ) -> None:
@@ -69,8 +69,8 @@ def teach(
     state = _read(path)
     if state is None:
         examples = [as_trajectory(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
-        _train(policy, examples, config.model.supervised, platform, pulse)
-        if writer and not pulse.beat():
+        _train(policy, examples, config.model.supervised, platform, safe_points)
+        if writer and not safe_points.poll():
             _write(path, policy)
     else:
         logger.info("base model taken from %s", path)
@@ -85,7 +85,11 @@ def as_trajectory(prompt: str, answer: str, tokenizer: Tokenizer) -> Trajectory:
 
 
 def _train(
-    policy: Policy, examples: Sequence[Trajectory], config: SupervisedConfig, platform: Platform, pulse: Pulse
+    policy: Policy,
+    examples: Sequence[Trajectory],
+    config: SupervisedConfig,
+    platform: Platform,
+    safe_points: SafePoints,
 ) -> None:
     adam = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     targets = torch.tensor(
@@ -93,7 +97,7 @@ def _train(
     )
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
-        if pulse.beat():
+        if safe_points.poll():
             return
         chosen = torch.randint(len(examples), (config.batch_size,), generator=generator).tolist()
         (batch,) = microbatches(examples, chosen, limit=2**62, device=platform.device)

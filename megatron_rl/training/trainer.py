@@ -24,8 +24,8 @@ from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
@@ -68,7 +68,7 @@ class Trainer:
         config: RunConfig,
         platform: Platform,
         groups: Groups,
-        pulse: Pulse,
+        safe_points: SafePoints,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
@@ -76,7 +76,7 @@ class Trainer:
         self.config = config
         self.platform = platform
         self.groups = groups
-        self.pulse = pulse
+        self.safe_points = safe_points
         self.policy_version = 0
         self.nonfinite_in_a_row = 0
         self.between_steps = True
@@ -85,8 +85,8 @@ class Trainer:
     def train(self, batch: RolloutBatch, step: int, tally: Tally) -> list[Update]:
         """All passes and updates over one batch; what happened goes into `tally`. Collective.
 
-        Raises Left where a rank was asked to leave: before the first update with everything as it was. After that
-        the step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
+        Raises LeaveAgreed where a rank was asked to leave: before the first update with all as it was. After that the
+        step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
         """
         grpo = self.config.grpo
         answers = self.answers(batch.groups)
@@ -95,7 +95,7 @@ class Trainer:
         on_policy = grpo.iterations * updates_per_pass == 1
         everything = self._pack(answers, range(len(answers.trajectories)))
         tally.add("packed_tokens", sum(len(micro.tokens) for micro in everything))
-        with self.pulse.phase("log-probs"):
+        with self.safe_points.phase("log-probs"):
             # With a single update the training pass itself is at the old weights: no second forward.
             old = None if on_policy else self.score(self.policy, answers, everything)
             reference = self.score(self.reference, answers, everything) if self.reference is not None else None
@@ -111,7 +111,7 @@ class Trainer:
                 packed = everything if updates_per_pass == 1 else self._pack(answers, chosen)
                 mean_s = (time.monotonic() - began) / len(updates) if updates else 0.0
                 unfinished_s = mean_s * (total - len(updates)) if updates else None
-                with self.pulse.phase("train"):
+                with self.safe_points.phase("train"):
                     updates.append(self._update(answers, chosen, packed, old, reference, tally, unfinished_s))
                 self.between_steps = len(updates) == total
         return updates
@@ -151,7 +151,7 @@ class Trainer:
         asked to leave meanwhile."""
         scores = torch.zeros_like(answers.inference_logprobs)
         for micro in packed:
-            if self.pulse.beat():
+            if self.safe_points.poll():
                 break
             logprobs, _ = self._logprobs(policy, answers, micro)
             scores[micro.answer_tokens] = logprobs
@@ -171,7 +171,7 @@ class Trainer:
         tally: Tally,
         unfinished_s: float | None,
     ) -> Update:
-        """unfinished_s: see Pulse.agree."""
+        """unfinished_s: see SafePoints.agree."""
         grpo = self.config.grpo
         index = torch.tensor(chosen, dtype=torch.long, device=self.platform.device)
         normaliser = torch.tensor(
@@ -185,7 +185,7 @@ class Trainer:
 
         self.optimizer.zero_grad()
         for micro in packed:
-            if self.pulse.beat() and unfinished_s is None:
+            if self.safe_points.poll() and unfinished_s is None:
                 break
             logprobs, entropy = self._logprobs(self.optimizer.ddp, answers, micro)
             of_token = per_rollout[:, answers.rollout_of_token[micro.answer_tokens]]
@@ -204,7 +204,7 @@ class Trainer:
             _tally_stats(stats, tally)
         if not packed:
             _tally_nothing(reference is not None, grpo, tally)
-        self.pulse.agree(unfinished_s)
+        self.safe_points.agree(unfinished_s)
         update = self.optimizer.update(self.policy_version)
         self._count(update)
         return update

@@ -21,9 +21,9 @@ from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, NoRecord
 from megatron_rl.model.attention import packed_layout
 from megatron_rl.platform.select import select
-from megatron_rl.rank.drain import Drain
-from megatron_rl.rank.progress import Progress
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.run import Run, set_up
 from megatron_rl.run_dir import write_json
@@ -72,9 +72,9 @@ def main() -> None:
     attempt.folder.mkdir(parents=True, exist_ok=True)
     platform = select(config.job, world.local_rank)
     groups = world.connect(config.job, platform.backend, attempt.address("train"))
-    pulse = Pulse(Progress(attempt, shared=world.rank == 0), Drain(attempt), Timeline())
-    pulse.meet(groups)
-    run = set_up(config, platform, groups, pulse)
+    safe_points = SafePoints(Activity(attempt, published=world.rank == 0), DrainListener(attempt), Timeline())
+    safe_points.connect(groups)
+    run = set_up(config, platform, groups, safe_points)
     if size.end_bias:
         lengthen(run.policy, run.engine.end_token, size.end_bias)
 
@@ -84,7 +84,7 @@ def main() -> None:
         parameters = sum(parameter.numel() for parameter in run.policy.parameters())
         turns.ready(parameters=parameters, tokens=run.environment.tokenizer.vocab_size)
         record = TakingTurns(run_dir, run, turns)
-    train(run, Checkpointer(run_dir, config.save), record, pulse)
+    train(run, Checkpointer(run_dir, config.save), record, safe_points)
 
 
 @torch.no_grad()

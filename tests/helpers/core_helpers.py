@@ -27,10 +27,10 @@ from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.select import Platform
-from megatron_rl.rank.drain import Drain
-from megatron_rl.rank.progress import Progress
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.run import Run, set_up
 
@@ -89,15 +89,15 @@ def tiny_policy(
     return policy
 
 
-def quiet_pulse() -> Pulse:
+def quiet_safe_points() -> SafePoints:
     """Of a rank that nobody asks to leave and whose files nobody reads."""
     attempt = RunDir("/nonexistent").attempt(1)
-    return Pulse(Progress(attempt, shared=False), Drain(attempt), Timeline())
+    return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
 
 
 def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
-    run = set_up(config, platform, groups, quiet_pulse())
+    run = set_up(config, platform, groups, quiet_safe_points())
     stir(run.policy, scale)
     run.optimizer.megatron.reload_model_params()
     if run.trainer.reference is not None:

@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.rank.progress import Progress
 from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
@@ -74,13 +74,13 @@ def train(steps: int, seconds: float) -> None:
     sys.exit(75 if drained else 0)
 
 
-progress = Progress(attempt, shared=False)
-box = BlackBox(attempt, rank, int(os.environ["WORLD_SIZE"]), progress)
+activity = Activity(attempt, published=False)
+box = BlackBox(attempt, rank, int(os.environ["WORLD_SIZE"]), activity)
 
 
 def collect() -> None:
     """Rank 0 waits in a real collective, and rank 1 does not come."""
-    progress.enter("training", 3)
+    activity.enter("training", 3)
     import torch
     import torch.distributed as dist
 
@@ -88,7 +88,7 @@ def collect() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=3))
     if rank == 1:
         hang("generate")
-    progress.doing = HEARTBEAT_WAIT
+    activity.doing = HEARTBEAT_WAIT
     box.start()
     try:
         dist.all_reduce(torch.ones(1))
@@ -99,15 +99,15 @@ def collect() -> None:
 
 def hang(doing: str, *, stopped: bool = False) -> NoReturn:
     """In step 3; a process that is `stopped` does not even send heartbeats any more."""
-    progress.phase = "training"
-    progress.doing, progress.step = doing, 3
+    activity.phase = "training"
+    activity.doing, activity.step = doing, 3
     box.start()
     if stopped:
         wait_for_own_heartbeat()
         os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         if doing == "beats":
-            progress.beat()
+            activity.beat()
         time.sleep(0.05)
 
 

@@ -42,10 +42,10 @@ from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, 
 from megatron_rl.metrics import writer
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.rank import safe_points as pulse_module
-from megatron_rl.rank.drain import Drain
-from megatron_rl.rank.progress import Progress
-from megatron_rl.rank.safe_points import Pulse
+from megatron_rl.rank import safe_points as safe_points_module
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
 from megatron_rl.rollout.stream import stable_key
@@ -114,7 +114,7 @@ class Simulation:
         attempt = self.run_dir.attempt(self.run_dir.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
         drain: Any = _Drain(attempt)
-        pulse = Pulse(Progress(attempt, shared=True), drain, Timeline())
+        safe_points = SafePoints(Activity(attempt, published=True), drain, Timeline())
 
         def look(number: int) -> None:
             self.looks = number
@@ -132,13 +132,13 @@ class Simulation:
             patch.setattr(train_rl, "set_up", self._set_up)
             patch.setattr(writer, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
-            patch.setattr(pulse_module, "LOOK_EVERY_S", 0.0)
+            patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
             self.disk = Disk(self.run_dir.root, patch, death, watch=watch)
             world: Any = _World(self.groups)
             try:
-                ending: Ending = train_rl.run_rank(self.run_dir, attempt, world, pulse)
+                ending: Ending = train_rl.run_rank(self.run_dir, attempt, world, safe_points)
             except Killed:
                 ending = "killed"
         if ending == "killed":
@@ -150,16 +150,16 @@ class Simulation:
         steps, evaluations = reproducible(self.run_dir)
         return Record(fates(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
 
-    def _set_up(self, config: RunConfig, platform: Any, groups: Any, pulse: Pulse) -> Run:
+    def _set_up(self, config: RunConfig, platform: Any, groups: Any, safe_points: SafePoints) -> Run:
         torch.manual_seed(config.training.seed)
         policy: Any = _Policy()
         self.policy = policy
         engine: Any = _Engine(policy)
         agent: Any = _Agent()
-        driver = RolloutDriver(agent, engine, config, groups, pulse)
+        driver = RolloutDriver(agent, engine, config, groups, safe_points)
         optimizer: Any = _Optimizer()
-        trainer: Any = _Trainer(policy, optimizer, pulse)
-        return Run(config, platform, groups, agent, policy, optimizer, engine, driver, trainer, pulse)
+        trainer: Any = _Trainer(policy, optimizer, safe_points)
+        return Run(config, platform, groups, agent, policy, optimizer, engine, driver, trainer, safe_points)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Record:
     evaluations: list[dict[str, Any]]
 
 
-class _Drain(Drain):
+class _Drain(DrainListener):
     """Counts the looks at its flag."""
 
     looks = 0
@@ -352,8 +352,8 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
 class _Trainer:
     """Two updates a step, between which nothing can be saved; see Trainer."""
 
-    def __init__(self, policy: _Policy, optimizer: _Optimizer, pulse: Pulse) -> None:
-        self.policy, self.optimizer, self.pulse = policy, optimizer, pulse
+    def __init__(self, policy: _Policy, optimizer: _Optimizer, safe_points: SafePoints) -> None:
+        self.policy, self.optimizer, self.safe_points = policy, optimizer, safe_points
         self.policy_version = 0
         self.nonfinite_in_a_row = 0
         self.between_steps = True
@@ -365,8 +365,8 @@ class _Trainer:
         ]
         updates: list[Update] = []
         for index in range(UPDATES):
-            with self.pulse.phase("train"):
-                self.pulse.agree(STEP_S if updates else None)
+            with self.safe_points.phase("train"):
+                self.safe_points.agree(STEP_S if updates else None)
                 self.optimizer.updates += 1
                 drawn = torch.randint(1 << 20, (1,)).item()
                 text = [step, index, *learned, drawn, int(self.optimizer.updates), int(self.policy.weight)]

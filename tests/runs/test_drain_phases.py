@@ -238,17 +238,17 @@ def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_tim
 
 def late_to_start(late: int, folder: Path, rank: int) -> None:
     """One rank has met the others and does not know it yet."""
-    from megatron_rl.rank.drain import Drain
+    from megatron_rl.rank.drain import DrainListener
 
-    original = Drain.started
+    original = DrainListener.started
 
-    def slowly(drain: Drain) -> None:
+    def slowly(drain: DrainListener) -> None:
         if rank == late:
             (folder / "here").touch()
             time.sleep(SLOW_S)
         original(drain)
 
-    Drain.started = slowly  # type: ignore[method-assign]
+    DrainListener.started = slowly  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("late", [0, 1])

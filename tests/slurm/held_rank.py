@@ -51,7 +51,7 @@ class Held:
     def __init__(self, places: list[Place], run_dir: str, attempt: int) -> None:
         self.folder = RunDir(run_dir).attempt(attempt)
         self.rank = int(os.environ["SLURM_PROCID"])
-        self.pulse: Any = None  # megatron_rl.rank.safe_points.Pulse, once there is one
+        self.safe_points: Any = None  # megatron_rl.rank.safe_points.SafePoints, once there is one
         mine = {"attempt": attempt, "rank": self.rank}
         self._places = [place for place in places if all(place.get(key, mine[key]) == mine[key] for key in mine)]
         self._passed: Counter[tuple[str, int]] = Counter()
@@ -77,17 +77,17 @@ class Held:
 
     def _asked(self) -> bool:
         """As the training itself would know; before there is any, by the file."""
-        return self.pulse.drain.asked if self.pulse is not None else self.folder.drain.exists()
+        return self.safe_points.drain.asked if self.safe_points is not None else self.folder.drain.exists()
 
 
 def hold(held: Held) -> None:
     """Put `held` in the way of the training."""
     from megatron_rl.checkpoint import writer
     from megatron_rl.inference.engine import Engine
-    from megatron_rl.rank.safe_points import IN_WORDS, Pulse
+    from megatron_rl.rank.safe_points import PHASES, SafePoints
     from megatron_rl.training import supervised, trainer
 
-    phases = {words: phase for phase, words in IN_WORDS.items()}
+    phases = {words: phase for phase, words in PHASES.items()}
 
     def before(owner: Any, name: str, arrive: Callable[..., None]) -> None:
         original = getattr(owner, name)
@@ -99,15 +99,15 @@ def hold(held: Held) -> None:
         setattr(owner, name, replaced)
 
     def at_phase(skip: int) -> None:
-        if held.pulse is not None:
-            held.arrive(phases.get(held.pulse.progress.doing, ""), held.pulse.progress.step, skip)
+        if held.safe_points is not None:
+            held.arrive(phases.get(held.safe_points.activity.doing, ""), held.safe_points.activity.step, skip)
 
     def half_written(folder: Path, *_: Any) -> None:
         with contextlib.suppress(OSError):
             (folder / f"__{held.rank}_0.distcp").write_bytes(b"half of it")
         held.arrive("save", int(folder.name[len("step-") :].split(".")[0]))
 
-    before(Pulse, "__init__", lambda pulse, *_: setattr(held, "pulse", pulse))
+    before(SafePoints, "__init__", lambda safe_points, *_: setattr(held, "safe_points", safe_points))
     before(Engine, "step", lambda _: at_phase(TOKENS))
     before(trainer, "token_logprobs", lambda *_: at_phase(0))
     before(supervised, "token_logprobs", lambda *_: held.arrive("teach", 0, skip=3))

@@ -24,8 +24,8 @@ import time
 from megatron_rl import run_dir as run_dir_module
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.rank.progress import Progress
 from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
@@ -39,8 +39,8 @@ run = RunDir(options.run_dir)
 attempt = run.attempt(options.attempt)
 rank = int(os.environ["SLURM_PROCID"])
 told = []
-progress = Progress(attempt, shared=False)
-box = BlackBox(attempt, rank, int(os.environ["SLURM_NTASKS"]), progress)
+activity = Activity(attempt, published=False)
+box = BlackBox(attempt, rank, int(os.environ["SLURM_NTASKS"]), activity)
 
 
 def train():
@@ -65,8 +65,8 @@ def train():
         else:
             step = len(read_json_lines(run.metrics))
             fail_as_asked(step)
-        progress.doing, progress.step = "training", step
-        progress.beat()
+        activity.doing, activity.step = "training", step
+        activity.beat()
         hang_as_asked(step)
         if rank == 0 and len(list(attempt.folder.glob("leave.*"))) == int(os.environ["SLURM_NTASKS"]):
             time.sleep(asked.get("save", 0))
@@ -82,7 +82,7 @@ def train():
 
 def hang_as_asked(step):
     if step == asked.get("hangs_at"):
-        progress.doing = "generate" if rank == 1 else HEARTBEAT_WAIT
+        activity.doing = "generate" if rank == 1 else HEARTBEAT_WAIT
         while True:
             time.sleep(1)
 

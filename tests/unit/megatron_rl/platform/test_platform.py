@@ -11,7 +11,9 @@ import torch
 from checkpoint_helpers import run_ranks
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.platform.select import UnsupportedPlatform, check_megatron_version, select
+from megatron_rl.platform.api import UnsupportedPlatform
+from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.select import check_megatron_version, select
 from megatron_rl.rank.config import JobConfig
 
 
@@ -51,6 +53,17 @@ def test_the_generator_state_comes_back(platform: Any, groups: Any) -> None:
     drawn = torch.rand(5)
     platform.set_rng_state(state)
     assert torch.equal(torch.rand(5), drawn)
+
+
+def test_fp32_on_a_gpu_is_fp32_and_a_checkpoint_of_a_cpu_loads_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's image allows TF32; a checkpoint has the generators of the device that wrote it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    torch.set_float32_matmul_precision("high")
+    gpu = CudaPlatform(local_rank=0, threads=1)
+    assert torch.get_float32_matmul_precision() == "highest"
+    gpu.set_rng_state({"cpu": torch.get_rng_state()})
 
 
 def test_all_of_torch_stays_as_it_was(platform: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a rank leaves behind for whoever has to explain its end: heartbeats, stacks, last words."""
+"""The black box of a rank, for whoever has to explain its end: heartbeats, stacks, the error file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.contract.attempt_records import Heartbeat, Progress, RankError
 from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED
 from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import Absent, Unreadable, read
+from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import (
     LINE_LIMIT,
     LOG_LINES,
@@ -24,21 +27,19 @@ from megatron_rl.rank.black_box import (
     trace,
     waited_in_vain,
 )
-from megatron_rl.rank.progress import Progress
-from megatron_rl.run_dir import read_json
 
 RANK = """
 import logging, sys, time
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.rank.progress import Progress
+from megatron_rl.rank.activity import Activity
 
 logging.basicConfig(level=logging.INFO)
 attempt = RunDir(sys.argv[1]).attempt(1)
-progress = Progress(attempt, shared=False)
-box = BlackBox(attempt, 3, 8, progress)
+activity = Activity(attempt, published=False)
+box = BlackBox(attempt, 3, 8, activity)
 box.start()
-progress.enter("generating", 41)
+activity.enter("generating", 41)
 print("started", flush=True)
 
 def stuck_in_c():
@@ -46,7 +47,7 @@ def stuck_in_c():
 
 def works():
     for _ in range(20):
-        progress.beat()
+        activity.beat()
         time.sleep(0.05)
 
 {then}
@@ -73,41 +74,49 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def heartbeat(attempt: Attempt) -> dict:
-    return read_json(attempt.heartbeat(3)) or {"at": 0.0, "written": 0.0, "step": 0}
+def heartbeat(attempt: Attempt) -> Heartbeat:
+    found = read(Heartbeat, attempt.heartbeat(3))
+    assert not isinstance(found, Unreadable)
+    return Heartbeat(3, 8, None, "", 0, 0, 0.0, 0.0, 0.0) if isinstance(found, Absent) else found
 
 
-def last_words(attempt: Attempt, error: Exception, exit_code: int = EXIT_CRASHED) -> dict:
+def error_file(attempt: Attempt) -> RankError:
+    found = read(RankError, attempt.error(3))
+    assert not isinstance(found, Absent | Unreadable)
+    return found
+
+
+def reported(attempt: Attempt, error: Exception, exit_code: int = EXIT_CRASHED) -> RankError:
     """The error file of a rank that raised `error`."""
     attempt.folder.mkdir(parents=True, exist_ok=True)
-    progress = Progress(attempt, shared=False)
-    progress.enter("training", 41)
+    activity = Activity(attempt, published=False)
+    activity.enter("training", 41)
     try:
         raise error
     except type(error) as raised:
-        BlackBox(attempt, 3, 8, progress).report_failure(raised, exit_code)
-    return read_json(attempt.error(3))
+        BlackBox(attempt, 3, 8, activity).report_failure(raised, exit_code)
+    return error_file(attempt)
 
 
 def test_a_heartbeat_tells_where_the_main_thread_got_on_last(attempt):
     rank = start(attempt, "stuck_in_c()", MRL_SILENCE_S="0.5")
     try:
-        wait_for(lambda: heartbeat(attempt)["step"] == 41)
+        wait_for(lambda: heartbeat(attempt).step == 41)
         stuck = heartbeat(attempt)
-        assert (stuck["rank"], stuck["ranks"], stuck["phase"], stuck["entered"]) == (3, 8, "generating", 1)
-        wait_for(lambda: heartbeat(attempt)["written"] > stuck["written"] + 0.2)
-        assert heartbeat(attempt)["at"] == pytest.approx(stuck["at"], abs=0.02), "it writes on and does not get on"
+        assert (stuck.rank, stuck.ranks, stuck.phase, stuck.entered) == (3, 8, "generating", 1)
+        wait_for(lambda: heartbeat(attempt).written > stuck.written + 0.2)
+        assert heartbeat(attempt).at == pytest.approx(stuck.at, abs=0.02), "it writes on and does not get on"
     finally:
         rank.kill()
 
 
-def test_a_rank_that_works_moves_its_heartbeat_and_says_goodbye(attempt):
+def test_a_rank_that_works_moves_its_heartbeat_and_ends_with_one_that_says_it_left(attempt):
     rank = start(attempt, "began = time.time(); works(); box.stop()", MRL_SILENCE_S="0.5")
-    wait_for(lambda: heartbeat(attempt)["step"] == 41)
-    first = heartbeat(attempt)["at"]
+    wait_for(lambda: heartbeat(attempt).step == 41)
+    first = heartbeat(attempt).at
     rank.wait(10)
-    assert heartbeat(attempt)["at"] > first + 0.3
-    assert heartbeat(attempt)["phase"] == "left"
+    assert heartbeat(attempt).at > first + 0.3
+    assert heartbeat(attempt).phase == "left"
 
 
 def test_sigquit_shows_every_thread_even_where_the_main_one_hangs_in_c(attempt):
@@ -138,24 +147,24 @@ def test_files_that_cannot_be_written_end_nothing(attempt, tmp_path):
 
 def test_the_error_file_says_who_where_when_and_what(attempt):
     logging.getLogger().setLevel(logging.INFO)
-    words = last_words(attempt, ValueError("no such token\nwith details"))
-    assert (words["rank"], words["step"], words["phase"], words["exit_code"]) == (3, 41, "training", EXIT_CRASHED)
-    assert words["error"] == "ValueError: no such token"
-    assert "with details" in words["traceback"]
-    assert "in last_words" in words["traceback"]
-    assert words["host"]
+    report = reported(attempt, ValueError("no such token\nwith details"))
+    assert (report.rank, report.step, report.phase, report.exit_code) == (3, 41, "training", EXIT_CRASHED)
+    assert report.error == "ValueError: no such token"
+    assert "with details" in report.traceback
+    assert "in reported" in report.traceback
+    assert report.host
 
 
 def test_a_bad_configuration_is_all_message_and_no_traceback(attempt):
-    words = last_words(attempt, ValueError("model:\n  no such field"), EXIT_CONFIG)
-    assert words["error"] == "ValueError: model:\n  no such field"
-    assert words["traceback"] == ""
+    report = reported(attempt, ValueError("model:\n  no such field"), EXIT_CONFIG)
+    assert report.error == "ValueError: model:\n  no such field"
+    assert report.traceback == ""
 
 
 def test_the_newest_log_lines_are_in_the_error_file(attempt):
     say = "for n in range(200): logging.info('line %d %s', n, 'x' * 5000)\n"
     start(attempt, say + "box.report_failure(RuntimeError('boom'), 1)").communicate(timeout=60)
-    log = read_json(attempt.error(3))["log"]
+    log = error_file(attempt).log
     assert len(log) == LOG_LINES
     assert "line 199 xxx" in log[-1]
     assert "line 150 xxx" in log[0]
@@ -169,9 +178,9 @@ def test_a_log_call_that_is_wrong_itself_is_no_reason_to_die(attempt):
 
 
 def test_huge_messages_and_endless_tracebacks_are_cut(attempt):
-    words = last_words(attempt, RuntimeError("x" * 1_000_000))
-    assert len(words["error"]) < MESSAGE_LIMIT + 100
-    assert len(words["traceback"]) < 10_000
+    report = reported(attempt, RuntimeError("x" * 1_000_000))
+    assert len(report.error) < MESSAGE_LIMIT + 100
+    assert len(report.traceback) < 10_000
 
     def deeper(n: int) -> None:
         if n:
@@ -204,13 +213,13 @@ def test_several_heartbeats_fit_into_the_silence_that_is_allowed(limit, period):
     assert heartbeat_period(limit) == period
 
 
-def test_only_a_change_of_phase_is_shared_and_a_full_disk_is_no_reason_to_end(attempt, caplog):
-    progress = Progress(attempt, shared=True)
-    progress.enter("training", 1)  # there is no folder yet
+def test_only_a_change_of_phase_is_published_and_a_full_disk_is_no_reason_to_end(attempt, caplog):
+    activity = Activity(attempt, published=True)
+    activity.enter("training", 1)  # there is no folder yet
     assert "live view" in caplog.text
     attempt.folder.mkdir(parents=True)
-    progress.enter("training", 2)
+    activity.enter("training", 2)
     assert not attempt.progress.exists()
-    progress.enter("evaluating", 2)
-    assert read_json(attempt.progress) == {"phase": "evaluating", "step": 2}
-    assert progress.entered == 3
+    activity.enter("evaluating", 2)
+    assert read(Progress, attempt.progress) == Progress("evaluating", 2)
+    assert activity.entered == 3

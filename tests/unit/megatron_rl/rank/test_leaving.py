@@ -10,19 +10,21 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import checkpointer, sharded_state
-from core_helpers import quiet_pulse
+from core_helpers import quiet_safe_points
 
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.checkpoint.shards import write_part
+from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.codes import MARGIN_S
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
 from megatron_rl.leaving import finish, leave
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.rank.drain import MARGIN_S, Drain
-from megatron_rl.rank.progress import Progress
-from megatron_rl.rank.safe_points import Pulse
-from megatron_rl.run_dir import write_json
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import SafePoints
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -35,10 +37,12 @@ class Leaving:
         attempt = self.run_dir.attempt(1)
         attempt.folder.mkdir(parents=True)
         deadline = None if left_s is None else time.time() + left_s
-        write_json(attempt.drain, {"cause": "preempted", "by": "test", "at": time.time(), "deadline": deadline})
-        pulse = Pulse(Progress(attempt, shared=False), Drain(attempt), Timeline())
+        write(attempt.drain, Drain("preempted", "test", time.time(), deadline))
+        safe_points = SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
         trainer = SimpleNamespace(between_steps=True)
-        self.run: Any = SimpleNamespace(step=step, trainer=trainer, pulse=pulse, groups=SimpleNamespace(control=None))
+        self.run: Any = SimpleNamespace(
+            step=step, trainer=trainer, safe_points=safe_points, groups=SimpleNamespace(control=None)
+        )
 
     def go(self) -> list[tuple[str, int]]:
         """What became of the saves."""
@@ -92,11 +96,11 @@ def test_a_run_that_waits_for_its_last_save_is_not_silent(tmp_path: Path, monkey
         return write_part(*args)
 
     monkeypatch.setattr(writer_module, "write_part", slowly)
-    pulse, beats = quiet_pulse(), []
-    monkeypatch.setattr(pulse.progress, "beat", lambda: beats.append(time.monotonic()))
+    safe_points, beats = quiet_safe_points(), []
+    monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
-    finish(pulse, saver)
+    finish(safe_points, saver)
     assert saver.published == 20
     assert len(beats) > 3
 
@@ -106,4 +110,4 @@ def test_a_run_whose_last_save_failed_is_not_finished(tmp_path: Path, monkeypatc
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
     with pytest.raises(CheckpointError, match="of step 20, was not saved"):
-        finish(quiet_pulse(), saver)
+        finish(quiet_safe_points(), saver)

@@ -8,9 +8,10 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from megatron_rl.contract.attempt_records import Address
+from megatron_rl.contract.records import if_readable, read
 from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.world import World
-from megatron_rl.run_dir import read_json
 
 SHORT = timedelta(seconds=10)
 
@@ -32,7 +33,9 @@ def test_a_rank_that_comes_first_waits_for_the_address(tmp_path, monkeypatch):
 def test_the_listener_is_bound_to_the_interface_and_to_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = meet(tmp_path / "train.json", 0, 1, SHORT)
-    port = read_json(tmp_path / "train.json")["port"]
+    address = if_readable(read(Address, tmp_path / "train.json"))
+    assert address is not None
+    port = address.port
     listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == port and not c.raddr]
     assert listening == ["127.0.0.1"], store
 
@@ -40,6 +43,16 @@ def test_the_listener_is_bound_to_the_interface_and_to_nothing_else(tmp_path, mo
 def test_an_address_that_never_comes_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(TimeoutError, match=r"did not publish its address in .*train\.json"):
         meet(tmp_path / "train.json", 1, 2, timedelta(seconds=0.3))
+
+
+def test_an_address_that_cannot_be_read_yet_is_waited_for(tmp_path, monkeypatch):
+    """Another node may see the name before the content."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    address = tmp_path / "train.json"
+    address.write_text("")
+    threading.Timer(0.3, lambda: stores.append(meet(address, 0, 2, SHORT))).start()
+    stores = []
+    stores.append(meet(address, 1, 2, SHORT))
 
 
 def test_in_a_step_of_ours_slurm_says_who_is_who_whatever_the_image_thinks(monkeypatch):

@@ -70,14 +70,14 @@ def collect(
         nonlocal steps
         step()
         steps += 1
-        run.pulse.drain.asked |= steps == stop_after
+        run.safe_points.drain.asked |= steps == stop_after
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.engine, "step", counted)
         try:
             return run.driver._roll_out(share)
         finally:
-            run.pulse.drain.asked = False
+            run.safe_points.drain.asked = False
             if bank is not None:
                 bank.close()
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from core_helpers import quiet_pulse, trajectory
+from core_helpers import quiet_safe_points, trajectory
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.trajectories import Problem
@@ -31,7 +31,7 @@ class Scripted(EvaluationAgent):
 
 
 def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
-    return evaluate(agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), groups, quiet_pulse(), limit)
+    return evaluate(agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), groups, quiet_safe_points(), limit)
 
 
 def test_only_a_reward_of_one_is_right(groups: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import quiet_pulse, tiny_run, trajectory
+from core_helpers import quiet_safe_points, tiny_run, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -72,7 +72,7 @@ def collect(
     def drive(rank: int) -> None:
         groups: Any = SimpleNamespace(data=rank, control=rank)
         engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
-        driver = RolloutDriver(agent, engine, config, groups, quiet_pulse())
+        driver = RolloutDriver(agent, engine, config, groups, quiet_safe_points())
         ordinal = 0
         for step in range(steps):
             batches[step][rank] = driver.collect(ordinal)
@@ -200,6 +200,6 @@ def test_an_agents_error_is_not_swallowed() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "dist", Threads(1))
         groups: Any = SimpleNamespace(data=0, control=0)
-        driver = RolloutDriver(Broken(), engine, tiny_run(), groups, quiet_pulse())
+        driver = RolloutDriver(Broken(), engine, tiny_run(), groups, quiet_safe_points())
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import quiet_pulse, tiny_model, tiny_run
+from core_helpers import quiet_safe_points, tiny_model, tiny_run
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
@@ -40,7 +40,7 @@ def recipe(**model: Any) -> RunConfig:
 def weights(config: RunConfig, platform: Any, *, writer: bool = True, environment: Any = None) -> list[Tensor]:
     environment = Shop() if environment is None else environment
     tokenizer = build_tokenizer(config.tokenizer)
-    policy = initial_policy(config, environment, tokenizer, platform, quiet_pulse(), writer=writer)
+    policy = initial_policy(config, environment, tokenizer, platform, quiet_safe_points(), writer=writer)
     return [weight.detach().clone() for weight in policy.parameters()]
 
 
@@ -84,7 +84,7 @@ def test_cached_or_not_the_bits_are_the_same(platform: Any, groups: Any, teachin
 def test_it_teaches(platform: Any, groups: Any) -> None:
     config = recipe()
     tokenizer = build_tokenizer(config.tokenizer)
-    policy = initial_policy(config, Shop(), tokenizer, platform, quiet_pulse(), writer=True)  # type: ignore[arg-type]
+    policy = initial_policy(config, Shop(), tokenizer, platform, quiet_safe_points(), writer=True)  # type: ignore[arg-type]
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
     greedy = config.sampling.model_copy(update={"temperature": 0.0})
     for prompt, answer in Shop().demonstrations():

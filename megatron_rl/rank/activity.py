@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 
+from megatron_rl.contract.attempt_records import Progress
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.records import write
 
 logger = logging.getLogger(__name__)
 
 
-class Progress:
-    """The current phase and step. Rank 0 shares each change of phase with the outside.
+class Activity:
+    """The current phase and step of a rank. Rank 0 publishes each change of phase.
 
     phase, step: the part of the run, for people.
     doing: what exactly, within that; a heartbeat says this.
@@ -20,9 +21,10 @@ class Progress:
     last_beat: time.monotonic() of the last sign of work.
     """
 
-    def __init__(self, attempt: Attempt, *, shared: bool) -> None:
+    def __init__(self, attempt: Attempt, *, published: bool) -> None:
+        """published: whether this is the rank whose phases the live view shows."""
         self._attempt = attempt
-        self._shared = shared
+        self._published = published
         self.phase = self.doing = "starting"
         self.step = 0
         self.entered = 0
@@ -34,21 +36,21 @@ class Progress:
         self.step = step
         self.entered += 1
         self.beat()
-        if self._shared and changed:
-            self._share()
+        if self._published and changed:
+            self._publish()
 
-    def turn_to(self, doing: str) -> None:
-        """Begin another part of the phase."""
+    def begin(self, doing: str) -> None:
+        """Enter another part of the phase."""
         self.doing = doing
         self.entered += 1
         self.beat()
 
     def beat(self) -> None:
-        """The main thread gets on with its work. Costs nothing: called in every round of every loop."""
+        """Note that the main thread gets on with its work. Costs nothing: called in every round of every loop."""
         self.last_beat = time.monotonic()
 
-    def _share(self) -> None:
+    def _publish(self) -> None:
         try:
-            write_json(self._attempt.progress, {"phase": self.phase, "step": self.step})
+            write(self._attempt.progress, Progress(self.phase, self.step), durable=False)
         except OSError as error:
             logger.warning("the live view lags behind: %s", error)  # no reason to end a run

@@ -1,0 +1,33 @@
+"""What the rest of a rank asks of its device."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from megatron_rl.errors import ConfigurationError
+
+
+class UnsupportedPlatform(ConfigurationError):
+    """This machine or its packages cannot run the recipe; the message says what to install."""
+
+
+class Platform(Protocol):
+    device: torch.device
+    backend: str
+    """torch.distributed backend."""
+    transformer_overrides: dict[str, Any]
+    """Fields of TransformerConfig that this device dictates."""
+
+    def synchronize(self) -> None:
+        """Wait for queued device work, so that a clock read afterwards is honest."""
+
+    def seed(self, seed: int) -> None:
+        """Seed what initial weights are drawn from. Needs megatron-core's parallel state."""
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of this device's generators, on the CPU."""
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Set those of this device's generators that `state` has: it may come from another kind of device."""

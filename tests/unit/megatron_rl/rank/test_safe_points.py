@@ -1,0 +1,130 @@
+"""What the phases of a rank have in common: signs of life, and how ranks agree to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_helpers import quiet_safe_points
+
+from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.codes import MARGIN_S, SIGNALLED
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.rank import drain as drain_module
+from megatron_rl.rank.drain import FIT, DrainListener, fits
+from megatron_rl.rank.safe_points import PHASES, LeaveAgreed
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("left_s", "seconds", "fit"),
+    [(None, 1e9, True), (MARGIN_S + FIT * 10, 10.0, True), (MARGIN_S + FIT * 10 - 1, 10.0, False), (0.0, 0.0, False)],
+)
+def test_what_takes_half_as_long_again_must_still_be_done_in_time(
+    left_s: float | None, seconds: float, fit: bool
+) -> None:
+    assert fits(100.0, None if left_s is None else 100.0 + left_s, seconds) is fit
+
+
+def test_a_rank_on_its_own_leaves_when_it_is_asked_to() -> None:
+    safe_points = quiet_safe_points()
+    safe_points.agree()
+    safe_points.drain.asked = True
+    with pytest.raises(LeaveAgreed):
+        safe_points.agree()
+
+
+def test_a_heartbeat_says_what_failed_and_not_what_was_around_it() -> None:
+    safe_points = quiet_safe_points()
+    safe_points.activity.enter("training", 3)
+    with safe_points.phase("train"):
+        pass
+    assert safe_points.activity.doing == "training"
+    with pytest.raises(RuntimeError), safe_points.phase("evaluate"), safe_points.phase("wait"):
+        raise RuntimeError
+    assert safe_points.activity.doing == PHASES["wait"]
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_merely_waiting_is_no_sign_of_life(gets_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that never comes must show as silence."""
+    safe_points = quiet_safe_points()
+    beats: list[float] = []
+    monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
+    assert (
+        asyncio.run(safe_points.run_until_asked(asyncio.sleep(0.65, "done"), time.monotonic if gets_on else lambda: 0))
+        == "done"
+    )
+    assert len(beats) > 3 if gets_on else len(beats) == 1
+
+
+def test_work_is_given_up_soon_after_the_request() -> None:
+    safe_points = quiet_safe_points()
+    cancelled = []
+
+    async def work() -> Any:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def main() -> Any:
+        asyncio.get_running_loop().call_later(0.2, setattr, safe_points.drain, "asked", True)
+        return await safe_points.run_until_asked(work(), lambda: 0)
+
+    began = time.monotonic()
+    assert asyncio.run(main()) is None
+    assert cancelled == [True]
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "deadline"),
+    [
+        ('{"cause": "preempted", "by": "Slurm", "at": 1.0, "deadline": 12.5}', 12.5),
+        ('{"cause": "preempted", "by": "Slurm", "at": 1.0}', None),
+        ('{"deadline": "soon"}', None),
+        ("[1]", None),
+        ("", None),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_a_request_without_a_deadline(
+    text: str, deadline: float | None, attempt: Attempt
+) -> None:
+    attempt.drain.write_text(text, encoding="utf-8")
+    assert DrainListener(attempt).deadline() == deadline
+
+
+def test_ranks_that_alone_were_asked_tell_the_host_side_and_leave_what_it_wrote(attempt: Attempt) -> None:
+    DrainListener(attempt).tell_host(rank=0)
+    told = if_readable(read(Drain, attempt.drain))
+    assert told is not None
+    assert (told.cause, told.by, told.deadline) == (SIGNALLED, "a request to rank 0", None)
+    request = Drain("preempted", "Slurm", 1.0, deadline=21.0)
+    write(attempt.drain, request)
+    DrainListener(attempt).tell_host(rank=0)
+    assert read(Drain, attempt.drain) == request
+
+
+def test_a_disk_that_is_full_at_the_request_ends_no_rank(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(drain_module, "write", full)
+    DrainListener(attempt).tell_host(rank=0)
+    assert "the host side cannot be told" in caplog.text
