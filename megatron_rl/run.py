@@ -144,7 +144,7 @@ def initial_policy(
     platform.seed(model.supervised.seed if model.init == "supervised" else model.init_seed)
     policy = build_policy(model, tokenizer.vocab_size, platform, config.training.recompute)
     if model.init == "supervised":
-        supervised.teach(policy, config, environment, tokenizer, platform, safe_points, writer=writer)
+        supervised.teach(policy, config, environment, tokenizer, safe_points, writer=writer)
     elif model.init == "checkpoint":
         assert model.checkpoint is not None  # checked by the configuration
         try:

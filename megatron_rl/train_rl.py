@@ -85,16 +85,25 @@ def train_step(run: Run, checkpointer: Checkpointer, record: MetricsWriter, safe
     `run.trainer.between_steps` is false."""
     step = run.step + 1
     safe_points.activity.enter("training", step)
-    report = StepReport(step, safe_points.timeline)
 
     batch = run.driver.collect(run.next_ordinal)
-    updates = run.trainer.train(batch, step, report.tally)
+    stats = run.trainer.train(batch, step)
     with safe_points.phase("refit"):
         # The engine reads the training weights where they are: all its refit takes is to know their version.
         run.engine.policy_version = run.trainer.policy_version
     run.step, run.next_ordinal = step, batch.next_ordinal
 
-    metrics, stretch = report.metrics(batch, updates, run.trainer.policy_version, run.groups)
+    report = StepReport(
+        step=step,
+        stats=stats,
+        generation_rounds=batch.rounds,
+        first_ordinal=batch.first_ordinal,
+        next_ordinal=batch.next_ordinal,
+        policy_version=run.trainer.policy_version,
+        dropped=batch.dropped,
+        failures=batch.failures,
+    )
+    metrics, stretch = report.lines(safe_points.timeline, run.groups.control)
     record.step(step, metrics | save_metrics(run, checkpointer.poll()))
     record.stretch(stretch)
     record.look(step, batch.groups)

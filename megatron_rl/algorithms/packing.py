@@ -1,133 +1,178 @@
-"""Trajectories to micro-batches of packed tokens: no padding, and what answers to one prompt share stands once.
+"""Token sequences to micro-batches of packed tokens: no padding, and what neighbours begin with stands once.
 
-packed   p p p p  x a  b b      answers x a . and x b b . to the prompt p; the last token of an answer predicts nothing
-rows     p p p p x a | p p p p x b b      the sequences attention sees
-select         ^ ^ ^         ^ ^ ^ ^      whose logits predict the answers' tokens
+packed         p p p p  x a  b b   answers x a . and x b b . to the prompt p; the last trained token predicts nothing
+subtree_ends   8 8 8 8  8 6  8 8   of the tree that they make
+select               ^  ^ ^        whose logits predict the trained tokens of the first answer
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import Trajectory
-from megatron_rl.model.attention import PackedLayout, Tree, tree_layout
+from megatron_rl.platform.attention import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(PackedSequences):
     """One forward and backward on a rank."""
 
     tokens: Tensor
     """[packed]"""
     positions: Tensor
     """[packed] within their sequence."""
-    layout: PackedLayout
     select: Tensor
-    """[answer tokens] the packed token whose logits predict each answer token."""
-    answer_tokens: Tensor
-    """[answer tokens] which of the rank's answer tokens these are: all answers of all trajectories, concatenated."""
+    """[selected] the packed token whose logits predict each trained token."""
+    targets: Tensor
+    """[selected] the trained tokens."""
+    trained: Tensor
+    """[selected] which of the batch's trained tokens these are: those of all its sequences, concatenated."""
+
+    @classmethod
+    def empty(cls) -> MicroBatch:
+        """One token that predicts nothing, for a rank that has less to do than others."""
+        zero, none = torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+        edges = torch.tensor([0, 1], dtype=torch.int32)
+        return cls(edges, edges[1:], tokens=zero, positions=zero, select=none, targets=none, trained=none)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with what the model reads on `device`."""
+        names = ("tokens", "positions", "select", "targets", "trained")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-def microbatches(
-    trajectories: Sequence[Trajectory], chosen: Iterable[int], limit: int, device: torch.device
+def pack(
+    tokens: Sequence[list[int]], loss_masks: Sequence[list[bool]], chosen: Iterable[int], limit: int
 ) -> list[MicroBatch]:
-    """Pack the chosen trajectories, in their order, into micro-batches of at most `limit` packed tokens.
+    """Pack the chosen sequences, in their order, into micro-batches of at most `limit` packed tokens, on the CPU.
 
-    A trajectory that alone has more makes its own. Neighbours with the same prompt share it within a micro-batch, and
-    the beginnings of their answers too, which the limit counts as if they did not.
+    A sequence that alone has more makes its own; one without a trained token is left out. Neighbours that begin alike
+    up to their first trained token share it within a micro-batch, and the beginnings of what follows too, which the
+    limit counts as if they did not.
+
+    Args:
+        tokens: all sequences of the batch, [seq] each.
+        loss_masks: [seq] for each, which of its tokens are trained on; never the first.
     """
     starts = [0]
-    for trajectory in trajectories:
-        starts.append(starts[-1] + len(trajectory.tokens) - trajectory.prompt_length)
+    for mask in loss_masks:
+        starts.append(starts[-1] + sum(mask))
     packed: list[MicroBatch] = []
-    pack = _Pack()
+    filling = _Filling()
     for index in chosen:
-        length = trajectories[index].prompt_length
-        prompt, answer = trajectories[index].tokens[:length], trajectories[index].tokens[length:]
-        if pack.groups and pack.size + pack.cost(prompt, answer) > limit:
-            packed.append(pack.close(device))
-            pack = _Pack()
-        pack.add(prompt, answer, starts[index])
-    if pack.groups:
-        packed.append(pack.close(device))
+        mask = loss_masks[index]
+        if not any(mask):
+            continue
+        first, last = mask.index(True), len(mask) - 1
+        if not mask[last]:
+            last -= mask[::-1].index(True)
+        sequence = tokens[index]
+        one = _Sequence(sequence[:first], sequence[first:last], mask[first : last + 1], sequence[first : last + 1])
+        if filling.trees and filling.size + filling.cost(one) > limit:
+            packed.append(filling.close())
+            filling = _Filling()
+        filling.add(one, starts[index])
+    if filling.trees:
+        packed.append(filling.close())
     return packed
 
 
-class _Pack:
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A sequence up to its last trained token, which predicts nothing."""
+
+    beginning: list[int]
+    """Up to the first trained token."""
+    rest: list[int]
+    """From there up to the last."""
+    mask: list[bool]
+    """Of the first trained token to the last."""
+    targets: list[int]
+    """Those that the mask takes are trained."""
+
+
+class _Filling:
     """A micro-batch being filled."""
 
     def __init__(self) -> None:
-        self.groups: list[tuple[list[int], list[list[int]]]] = []  # prompt, answers
-        self.answer_tokens: list[int] = []
+        self.trees: list[tuple[list[int], list[_Sequence]]] = []
+        """Sequences with the same beginning."""
+        self.trained: list[int] = []
         self.size = 0
 
-    def cost(self, prompt: list[int], answer: list[int]) -> int:
-        """Packed tokens the answer would add, were nothing shared but the prompt."""
-        shared = bool(self.groups) and self.groups[-1][0] == prompt
-        return len(answer) - 1 + (0 if shared else len(prompt))
+    def cost(self, one: _Sequence) -> int:
+        """Packed tokens the sequence would add, were nothing shared but the beginning."""
+        shared = bool(self.trees) and self.trees[-1][0] == one.beginning
+        return len(one.rest) + (0 if shared else len(one.beginning))
 
-    def add(self, prompt: list[int], answer: list[int], start: int) -> None:
-        """start: place of the first answer token among all of the rank's."""
-        self.size += self.cost(prompt, answer)
-        if not self.groups or self.groups[-1][0] != prompt:
-            self.groups.append((prompt, []))
-        self.groups[-1][1].append(answer)
-        self.answer_tokens.extend(range(start, start + len(answer)))
+    def add(self, one: _Sequence, start: int) -> None:
+        """start: place of the sequence's first trained token among all of the batch's."""
+        self.size += self.cost(one)
+        if not self.trees or self.trees[-1][0] != one.beginning:
+            self.trees.append((one.beginning, []))
+        self.trees[-1][1].append(one)
+        self.trained.extend(range(start, start + sum(one.mask)))
 
-    def close(self, device: torch.device) -> MicroBatch:
+    def close(self) -> MicroBatch:
         tokens: list[int] = []
         positions: list[int] = []
+        ends: list[int] = []
+        edges = [0]
         select: list[int] = []
-        trees = []
-        for prompt, answers in self.groups:
-            first = len(tokens)
-            # The last answer token predicts nothing.
-            paths, branches = _merge(prompt, [answer[:-1] for answer in answers], tokens, positions)
-            trees.append(Tree(first, len(tokens) - first, branches))
-            for path in paths:
-                select.extend(path[len(prompt) - 1 :])
+        targets: list[int] = []
+        for beginning, members in self.trees:
+            paths = _merge(beginning, [one.rest for one in members], tokens, positions, ends)
+            edges.append(len(tokens))
+            for path, one in zip(paths, members, strict=True):
+                select.extend(compress(path[len(beginning) - 1 :], one.mask))
+                targets.extend(compress(one.targets, one.mask))
         return MicroBatch(
-            tokens=torch.tensor(tokens, device=device),
-            positions=torch.tensor(positions, device=device),
-            layout=tree_layout(trees, len(tokens), device),
-            select=torch.tensor(select, device=device),
-            answer_tokens=torch.tensor(self.answer_tokens, device=device),
+            cu_seqlens=torch.tensor(edges, dtype=torch.int32),
+            subtree_ends=torch.tensor(ends, dtype=torch.int32),
+            tokens=torch.tensor(tokens),
+            positions=torch.tensor(positions),
+            select=torch.tensor(select),
+            targets=torch.tensor(targets),
+            trained=torch.tensor(self.trained),
         )
 
 
 def _merge(
-    prompt: list[int], answers: list[list[int]], tokens: list[int], positions: list[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Append a prompt and its answers to the packed tokens and positions, depth first, every shared beginning once.
+    beginning: list[int], rests: list[list[int]], tokens: list[int], positions: list[int], ends: list[int]
+) -> list[list[int]]:
+    """Append sequences with one beginning to the packed tokens, positions and subtree ends, depth first, everything
+    they share once.
 
     Returns:
-        The places of the prompt followed by each answer, and those of them that no other continues.
+        The places of the beginning followed by each rest.
     """
-    path = list(range(len(tokens), len(tokens) + len(prompt)))
-    tokens.extend(prompt)
-    positions.extend(range(len(prompt)))
-    paths, branches = [path] * len(answers), [path]
+    shared_by_all = len(beginning)
+    path = list(range(len(tokens), len(tokens) + shared_by_all))
+    tokens.extend(beginning)
+    positions.extend(range(shared_by_all))
+    ends.extend(beginning)  # to be replaced, when what continues them is known
+    paths = [path] * len(rests)
     previous: list[int] = []
-    # In this order an answer shares most with the one before it, and follows those it continues.
-    for index in sorted(range(len(answers)), key=answers.__getitem__):
-        answer = answers[index]
-        shared = _common_beginning(previous, answer)
-        if shared < len(answer):
-            new = range(len(tokens), len(tokens) + len(answer) - shared)
-            path = [*path[: len(prompt) + shared], *new]
-            if shared == len(previous):
-                branches[-1] = path
-            else:
-                branches.append(path)
-            tokens.extend(answer[shared:])
-            positions.extend(range(len(prompt) + shared, len(path)))
-            previous = answer
+    # In this order a sequence shares most with the one before it, and follows those it continues.
+    for index in sorted(range(len(rests)), key=rests.__getitem__):
+        rest = rests[index]
+        shared = _common_beginning(previous, rest)
+        if shared < len(rest):
+            for place in path[shared_by_all + shared :]:
+                ends[place] = len(tokens)
+            path = [*path[: shared_by_all + shared], *range(len(tokens), len(tokens) + len(rest) - shared)]
+            tokens.extend(rest[shared:])
+            positions.extend(range(shared_by_all + shared, len(path)))
+            ends.extend(rest[shared:])
+            previous = rest
         paths[index] = path
-    return paths, branches
+    for place in path:
+        ends[place] = len(tokens)
+    return paths
 
 
 def _common_beginning(one: list[int], other: list[int]) -> int:

@@ -31,9 +31,9 @@ from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.jobs import Branch, Job, Row
 from megatron_rl.inference.randomness import uniforms
 from megatron_rl.inference.sampling import SamplingRows, sample
-from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+from megatron_rl.platform.attention import whole_sequences
 
 
 class PromptTooLong(ConfigurationError):
@@ -164,9 +164,8 @@ class Engine:
         source = torch.repeat_interleave((ends - lengths)[prompt], length) + within
         target = torch.repeat_interleave(torch.arange(rows.start, rows.stop) * self.max_length, length) + within
         tokens = [token for tokens in prompts for token in tokens]
-        sequences = [range(end - len(tokens), end) for tokens, end in zip(prompts, ends.tolist(), strict=True)]
         layout = PrefillLayout(
-            packed=packed_layout(sequences, len(tokens), self.device),
+            packed=self.policy.layout(whole_sequences(map(len, prompts))),
             cache=self._cache,
             source=source.to(self.device),
             target=target.to(self.device),

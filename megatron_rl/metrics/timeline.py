@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.tally import Reduction, Tally
 
 CATEGORIES = (
     "start-up",
@@ -72,10 +72,10 @@ class Timeline:
         the seconds of all ranks between two lines are their number times the difference, to the last digit."""
         self.switch(self._category)
         if self._first:
-            tally.add("booked/began", self.began)
-        tally.add("booked/at", self._since + self._offset)
+            tally.put("booked/began", Reduction.SUM, self.began)
+        tally.put("booked/at", Reduction.SUM, self._since + self._offset)
         for name, seconds in self._seconds.items():
-            tally.add(f"booked/{name}", seconds)
+            tally.put(f"booked/{name}", Reduction.SUM, seconds)
             self._seconds[name] = 0.0
 
     def line(self, total: Mapping[str, float], ranks: int, step: int) -> dict[str, Any]:

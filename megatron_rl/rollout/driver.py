@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,6 +35,14 @@ class RolloutBatch:
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Ordinals of the whole batch settled without training, and why."""
     rounds: int = 1
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Answers of this driver's groups that were lost, by reason."""
+        total: Counter[str] = Counter()
+        for group in self.groups:
+            total.update(group.failures)
+        return total
 
 
 class RolloutDriver:

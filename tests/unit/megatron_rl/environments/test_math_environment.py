@@ -201,8 +201,6 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     """The whole way: prompts of the file, answers of a tiny policy, rewards, one update."""
     from core_helpers import build_run, tiny_run
 
-    from megatron_rl.metrics.tally import Tally
-
     characters = "".join(sorted(set("What is 1/4 + 1/4? 2 + 3 + 2? 7 - 1?\\boxed{}0123456789")))
     config = tiny_run(
         model={"max_position_embeddings": 64},
@@ -226,4 +224,4 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     batch = run.driver.collect(0)
     rewards = {trajectory.reward for made in batch.groups for trajectory in made.trajectories}
     assert rewards == {-1.0}  # such a policy boxes nothing
-    assert len(run.trainer.train(batch, 1, Tally())) == 1
+    assert run.trainer.train(batch, 1).update.updates == 1
