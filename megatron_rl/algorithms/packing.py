@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor
@@ -58,86 +58,90 @@ def pack(
         tokens: all sequences of the batch, [seq] each.
         loss_masks: [seq] for each, which of its tokens are trained on; never the first.
     """
-    starts = [0]
-    for mask in loss_masks:
-        starts.append(starts[-1] + sum(mask))
+    starts = [0, *accumulate(map(sum, loss_masks))]
     packed: list[MicroBatch] = []
     filling = _Filling()
     for index in chosen:
-        mask = loss_masks[index]
-        if not any(mask):
+        sequence, mask, trained = tokens[index], loss_masks[index], range(starts[index], starts[index + 1])
+        if not trained:
             continue
         first, last = mask.index(True), len(mask) - 1
         if not mask[last]:
             last -= mask[::-1].index(True)
-        sequence = tokens[index]
-        one = _Sequence(sequence[:first], sequence[first:last], mask[first : last + 1], sequence[first : last + 1])
-        if filling.trees and filling.size + filling.cost(one) > limit:
+        beginning = sequence[:first]
+        alike = filling.beginning == beginning
+        if filling.size and filling.size + (last - first if alike else last) > limit:
             packed.append(filling.close())
-            filling = _Filling()
-        filling.add(one, starts[index])
-    if filling.trees:
+            filling, alike = _Filling(), False
+        if not alike:
+            filling.begin(beginning)
+        filling.add(sequence[first:last], sequence[first : last + 1], mask[first : last + 1], trained)
+    if filling.size:
         packed.append(filling.close())
     return packed
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """A sequence up to its last trained token, which predicts nothing."""
-
-    beginning: list[int]
-    """Up to the first trained token."""
-    rest: list[int]
-    """From there up to the last."""
-    mask: list[bool]
-    """Of the first trained token to the last."""
-    targets: list[int]
-    """Those that the mask takes are trained."""
-
-
 class _Filling:
-    """A micro-batch being filled."""
+    """A micro-batch being filled: tree after tree of sequences with the same beginning, all tokens up to the first
+    trained one."""
 
     def __init__(self) -> None:
-        self.trees: list[tuple[list[int], list[_Sequence]]] = []
-        """Sequences with the same beginning."""
-        self.trained: list[int] = []
         self.size = 0
+        """Packed tokens, were nothing shared but the beginnings."""
+        self.beginning: list[int] | None = None
+        """Of the tree that is being filled."""
+        self._rests: list[list[int]] = []
+        self._masks: list[list[bool]] = []
+        self._tokens: list[int] = []
+        self._positions: list[int] = []
+        self._ends: list[int] = []
+        self._edges = [0]
+        self._select: list[int] = []
+        self._targets: list[int] = []
+        self._trained: list[int] = []
 
-    def cost(self, one: _Sequence) -> int:
-        """Packed tokens the sequence would add, were nothing shared but the beginning."""
-        shared = bool(self.trees) and self.trees[-1][0] == one.beginning
-        return len(one.rest) + (0 if shared else len(one.beginning))
+    def begin(self, beginning: list[int]) -> None:
+        """Go on with another tree."""
+        self._end()
+        self.beginning = beginning
+        self.size += len(beginning)
 
-    def add(self, one: _Sequence, start: int) -> None:
-        """start: place of the sequence's first trained token among all of the batch's."""
-        self.size += self.cost(one)
-        if not self.trees or self.trees[-1][0] != one.beginning:
-            self.trees.append((one.beginning, []))
-        self.trees[-1][1].append(one)
-        self.trained.extend(range(start, start + sum(one.mask)))
+    def add(self, rest: list[int], targets: list[int], mask: list[bool], trained: range) -> None:
+        """Add a sequence to the tree.
+
+        Args:
+            rest: its tokens behind the beginning, without the last trained one, which predicts nothing.
+            targets: its tokens from the first trained one to the last.
+            mask: which of these are trained on.
+            trained: places of these among all trained tokens of the batch.
+        """
+        self.size += len(rest)
+        self._rests.append(rest)
+        self._masks.append(mask)
+        self._targets.extend(compress(targets, mask))
+        self._trained.extend(trained)
+
+    def _end(self) -> None:
+        """Pack the tree."""
+        if self.beginning is None:
+            return
+        paths = _merge(self.beginning, self._rests, self._tokens, self._positions, self._ends)
+        self._edges.append(len(self._tokens))
+        last_of_beginning = len(self.beginning) - 1
+        for path, mask in zip(paths, self._masks, strict=True):
+            self._select.extend(compress(path[last_of_beginning:], mask))
+        self._rests, self._masks = [], []
 
     def close(self) -> MicroBatch:
-        tokens: list[int] = []
-        positions: list[int] = []
-        ends: list[int] = []
-        edges = [0]
-        select: list[int] = []
-        targets: list[int] = []
-        for beginning, members in self.trees:
-            paths = _merge(beginning, [one.rest for one in members], tokens, positions, ends)
-            edges.append(len(tokens))
-            for path, one in zip(paths, members, strict=True):
-                select.extend(compress(path[len(beginning) - 1 :], one.mask))
-                targets.extend(compress(one.targets, one.mask))
+        self._end()
         return MicroBatch(
-            cu_seqlens=torch.tensor(edges, dtype=torch.int32),
-            subtree_ends=torch.tensor(ends, dtype=torch.int32),
-            tokens=torch.tensor(tokens),
-            positions=torch.tensor(positions),
-            select=torch.tensor(select),
-            targets=torch.tensor(targets),
-            trained=torch.tensor(self.trained),
+            cu_seqlens=torch.tensor(self._edges, dtype=torch.int32),
+            subtree_ends=torch.tensor(self._ends, dtype=torch.int32),
+            tokens=torch.tensor(self._tokens),
+            positions=torch.tensor(self._positions),
+            select=torch.tensor(self._select),
+            targets=torch.tensor(self._targets),
+            trained=torch.tensor(self._trained),
         )
 
 

@@ -42,7 +42,8 @@ class BatchStats:
     failed: Total
     """Answers lost."""
     staleness: Total
-    """Optimizer steps between the oldest weights that sampled any of an answer and those trained, over answers."""
+    """Optimizer steps between the oldest weights that sampled a trained token of an answer and those trained, summed
+    over answers."""
     staleness_max: Largest
 
 

@@ -43,6 +43,6 @@ class Tally:
 
     def _floats(self) -> list[float]:
         """The values on the host; those on a device come in one transfer."""
-        tensors = [value.detach().double() for value in self._values.values() if isinstance(value, Tensor)]
+        tensors = [value for value in self._values.values() if isinstance(value, Tensor)]
         on_host = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(on_host) if isinstance(value, Tensor) else float(value) for value in self._values.values()]

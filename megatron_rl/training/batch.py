@@ -82,14 +82,18 @@ def batch_stats(
 ) -> BatchStats:
     """What the trajectories look like, before training on them."""
     answer_lengths = [t.answer_length for t in batch.trajectories]
-    staleness = [policy_version - t.oldest_version for t in batch.trajectories]
+    staleness = [0]
+    if batch.current is not None:
+        staleness = [
+            policy_version - min(compress(t.versions, t.loss_mask), default=policy_version) for t in batch.trajectories
+        ]
     rewards = batch.rewards.double()
     return BatchStats(
         answers=len(batch.trajectories),
         groups=len(groups),
-        groups_with_signal=batch.signal.sum(),
-        reward=rewards.sum(),
-        reward_squared=rewards.square().sum(),
+        groups_with_signal=int(batch.signal.sum()),
+        reward=float(rewards.sum()),
+        reward_squared=float(rewards.square().sum()),
         answer_tokens=sum(answer_lengths),
         answer_length_max=max(answer_lengths, default=0),
         answer_length_min=min(answer_lengths, default=float("inf")),
@@ -98,7 +102,7 @@ def batch_stats(
         truncated=sum(t.finish_reason == "length" for t in batch.trajectories),
         failed=sum(sum(group.failures.values()) for group in groups),
         staleness=sum(staleness),
-        staleness_max=max(staleness, default=0),
+        staleness_max=max(staleness),
     )
 
 

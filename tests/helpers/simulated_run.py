@@ -388,7 +388,7 @@ class _Trainer:
             packed_tokens=len(answers),
             truncated=0,
             failed=0,
-            staleness=sum(self.policy_version - UPDATES - answer.oldest_version for answer in answers),
+            staleness=sum(self.policy_version - UPDATES - answer.versions[-1] for answer in answers),
             staleness_max=0,
         )
         loss = LossStats(
