@@ -28,3 +28,9 @@ class Unsure(BadInput):
     """Whether Slurm took a job is not known; the run directory stays as that job, if there is one, needs it."""
 
     exit_code = EXIT_CRASHED
+
+
+class Failed(BadInput):
+    """What was asked for is right, and could not be done or found out."""
+
+    exit_code = EXIT_CRASHED

@@ -23,9 +23,9 @@ multiprocessing.set_forkserver_preload(
     [
         "hypothesis",
         "megatron_rl.environments.arithmetic",
-        "megatron_rl.train_rl",
+        "megatron_rl.attempt",
+        "megatron_rl.rank_main",
         "pytest",
-        "reasoning_gym.arithmetic.chain_sum",
         "tensorboard.backend.event_processing.event_accumulator",
         "transformers.models.qwen2.modeling_qwen2",
     ]
@@ -73,7 +73,7 @@ def groups(platform: Any) -> Iterator[Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron_rl.rank.world import Groups
+    from megatron_rl.rank.groups import Groups
 
     if not dist.is_initialized():
         dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)

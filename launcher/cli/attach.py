@@ -6,10 +6,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from launcher.cli.complete import complete_run
+from launcher.errors import BadInput, Failed
+from megatron_rl.contract.records import ABSENT, Absent, Found, Unreadable, read
+
+T = TypeVar("T")
 
 COMMAND = "mrl.attach.command"
 
@@ -41,44 +46,56 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     \b
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
-    from launcher.errors import BadInput
-    from launcher.runs.attach import command_line, container_flags, exports, place_of
-    from launcher.runs.control import Failed
+    from launcher.runs.attach import command_line, completed, host_of
     from launcher.runs.find import find
-    from launcher.runs.state import look_all
-    from megatron_rl.run_dir import read_json
+    from launcher.runs.state import read_statuses
+    from megatron_rl.contract.attempt_records import NodeAssignment
+    from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
+    from megatron_rl.contract.run_records import CODE, IMAGE, CodeSnapshot, PlanRecord
 
-    (standing,) = look_all([find(run)])
-    job, found = standing.job, standing.run
+    (status,) = read_statuses([find(run)])
+    job, found, attempt = status.job, status.run, status.run.attempt(status.attempt)
+    if status.state == "unreadable":
+        raise Failed(f"{status.name}: {status.reason}")
     if job is None:
-        raise Failed(f"{standing.name}: is a local run: its ranks are processes of this machine")
-    nodes = read_json(found.attempt(standing.attempt).nodes) if standing.attempt else None
-    if job.kind != "running" or nodes is None:
-        waits = f", waits for {standing.waits_for}" if standing.waits_for else ""
-        raise Failed(f"{standing.name}: no ranks run now: job {job.job_id} is {standing.state}{waits}")
+        raise Failed(f"{status.name}: is a local run: its ranks are processes of this machine")
+    nodes = read(NodeAssignment, attempt.nodes)
+    if job.kind != "running" or nodes is ABSENT:
+        waits = f", waits for {status.waits_for}" if status.waits_for else ""
+        raise Failed(f"{status.name}: no ranks run now: job {job.job_id} is {status.state}{waits}")
+    assignment, plan = _known(nodes, status.name), _known(read(PlanRecord, found.plan), status.name)
+    snapshot = _known(read(CodeSnapshot, found.code_record), status.name)
     try:
-        place = place_of(rank, role, read_json(found.plan), nodes)
+        host = host_of(rank, role, plan, assignment)
     except LookupError as error:
         raise BadInput(f"--role {role} --rank {rank}: {error}") from error
-    image = found.attempt(standing.attempt).image
-    reference = image.read_text(encoding="utf-8").strip() if image.exists() else None
-    script = found.script.read_text(encoding="utf-8")
-    variables = exports(script)
-    # By the name that the script knows the run by: a container may have no other for it.
-    root = Path(variables["MRL_RUN_DIR"])
-    code = root / found.code.readlink()
-    flags = container_flags(script, reference, str(code))
-    line = command_line(job.job_id, place, flags, context.meta[COMMAND], sys.stdin.isatty() and sys.stdout.isatty())
+    try:
+        # By the name that the script knows the run by: a container may have no other for it.
+        code = Path(plan.environment.get(RUN_DIR_VARIABLE, found.root.absolute())) / found.code.readlink()
+        image = attempt.image.read_text(encoding="utf-8").strip() if attempt.image.exists() else ""
+    except OSError as error:
+        raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
+    container = completed(plan.container, {IMAGE: image, CODE: str(code)})
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    line = command_line(job.job_id, host, container, context.meta[COMMAND], terminal)
     if as_json:
-        told = {"run": standing.name, "job_id": job.job_id, "host": place.host, "command": line}
-        click.echo(json.dumps(told))
+        click.echo(json.dumps({"run": status.name, "job_id": job.job_id, "host": host, "command": line}))
         return
-    record = read_json(found.code_record) or {"pythonpath": []}
-    variables |= {
-        "MRL_ATTEMPT": str(standing.attempt),
-        "MRL_STEP": role,
-        "PYTHONPATH": ":".join(os.path.normpath(code / part) for part in record["pythonpath"]),
+    variables = {
+        **plan.environment,
+        ATTEMPT_VARIABLE: str(attempt.number),
+        STEP_VARIABLE: role,
+        "PYTHONPATH": ":".join(os.path.normpath(code / part) for part in snapshot.pythonpath),
     }
-    click.echo(f"{place.host}, job {job.job_id}: beside rank {rank} of {role}", err=True)
+    click.echo(f"{host}, job {job.job_id}: beside rank {rank} of {role}", err=True)
     os.chdir(code)
     os.execvpe(line[0], line, {**os.environ, **variables})
+
+
+def _known(found: Found[T], run: str) -> T:
+    """The record, without which nobody can tell where the ranks are. Raises Failed."""
+    if isinstance(found, Absent):
+        raise Failed(f"{run}: its plan or its code is gone")
+    if isinstance(found, Unreadable):
+        raise Failed(f"{run}: {found}")
+    return found

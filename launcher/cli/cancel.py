@@ -21,14 +21,12 @@ def command(run: str | None, drain: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 asked for, or it had ended already  1 could not be done  2 there is no such run
     """
-    from launcher.runs.control import Failed, cancel
+    from launcher.runs.control import cancel
     from launcher.runs.find import find
-    from launcher.runs.state import look_all
+    from launcher.runs.state import read_statuses
 
-    (standing,) = look_all([find(run)])
-    if standing.state == "unknown":
-        raise Failed(f"{standing.name}: {standing.reason}")
-    done = cancel(standing, drain) if standing.alive else f"has ended already: {standing.state}"
-    job_id = standing.job.job_id if standing.job else None
-    told = {"run": standing.name, "run_dir": str(standing.run.root.absolute()), "job_id": job_id, "done": done}
-    click.echo(json.dumps(told) if as_json else f"{standing.name}: {done}")
+    (status,) = read_statuses([find(run)])
+    done = cancel(status, drain) if status.alive else f"has ended already: {status.state}"
+    job_id = status.job.job_id if status.job else None
+    told = {"run": status.name, "run_dir": str(status.run.root.absolute()), "job_id": job_id, "done": done}
+    click.echo(json.dumps(told) if as_json else f"{status.name}: {done}")

@@ -30,7 +30,12 @@ def complete_override(context: click.Context, parameter: click.Parameter, begun:
 
 def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Names of runs, the newest first, and directories."""
-    from launcher.runs.find import runs, submissions
+    from launcher.errors import BadInput
+    from launcher.runs.find import newest_first, submissions
 
-    found = [entry for entry in runs(submissions()) if entry.name.startswith(begun)]
-    return [CompletionItem(entry.name, help=entry.cluster) for entry in found] or [CompletionItem(begun, type="dir")]
+    try:
+        named = [(Path(entry.run_dir).name, entry.cluster) for entry in newest_first(submissions())]
+    except BadInput:  # the index cannot be read: directories are still there
+        named = []
+    found = [CompletionItem(name, help=cluster) for name, cluster in named if name.startswith(begun)]
+    return found or [CompletionItem(begun, type="dir")]

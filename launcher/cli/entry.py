@@ -6,14 +6,16 @@ import gc
 import sys
 from typing import NoReturn
 
-EXIT_INTERRUPTED = 130  # as in megatron_rl.run_dir, which takes too long to import before there is a guard
+EXIT_INTERRUPTED = 130  # as in contract.codes, which takes too long to import before there is a guard
 
 
 def mrl() -> NoReturn:
+    """The program mrl."""
     _run("launcher.cli.main")
 
 
 def mrl_submit() -> NoReturn:
+    """The program mrl-submit."""
     _run("launcher.cli.mrl_submit")
 
 

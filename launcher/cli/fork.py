@@ -41,18 +41,21 @@ def command(
     \b
     Exit codes: as of mrl-submit
     """
-    from launcher.cli.submit.launch import Asked, launch
+    from launcher.cli.submit.launch import launch
+    from launcher.cli.submit.request import Request
     from launcher.job.fork import forked, plan_fork
+    from launcher.recipe.changes import as_json as changes_json
 
     fork = plan_fork(run_at_step, overrides)
     where = f"{fork.source.root.name} after step {fork.step}" + "".join(f"\n  {one}" for one in fork.changes)
     if dry_run:
-        click.echo(json.dumps(fork.told) if as_json else f"would fork {where}")
+        told = {"from": str(fork.source.root.absolute()), "step": fork.step, "changes": changes_json(fork.changes)}
+        click.echo(json.dumps(told) if as_json else f"would fork {where}")
         return
     with forked(fork, run_dir) as run:
         if not as_json:
             click.echo(f"forked {where}")
-        asked = Asked(
+        request = Request(
             recipe=str(run.resolved),
             cluster=cluster or fork.recipe.config.cluster or "local",
             run_dir=run.root,
@@ -61,5 +64,5 @@ def command(
             as_json=as_json,
             update_code=update_code,
         )
-        code = launch(asked)
+        code = launch(request)
     context.exit(code)

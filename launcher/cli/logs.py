@@ -12,7 +12,7 @@ import click
 from launcher.cli.complete import complete_run
 
 if TYPE_CHECKING:
-    from launcher.cli.show.tail import Tail
+    from launcher.cli.show.log_lines import LogFollower
 
 TICK = 0.3  # seconds between looks at the files
 ASK_EVERY_S = 10.0  # seconds between questions whether the run is still alive
@@ -46,9 +46,8 @@ def command(
     \b
     Exit codes: 0 printed  1 there is no log yet  2 bad usage: no such run, attempt, role or rank
     """
-    from launcher.cli.show.tail import Tail, log_files, missing
-    from launcher.errors import BadInput
-    from launcher.runs.control import Failed
+    from launcher.cli.show.log_lines import LogFollower, log_files, missing
+    from launcher.errors import BadInput, Failed
     from launcher.runs.find import find
 
     found = find(run)
@@ -60,12 +59,12 @@ def command(
         files = log_files(found, attempt)
         click.echo(json.dumps({"files": [str(path) for path in files]}) if as_json else "\n".join(map(str, files)))
         return
-    tail = Tail(found, role, rank, attempt, lines)
+    log = LogFollower(found, role, rank, attempt, lines)
     try:
-        seen = _print(tail, as_json)
+        seen = _print(log, as_json)
         if follow:
-            _follow(tail, as_json)
-        elif not seen and tail.path is None:
+            _follow(log, as_json)
+        elif not seen and log.path is None:
             if role is None and not found.attempt(attempt or found.last_attempt()).log(0).is_file():
                 raise Failed(f"{found.root.name}: the ranks have no log yet; --list names the logs there are")
             raise BadInput(f"{found.root.name}: {missing(found, role or 'train', rank, attempt)}")
@@ -75,22 +74,22 @@ def command(
         sys.stderr.close()
 
 
-def _follow(tail: Tail, as_json: bool) -> None:
-    from launcher.runs.state import look_all
+def _follow(log: LogFollower, as_json: bool) -> None:
+    from launcher.runs.state import read_statuses
 
     asked_at = float("-inf")
     alive = True
     while alive:
         if time.monotonic() >= asked_at + ASK_EVERY_S:
             asked_at = time.monotonic()
-            alive = look_all([tail.run])[0].alive
+            alive = read_statuses([log.run])[0].alive
         time.sleep(TICK)
-        _print(tail, as_json)
+        _print(log, as_json)
 
 
-def _print(tail: Tail, as_json: bool) -> int:
+def _print(log: LogFollower, as_json: bool) -> int:
     count = 0
-    for line in tail.poll():
+    for line in log.poll():
         count += 1
         click.echo(json.dumps(line._asdict()) if as_json else line.line)
     return count

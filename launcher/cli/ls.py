@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import click
 
@@ -20,26 +21,26 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 listed  2 bad usage
     """
-    from launcher.cli.show.progress import last_row
-    from launcher.runs.find import runs, submissions
-    from launcher.runs.state import look_all
+    from launcher.cli.show.history import newest_line, number
+    from launcher.runs.find import newest_first, submissions
+    from launcher.runs.state import read_statuses
     from megatron_rl.contract.paths import RunDir
 
-    entries = runs(submissions())
+    entries = newest_first(submissions())
     shown = entries if every else entries[:limit]
-    rows = []
-    for entry, standing in zip(shown, look_all([RunDir(one.run_dir) for one in shown]), strict=True):
-        last = last_row(standing.run.metrics) or {}
+    rows: list[dict[str, Any]] = []
+    for entry, status in zip(shown, read_statuses([RunDir(one.run_dir) for one in shown]), strict=True):
+        last = newest_line(status.run.metrics)
         rows.append(
             {
-                "run": standing.name,
+                "run": status.name,
                 "run_dir": entry.run_dir,
-                "state": standing.state,
-                "step": last.get("step", 0),
-                "steps": standing.steps,
-                "last_reward": last.get("mean_reward"),
-                "cluster": standing.cluster,
-                "job": standing.job.job_id if standing.job else None,
+                "state": status.state,
+                "step": last.step if last else 0,
+                "steps": status.steps or None,
+                "last_reward": number(last, "mean_reward") if last else None,
+                "cluster": status.cluster or entry.cluster,
+                "job": status.job.job_id if status.job else None,
                 "submitted": entry.at,
             }
         )
@@ -53,7 +54,7 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     for row in rows:
         reward = "-" if row["last_reward"] is None else f"{row['last_reward']:.3f}"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["submitted"]))
-        step = f"{row['step']}/{row['steps']}"
+        step = f"{row['step']}/{row['steps'] or '?'}"
         table.append((row["run"], row["state"], step, reward, row["cluster"], row["job"] or "-", when))
     widths = [max(len(line[column]) for line in table) for column in range(len(COLUMNS))]
     for line in table:

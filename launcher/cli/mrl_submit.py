@@ -89,9 +89,10 @@ def main(
     max_running: int | None,
     in_allocation: bool,
 ) -> None:
-    from launcher.cli.submit.launch import Asked, launch  # not needed to complete a command line
+    from launcher.cli.submit.launch import launch  # not needed to complete a command line
+    from launcher.cli.submit.request import Request
 
-    asked = Asked(
+    request = Request(
         recipe=recipe,
         overrides=overrides,
         cluster=cluster,
@@ -107,4 +108,4 @@ def main(
         max_running=max_running,
         in_allocation=in_allocation,
     )
-    context.exit(launch(asked))
+    context.exit(launch(request))

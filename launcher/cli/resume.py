@@ -39,14 +39,15 @@ def command(
     follow: bool,
     as_json: bool,
 ) -> None:
-    from launcher.cli.submit.launch import Asked, launch
+    from launcher.cli.submit.launch import launch
+    from launcher.cli.submit.request import Request
     from launcher.runs.find import find
     from launcher.runs.state import resolved_values
 
     if "=" in run:  # no RUN was given
         run, overrides = "-", (run, *overrides)
     found = find(None if run == "-" else run)
-    asked = Asked(
+    request = Request(
         recipe=str(found.resolved),
         overrides=overrides,
         cluster=cluster or str(resolved_values(found).get("cluster") or "local"),
@@ -58,4 +59,4 @@ def command(
         follow=follow,
         update_code=update_code,
     )
-    context.exit(launch(asked))
+    context.exit(launch(request))

@@ -23,28 +23,29 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
 
     \b
     States: new, queued, requeued, running, saving, finished, stopped (saved and left), failed, cancelled, lost (ended
-    without a record), unknown (Slurm cannot be asked; never taken for "gone").
+    without a record), unknown (Slurm cannot be asked; never taken for "gone"), unreadable (its files cannot be read).
     \b
     Goodput is the share of the GPU time held (not of the queue) that went into generation, rewards, log-probs,
     training, refit and evaluation of steps that stayed. What had to be repeated, and what nobody can tell, is lost.
     \b
-    Exit codes: 0 told  2 there is no such run  3 Slurm cannot be asked: what the run's own files say is shown
+    Exit codes: 0 told  2 there is no such run  3 unknown or unreadable: what else can be found out is shown
     """
-    from launcher.cli.show.report import lines, report  # not needed to complete a command line
+    from launcher.cli.show.status import status_json, status_lines  # not needed to complete a command line
     from launcher.errors import BadInput
-    from launcher.runs.find import find, runs, submissions
-    from launcher.runs.state import look_all
+    from launcher.runs.find import find, newest_first, submissions
+    from launcher.runs.state import UNSURE, read_statuses
     from megatron_rl.contract.paths import RunDir
 
     if every and run is not None:
         raise BadInput("--all: and a RUN: give one of them")
     if every:
-        standings = [one for one in look_all([RunDir(entry.run_dir) for entry in runs(submissions())]) if one.alive]
+        entries = newest_first(submissions())
+        statuses = [one for one in read_statuses([RunDir(entry.run_dir) for entry in entries]) if one.alive]
     else:
-        standings = look_all([find(run)])
-    reports: list[dict[str, Any]] = [report(one) for one in standings]
+        statuses = read_statuses([find(run)])
+    told: list[dict[str, Any]] = [status_json(one) for one in statuses]
     if as_json:
-        click.echo(json.dumps({"runs": reports} if every else reports[0]))
+        click.echo(json.dumps({"runs": told} if every else told[0]))
     else:
-        click.echo("\n\n".join("\n".join(lines(one)) for one in reports) or "no run is queued or running")
-    context.exit(EXIT_UNKNOWN if any(one["state"] == "unknown" for one in reports) else EXIT_FINISHED)
+        click.echo("\n\n".join("\n".join(status_lines(one)) for one in told) or "no run is queued or running")
+    context.exit(EXIT_UNKNOWN if any(one.state in UNSURE for one in statuses) else EXIT_FINISHED)

@@ -18,7 +18,8 @@ import click
 
 from launcher.fetch.prefetch import record_of
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.records import write
+from megatron_rl.contract.run_records import CachedRepository
 
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 NEVER = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "onnx/*", "original/*", "*.tflite"]
@@ -47,7 +48,7 @@ def fetch(kind: str, name: str, home: Path) -> Path:
     path = Path(snapshot_download(name, repo_type=repo_type, allow_patterns=only, ignore_patterns=never))
     record = record_of(home, kind, name)
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_json(record, {"commit": path.name, "path": str(path.relative_to(home)), "at": time.time()})
+    write(record, CachedRepository(path.name, str(path.relative_to(home)), time.time()))
     return path
 
 

@@ -23,8 +23,9 @@ from launcher.host.image import cache
 from launcher.host.image.reference import is_path
 from megatron_rl.agent.registry import required_datasets
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.records import if_readable, read
+from megatron_rl.contract.run_records import CachedRepository
 from megatron_rl.model.config import is_hub_name
-from megatron_rl.run_dir import read_json
 
 Kind = Literal["image", "model", "tokenizer", "dataset"]
 
@@ -59,9 +60,10 @@ class Cache:
     def find(self, need: Need) -> Path | None:
         """Where it is; None where it would have to be fetched. Looks at a file or two."""
         if need.kind == "image":
-            return cache.kept(need.name, self.images)
-        known = read_json(record_of(self.huggingface, need.kind, need.name))
-        path = known and self.huggingface / known["path"]
+            return cache.find(need.name, self.images)
+        # One that cannot be read is fetched again, which costs little where its files are there.
+        known = if_readable(read(CachedRepository, record_of(self.huggingface, need.kind, need.name)))
+        path = known and self.huggingface / known.path
         return path if path and path.is_dir() else None
 
 
@@ -134,7 +136,7 @@ def import_image_here(config: RunConfig, profile: Profile) -> None:
 
 
 def record_of(huggingface: Path, kind: str, name: str) -> Path:
-    """{commit, path, at} of something fetched whole; `path` is relative to `huggingface`."""
+    """CachedRepository of something fetched whole."""
     return huggingface / "mrl" / f"{kind}--{name.replace('/', '--')}.json"
 
 

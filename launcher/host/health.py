@@ -3,16 +3,14 @@
     python3 -m launcher.host.health --run-dir DIR --attempt N --gpus 8
 
 Looks at the GPUs, their errors, shared memory, and whether the shared file system takes a file and gives it back;
-writes Attempt.health(HOST) and leaves with 0 whatever it found. `judge` turns the reports of all nodes, and what the
-all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not be used.
+writes Attempt.health(HOST) and leaves with 0 whatever it found. launcher.host.judge.nodes turns the reports of all
+nodes, and what the all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not be used.
 """
 
 import argparse
 import glob
 import os
 import re
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -21,8 +19,10 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from xml.etree import ElementTree
 
-from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.run_dir import read_json, write_json
+from launcher.host.process.processes import Fork
+from megatron_rl.contract.attempt_records import NodeHealth
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
 
 TOOL_LIMIT = 60.0  # seconds for nvidia-smi: with a sick driver it never answers
 CANARY_LIMIT = 30.0  # seconds for a megabyte to the shared file system and back
@@ -47,39 +47,6 @@ class Finding(NamedTuple):
     problems: List[str] = []
     skipped: List[str] = []
     facts: Dict[str, Any] = {}
-
-
-class Reports(NamedTuple):
-    """Everything that was found out about the nodes of one attempt."""
-
-    nodes: Dict[str, Dict[str, Any]]  # host -> its report
-    fabric: Optional[Dict[str, Any]]  # of the all-reduce between them, where there was one
-
-
-def read_reports(attempt: Attempt) -> Reports:
-    """The reports written so far."""
-    nodes = {}
-    for path in sorted(attempt.health("x").parent.glob("*.json")):
-        nodes[path.stem] = read_json(path) or {}
-    return Reports(nodes, read_json(attempt.fabric))
-
-
-def judge(reports: Reports, expected_hosts: Sequence[str]) -> Dict[str, str]:
-    """Pure: host -> why it must not be used, of those that must not."""
-    bad = {}
-    for host in expected_hosts:
-        report = reports.nodes.get(host)
-        if report is None:
-            bad[host] = (
-                "no report: its Python, the network or the shared file system is out of order (see health.*.log)"
-            )
-        elif not report["ok"]:
-            bad[host] = "; ".join(report["problems"])
-        elif reports.fabric is not None and host in reports.fabric["bad"]:
-            bad[host] = reports.fabric["bad"][host]
-        elif reports.fabric is not None and host not in reports.fabric["hosts"]:
-            bad[host] = "did not come to the all-reduce between the nodes (see fabric.*.log)"
-    return bad
 
 
 def check_gpus(wanted: int, listing: Optional[str], devices: Sequence[str]) -> Finding:
@@ -152,31 +119,19 @@ def canary(folder: Path, host: str) -> None:
 def within(limit: float, work: Callable[[], None]) -> Optional[str]:
     """Run `work` in a child of ours: None when it did it, else why not. A child that hangs in the kernel is left
     behind, for nothing can end it."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except OSError as error:
-            os.write(writer, str(error.strerror or error).encode())
-        except BaseException as error:  # noqa: BLE001 - a fork of ours must not return into the caller's code
-            os.write(writer, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    try:
-        if not select.select([reader], [], [], limit)[0]:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, os.WNOHANG)
-            return "no answer within {:.0f} s".format(limit)
-        complaint = os.read(reader, 4096).decode("utf-8", "replace")
-        os.waitpid(child, 0)
-        return complaint or None
-    finally:
-        os.close(reader)
+
+    def silently() -> str:
+        work()
+        return ""
+
+    child = Fork(silently)
+    if not child.wait(limit):
+        child.end()
+        return "no answer within {:.0f} s".format(limit)
+    return child.text or "it was killed" if child.failed else None
 
 
-def examine(folder: Path, host: str, gpus: int) -> Tuple[Dict[str, Any], bool]:
+def examine(folder: Path, host: str, gpus: int) -> Tuple[NodeHealth, bool]:
     """(the report of this node, whether the shared file system takes it)."""
     findings = [_shared_memory(gpus)]
     if gpus:
@@ -189,16 +144,12 @@ def examine(folder: Path, host: str, gpus: int) -> Tuple[Dict[str, Any], bool]:
             facts={"canary_s": round(time.monotonic() - began, 3)},
         )
     )
-    report = {
-        "host": host,
-        "at": time.time(),
-        "problems": [problem for finding in findings for problem in finding.problems],
-        "skipped": [skipped for finding in findings for skipped in finding.skipped],
-    }  # type: Dict[str, Any]
+    problems = [problem for finding in findings for problem in finding.problems]
+    facts: Dict[str, Any] = {}
     for finding in findings:
-        report.update(finding.facts)
-    report["ok"] = not report["problems"]
-    return report, hung is None
+        facts.update(finding.facts)
+    skipped = [reason for finding in findings for reason in finding.skipped]
+    return NodeHealth(host, time.time(), not problems, problems, skipped, **facts), hung is None
 
 
 def _gpus(wanted: int) -> List[Finding]:
@@ -263,11 +214,11 @@ def main(arguments: Optional[List[str]] = None) -> int:
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     file = RunDir(options.run_dir).attempt(options.attempt).health(host)
     report, writable = examine(file.parent, host, options.gpus)
-    for line in report["problems"] + ["not checked: {}".format(reason) for reason in report["skipped"]]:
+    for line in report.problems + ["not checked: {}".format(reason) for reason in report.skipped]:
         print("{}: {}".format(host, line), flush=True)
     if not writable:
         os._exit(0)  # a report cannot be written, which says it all
-    write_json(file, report)
+    write(file, report)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""What the batch script does around its steps, one subcommand each:
+"""The host side of a Slurm job: the one process that decides when what its script says is started, and what becomes
+of it. The script ends with
 
-    python3 -m launcher.host.job own | create | open | pythonpath | mark | nodes | watch | drain | close | left
+    exec python3 -m launcher.host.job run --script SCRIPT --notice 600 ...
 
-The script exports MRL_RUN_DIR, MRL_CLUSTER and, once `open` has named it, MRL_ATTEMPT. Slurm's own variables say which
-job this is. What goes wrong is one line on stderr and exit code 2.
+Slurm's variables say which job this is, MRL_RUN_DIR and MRL_CLUSTER which run.
 """
 
 import argparse
@@ -12,80 +12,78 @@ import os
 import signal
 import sys
 import time
-from typing import List, Optional
+from typing import Dict, List, Optional
 
-from launcher.host.attempt.begin import come_back_later, create, open_attempt, own, pythonpath
-from launcher.host.attempt.close import close
-from launcher.host.attempt.context import Here, Refused
-from launcher.host.attempt.drain import drain
-from launcher.host.attempt.nodes import choose_nodes, left
-from launcher.host.attempt.watch import watch
-from launcher.host.code import snapshot
-from launcher.host.process.output import Saying
-from launcher.host.record import goodput
-from launcher.host.slurm import client
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.contract.files import FULL
+from launcher.host.process.output import QuietStream
+from launcher.host.process.signals import Signals
 
-
-def mark(here: Here, options: argparse.Namespace) -> int:
-    """Note how far the attempt has got."""
-    goodput.mark(here.attempt, options.what, time.time())
-    return EXIT_FINISHED
-
-
-COMMANDS = {
-    "own": own,
-    "create": create,
-    "open": open_attempt,
-    "pythonpath": pythonpath,
-    "mark": mark,
-    "nodes": choose_nodes,
-    "watch": watch,
-    "drain": drain,
-    "close": close,
-    "left": left,
-}
-BEFORE_AN_ATTEMPT = (own, create, open_attempt)
+REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HEARD_VARIABLE = "MRL_HEARD"  # signals that the script got before this process
+OLDEST_PYTHON = (3, 6)
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
+    signals = Signals(REQUESTS)  # at once: until here they are ignored
     options = _parse(arguments)
-    command = COMMANDS[options.command]
-    with contextlib.redirect_stdout(Saying(sys.stdout)), contextlib.redirect_stderr(Saying(sys.stderr)):
+    for name in os.environ.pop(HEARD_VARIABLE, "").split():
+        signals.add(name)
+    environ = dict(os.environ)
+    _use_zone_of_host()
+    with contextlib.redirect_stdout(QuietStream(sys.stdout)), contextlib.redirect_stderr(QuietStream(sys.stderr)):
         try:
-            here = Here(dict(os.environ))
-            try:
-                return command(here, options)
-            except OSError as error:
-                if error.errno not in FULL or command not in BEFORE_AN_ATTEMPT:
-                    raise
-                return come_back_later(here, error)
-        except (Refused, snapshot.SnapshotError, client.SlurmRefused, OSError) as error:
-            print("error: {}".format(error), file=sys.stderr)
-            return EXIT_USAGE
+            if sys.version_info < OLDEST_PYTHON:
+                raise ImportError("Python {} is too old".format(sys.version.split()[0]))
+            return _run(options, environ, signals)
+        except (ImportError, SyntaxError) as error:  # half of the code is there, or this Python is no good
+            return _leave_to_script(options.script, "{}: {}".format(sys.executable, error))
+
+
+def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals) -> int:
+    # Only now: signals are heard, and what is missing can be told.
+    from launcher.host.attempt.job_context import Refused, context_of
+    from launcher.host.attempt.prepare import Checks
+    from launcher.host.attempt.slurm_run import JobSettings, run_job
+    from launcher.host.attempt.slurm_steps import Script
+    from megatron_rl.contract.codes import EXIT_USAGE
+
+    checks = Checks(options.image, options.image_cache, options.forget, options.health, options.fabric)
+    script = Script(os.path.abspath(options.script))
+    settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks)
+    try:
+        context = context_of(environ)
+    except Refused as error:
+        print("error: {}".format(error), file=sys.stderr)
+        return EXIT_USAGE
+    return run_job(context, settings, signals)
+
+
+def _use_zone_of_host() -> None:
+    """Have this process read and write times as slurmstepd of this host does: TZ in somebody's shell is not its zone.
+    The steps get it all the same."""
+    if os.environ.pop("TZ", None) is not None:
+        time.tzset()
+
+
+def _leave_to_script(script: str, why: str) -> int:
+    """Have the script's few lines of bash send the job elsewhere."""
+    print("error: {}".format(why), file=sys.stderr)
+    os.execvp("bash", ["bash", script, "elsewhere", why])
 
 
 def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python3 -m launcher.host.job", description="Around the steps of a job.")
+    parser = argparse.ArgumentParser(prog="python3 -m launcher.host.job", description="The host side of a Slurm job.")
     commands = parser.add_subparsers(dest="command")
     commands.required = True
-    one = {name: commands.add_parser(name, help=(run.__doc__ or "").split("\n")[0]) for name, run in COMMANDS.items()}
-    one["own"].add_argument("--lock", type=int, required=True, help="descriptor of the file to lock")
-    for name in ("recipe", "resolved", "plan", "sources", "script"):
-        one["create"].add_argument("--" + name, required=True, help="file that holds it")
-    one["mark"].add_argument("what", choices=["image", "ready"])
-    one["nodes"].add_argument("step", nargs="?", help="a step of the plan, or `fit`: all nodes not known to be bad")
-    one["nodes"].add_argument("--checked", action="store_true", help="nodes without a good health report are bad")
-    one["watch"].set_defaults(interrupt=signal.SIGUSR1)
-    one["drain"].add_argument("--signal", required=True)
-    for name in ("watch", "drain", "close"):
-        one[name].add_argument("--notice", type=float, required=True, help="seconds of --signal")
-    one["close"].add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
-    one["close"].add_argument("--code", help="what the training step ended with; left out: it never began")
-    one["close"].add_argument("--here", action="store_true", help="another attempt may begin in this allocation")
-    one["close"].add_argument("--unready", help="why it never began")
-    one["close"].add_argument("--began", required=True, help="when the attempt began, in unix time")
+    run = commands.add_parser("run", help="run the run of this job, as far as it goes")
+    run.add_argument("--script", required=True, help="the sbatch script: what is started, and documents")
+    run.add_argument("--notice", type=float, required=True, help="seconds of --signal before the time limit")
+    run.add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
+    run.add_argument("--outlives-nodes", action="store_true", help="the job goes on without nodes that die (--no-kill)")
+    run.add_argument("--image", help="reference of the container image")
+    run.add_argument("--image-cache", default="", help="shared directory of imported images")
+    run.add_argument("--forget", action="store_true", help="remove the named containers of earlier attempts")
+    run.add_argument("--health", action="store_true", help="check the nodes first")
+    run.add_argument("--fabric", action="store_true", help="and that they reach each other, fast")
     return parser.parse_args(arguments)
 
 

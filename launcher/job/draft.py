@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from launcher import __file__ as launcher_file
 from launcher.backends.slurm.parse import time_limit_s
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.fetch import prefetch
-from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
+from launcher.host.code.sources import plan_sources
 from launcher.job.script import Job, render
 from launcher.job.sources import code_sources
+from launcher.job.steps import with_argv
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import Recipe
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
+from megatron_rl.contract.records import ABSENT, Unreadable, read
+from megatron_rl.contract.run_records import CodeSnapshot, CodeSource, PlanRecord
+from megatron_rl.contract.shapes import from_json, to_json
 from megatron_rl.supported import not_yet
 
 
@@ -51,12 +53,10 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
     if root.exists() and not root.is_dir():
         raise BadInput(f"{root}: is a file, not a directory")
-    config = recipe.config
-    plan = make_plan(recipe, profile)
     job = Job(
         recipe=recipe,
-        plan=plan,
-        plan_json=plan_json(config, plan, profile),
+        plan=make_plan(recipe, profile),
+        plan_json={},
         cluster=cluster,
         profile=profile,
         run_dir=root,
@@ -64,21 +64,30 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         installed=Path(launcher_file).absolute().parents[1],
         version=version("mrl"),
     )
+    job = in_directory(job, root)
     return Draft(job, tuple(_notes(job, update_code)), tuple(_obstacles(job)), render(job))
 
 
-def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[dict[str, Any]]:
+def in_directory(job: Job, root: Path) -> Job:
+    """The same job for a run directory, whose name is a part of its plan too."""
+    config, profile = job.recipe.config, job.profile
+    record = with_argv(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root)
+    return replace(job, run_dir=root, plan_json=to_json(from_json(PlanRecord, record)))
+
+
+def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]:
     """Where the code comes from; for a run that has a snapshot, the same places, wherever it is resumed from."""
-    record = read_json(run.code_record)
-    if record is None:
+    taken = read(CodeSnapshot, run.code_record)
+    if taken is ABSENT:
         return code_sources(recipe, Path.cwd())
-    before = record["sources"]
+    if isinstance(taken, Unreadable):
+        raise BadInput(f"{taken}; what code the run has cannot be told")
     if not update_code:
-        return [{key: source[key] for key in ("path", "name", "kind", "commit", "dirty")} for source in before]
-    ours = [source["path"] for source in before if source["kind"] in ("package", "metadata")]
-    included = [source["path"] for source in before if source["path"] not in ours]
+        return taken.sources
+    ours = [source.path for source in taken.sources if source.kind in ("package", "metadata")]
+    included = [source.path for source in taken.sources if source.path not in ours]
     try:
-        return snapshot.plan_sources(ours, included)
+        return plan_sources(ours, included)
     except SnapshotError as error:
         raise BadInput(f"--update-code: {error}") from error
 
@@ -94,10 +103,10 @@ def _notes(job: Job, update_code: bool) -> list[str]:
         )
     if not job.run_dir.parent.is_dir():
         notes.append(f"{job.run_dir.parent} does not exist here; Slurm writes the job's log there before it starts")
-    fresh = update_code or read_json(RunDir(job.run_dir).code_record) is None
+    fresh = update_code or read(CodeSnapshot, RunDir(job.run_dir).code_record) is ABSENT
     for source in job.sources if fresh else ():
-        if source["dirty"]:
-            notes.append(f"code: {source['path']} has uncommitted changes; they are part of the snapshot")
+        if source.dirty:
+            notes.append(f"code: {source.path} has uncommitted changes; they are part of the snapshot")
     return [*notes, *prefetch.missing(job.recipe.config, job.profile)]
 
 
@@ -120,4 +129,5 @@ def _obstacles(job: Job) -> list[str]:
 
 
 def default_root(profile: Profile, name: str) -> Path:
+    """The directory of a run that was given none."""
     return Path(profile.run_root) / name  # Slurm opens the log beside it, before the job can make a directory

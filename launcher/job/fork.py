@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -11,23 +10,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import BadInput, Unsure
-from launcher.job.run_directory import clear, opened, run_directory, run_name
-from launcher.recipe.changes import Change, changes
+from launcher.job.directories import clear, disk_errors, run_directory, run_name
+from launcher.job.run_directory import opened
+from launcher.recipe.changes import Change, as_json, changes
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
 from launcher.runs.find import find
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines, write_json
+from megatron_rl.contract.records import Unreadable, encode_line, read_lines, write
+from megatron_rl.contract.run_records import Fork
 
 FIXED = ("model.", "tokenizer.")
 """Keys below these describe the weights that the checkpoint holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class PlannedFork:
     """What a fork would be."""
 
     source: RunDir
@@ -36,15 +37,15 @@ class Fork:
     changes: tuple[Change, ...]
     """Between the source's recipe and this one."""
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """For fork.json and `--json`."""
-        changes = {one.key: [one.old, one.new] for one in self.changes}
-        return {"from": str(self.source.root.absolute()), "step": self.step, "changes": changes}
+    def record(self, at: float) -> Fork:
+        """What fork.json will hold."""
+        source, by = str(self.source.root.absolute()), os.environ.get("USER", "")
+        return Fork(source, self.step, as_json(self.changes), at, by)
 
 
-def plan_fork(run_at_step: str, overrides: Sequence[str]) -> Fork:
-    """
+def plan_fork(run_at_step: str, overrides: Sequence[str]) -> PlannedFork:
+    """What `mrl fork` was asked for.
+
     Args:
         run_at_step: `RUN@STEP`, or RUN for its newest checkpoint.
 
@@ -59,11 +60,11 @@ def plan_fork(run_at_step: str, overrides: Sequence[str]) -> Fork:
     recipe = load_recipe(str(source.resolved), overrides)
     changed = changes(read_resolved(source.resolved), recipe.config)
     refuse_misfits(changed, step, recipe.config.training.steps)
-    return Fork(source, step, recipe, tuple(changed))
+    return PlannedFork(source, step, recipe, tuple(changed))
 
 
 @contextmanager
-def forked(fork: Fork, given: Path | None) -> Iterator[RunDir]:
+def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
     """Make the run; where the caller is refused to start it, it is removed again.
 
     Args:
@@ -72,20 +73,21 @@ def forked(fork: Fork, given: Path | None) -> Iterator[RunDir]:
     Raises:
         BadInput: there is a run already.
     """
-    theirs = given is not None and given.exists()
+    found_there = given is not None and given.exists()
     name = run_name(fork.recipe.config.name, time.localtime())
     with run_directory(given, name, fork.source.root.absolute().parent) as root:
         with opened(fork.recipe, root.absolute(), False) as found:
             if found.run.checkpoints.exists():
                 raise BadInput(f"{root}: holds a run already; give a new directory")
-            fill(fork, found.run)
+            with disk_errors(root, "the checkpoint may have been removed meanwhile (save.keep), or the disk be full"):
+                fill(fork, found.run)
         try:
             yield found.run
         except Unsure:
             raise
         except BadInput:  # nothing has started in it
             clear(root)
-            if not theirs:
+            if not found_there:
                 root.rmdir()
             raise
 
@@ -96,11 +98,12 @@ def checkpoint_of(run: RunDir, step: int | None) -> int:
     Raises:
         BadInput: there is no such checkpoint.
     """
-    steps = run.checkpoint_steps()
+    with disk_errors(run.checkpoints, "the checkpoints of that run cannot be listed"):
+        steps = run.checkpoint_steps()
     if not steps:
         raise BadInput(f"{run.root}: has no checkpoint yet")
     if step is None:
-        return int(steps[0])
+        return steps[0]
     if step not in steps:
         kept = ", ".join(map(str, sorted(steps)))
         raise BadInput(f"{run.root}: has no checkpoint of step {step}; there are {kept} (save.keep keeps the newest)")
@@ -116,7 +119,7 @@ def refuse_misfits(changed: Sequence[Change], step: int, steps: int) -> None:
         raise BadInput(problems)
 
 
-def fill(fork: Fork, target: RunDir) -> None:
+def fill(fork: PlannedFork, target: RunDir) -> None:
     """Put into the prepared `target` what a run that has reached `step` has.
 
     Files that are never written again are shared by hard links, so a fork of 500 GB takes no space of its own; where
@@ -130,14 +133,18 @@ def fill(fork: Fork, target: RunDir) -> None:
         snapshot = Path(os.path.realpath(source.code))
         shutil.copytree(snapshot, target.root / snapshot.name, copy_function=_link, symlinks=True)
         target.code.symlink_to(snapshot.name)
-    for name in ("metrics", "evaluations"):
-        _copy_rows(getattr(source, name), getattr(target, name), step)
-    write_json(target.fork, {**fork.told, "at": time.time(), "by": os.environ.get("USER", "")})
+    _copy_lines(source.metrics, target.metrics, step)
+    _copy_lines(source.evaluations, target.evaluations, step)
+    write(target.fork, fork.record(time.time()))
 
 
-def _copy_rows(source: Path, target: Path, step: int) -> None:
-    rows = [row for row in read_json_lines(source) if row["step"] <= step]
-    write_atomic(target, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+def _copy_lines(source: Path, target: Path, step: int) -> None:
+    """Copy the record of the steps up to one. What a crash tore is left out: its step comes again."""
+    found = read_lines(MetricsLine, source)
+    if isinstance(found, Unreadable):
+        raise BadInput(str(found))
+    lines = [line for line in found.records if line.step <= step]
+    write_atomic(target, "".join(encode_line(line) + "\n" for line in lines))
 
 
 def _link(source: str, target: str) -> None:

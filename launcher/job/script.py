@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,31 +15,30 @@ from typing import Any
 
 import jinja2
 
-from launcher.cluster.profile import Container, Profile
+from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
+from launcher.host.code.sources import sources_text
+from launcher.host.judge.policy import HOST_TRIES
+from launcher.job.steps import (
+    INFERENCE,
+    TRAINING,
+    Lines,
+    container,
+    geometry,
+    gpus_per_node,
+    per_node,
+    rank_python,
+    shell_lines,
+    variables,
+)
 from launcher.plan.placement import Plan, Step
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
-from megatron_rl.contract.codes import SILENCE_VARIABLE
+from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.run_records import CodeSource
 from megatron_rl.supported import not_yet
 
-MAX_REPLICA_RESTARTS = 5
 END_S = 30  # seconds that an srun has to leave in order
-
-OURS = (
-    "MRL_RUN_DIR",
-    "MRL_CLUSTER",
-    "MRL_ATTEMPT",
-    "MRL_STEP",
-    "PYTHONPATH",
-    "PYTHONNOUSERSITE",
-    "PYTHONUNBUFFERED",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-)
-"""Variables of the ranks that come from the script. Named to pyxis, or a value that the image sets would win."""
 
 
 class Shell(str):
@@ -58,8 +56,8 @@ class Job:
     cluster: str
     profile: Profile
     run_dir: Path
-    sources: Sequence[dict[str, Any]]
-    """What the snapshot of the code is taken of (launcher.host.code.snapshot.plan_sources)."""
+    sources: Sequence[CodeSource]
+    """What the snapshot of the code is taken of."""
     installed: Path
     """Directory that holds the packages launcher and megatron_rl: the host side of the first attempt."""
     version: str
@@ -76,7 +74,6 @@ def render(job: Job) -> str:
     _refuse_unspeakable(job, documents)
     config, profile = job.recipe.config, job.profile
     container = profile.container
-    reference = config.image.reference or (container and container.image)
     return (
         _templates()
         .get_template("job.sbatch.j2")
@@ -87,24 +84,36 @@ def render(job: Job) -> str:
             run_dir=str(job.run_dir),
             cluster=job.cluster,
             host_python=profile.host_python,
-            environment=[(Shell(name), value) for name, value in _variables(job).items()],
+            environment=[(Shell(name), value) for name, value in variables(config, profile).items()],
             prolog=[Shell(command) for command in profile.prolog],
             source=str(job.installed),
-            notice=profile.signal_s,
-            backoff=config.job.backoff_s,
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
-            image={"reference": reference, "cache": f"{profile.run_root}/cache/images"} if container else None,
+            image=container is not None,
             container_name=container and container.name and f"pyxis_{container.name}",
             health=_health(job),
-            outlives_nodes=_outlives_nodes(job),
-            replicas=Shell(" ".join(step.name for step in job.plan.steps if step.replica is not None)),
-            max_restarts=MAX_REPLICA_RESTARTS,
+            decided_by=Shell(" \\\n            ".join(_host_options(job))),
+            host_tries=HOST_TRIES,
+            exit_drained=EXIT_DRAINED,
             steps=list(_steps(job)),
             limited=_limited,
             documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
         )
     )
+
+
+def _host_options(job: Job) -> Iterator[Shell]:
+    """Options of the process that decides (launcher.host.job), by lines."""
+    config, profile = job.recipe.config, job.profile
+    outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
+    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}")
+    if profile.container is not None:
+        reference = config.image.reference or profile.container.image
+        forget = " --forget" if profile.container.name else ""
+        cache = f"{profile.run_root}/cache/images"
+        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{forget}")
+    if profile.health_check:
+        yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 
 
 def header(job: Job) -> list[str]:
@@ -121,7 +130,7 @@ def header(job: Job) -> list[str]:
         "nodes": _asked_nodes(job),
         # Slurm keeps the number of tasks over a requeue, and with it the number of nodes (seen on 22.05).
         "ntasks-per-node": None if job.plan.smaller else config.gpus_per_node,
-        "gpus-per-node": _gpus(job),
+        "gpus-per-node": gpus_per_node(job.recipe.config, profile),
         "time": config.time_limit or profile.time_limit,
         "signal": f"B:USR1@{profile.signal_s}",
         "output": log,
@@ -158,18 +167,15 @@ class _Step:
     options: list[Shell]
     """Lines of options of srun."""
     command: Shell
-    nodes: bool = True
-    """Whether its nodes are the plan's."""
-    counted: bool = False
-    """Whether their number is known only when the attempt starts."""
+    comment: Shell | None = None
     limit_s: int | None = None
     """Seconds after which it is ended."""
 
 
 def _steps(job: Job) -> Iterator[_Step]:
     config, plan = job.recipe.config, job.plan
-    container = _container(job)
-    python = shlex.quote(job.profile.python or ("python3" if job.profile.container else sys.executable))
+    in_container = _shell(container(config, job.profile, job.run_dir))
+    python = shlex.quote(rank_python(job.profile))
     run = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
     if _all_reduce(job):
         limit = job.profile.all_reduce_gbps
@@ -178,36 +184,34 @@ def _steps(job: Job) -> Iterator[_Step]:
             function=Shell("fabric"),
             name=Shell("fabric"),
             options=[
-                Shell(f'--nodes="$1" --nodelist="$2" --ntasks="$(($1 * {config.job.gpus_per_node}))"'),
-                Shell(_per_node(job, config.job.gpus_per_node)),
+                Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {_tasks(config.job.gpus_per_node)}'),
+                *_shell([per_node(config, job.profile, config.job.gpus_per_node)]),
                 # A rank of a bad node may die: the others have to find out whose it was.
                 Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
-                *container,
+                *in_container,
             ],
             command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
-            nodes=False,
+            comment=Shell("The nodes must also reach each other, and fast."),
             limit_s=900,
         )
     train = next(step for step in plan.steps if step.replica is None)
     yield _Step(
         function=Shell("train"),
         name=Shell("train"),
-        options=[*_geometry(job, train, "train"), *container],
-        command=Shell(f"{python} -m megatron_rl.train_rl {run}"),
-        counted=bool(plan.smaller),
+        options=[*_shell(geometry(config, job.profile, plan, train, "train")), *in_container],
+        command=Shell(f"{python} -m {TRAINING} {run}"),
     )
     replicas = [step for step in plan.steps if step.replica is not None]
     if replicas:
         first = replicas[0]  # they are all alike
         shared = first.tasks_per_node < plan.gpus_per_node
-        lines = [*_geometry(job, first, '"$1"'), *([Shell("--overlap")] if shared else []), *container]
         # Slurm would show every replica on a node the same first GPUs.
         mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(first, plan.gpus_per_node)} " if shared else ""
         yield _Step(
             function=Shell("infer"),
             name=Shell('"$1"'),
-            options=lines,
-            command=Shell(f'{mine}{python} -m megatron_rl.server.inference {run} --replica "${{1#infer-}}"'),
+            options=[*_shell(geometry(config, job.profile, plan, first, "$1")), *in_container],
+            command=Shell(f'{mine}{python} -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
         )
 
 
@@ -217,80 +221,19 @@ def _limited(seconds: int) -> Shell:
     return Shell(f"timeout --kill-after={END_S} {seconds}")
 
 
-def _geometry(job: Job, step: Step, name: str) -> list[Shell]:
-    tasks = step.tasks_per_node
-    log = f"{name}.%t.log" if name == step.name else "$1.%t.log"
-    count, ranks = str(len(step.nodes)), str(len(step.nodes) * tasks)
-    if job.plan.smaller:
-        count, ranks = '"${#hosts[@]}"', f'"$((${{#hosts[@]}} * {tasks}))"'
-    return [
-        Shell(f'--nodes={count} --nodelist="$nodes" --ntasks={ranks}'),
-        Shell(_per_node(job, tasks)),
-        Shell(f'--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/{log}"'),
-    ]
+def _tasks(per_node: int) -> str:
+    """The option that counts the ranks of a step whose nodes are counted when it starts."""
+    return f'--ntasks="$((${{#hosts[@]}} * {per_node}))"'
 
 
-def _per_node(job: Job, tasks: int) -> str:
-    gpus = _gpus(job)
-    return f"--ntasks-per-node={tasks}" + (f" --gpus-per-node={gpus}" if gpus else "")
-
-
-def _gpus(job: Job) -> str | None:
-    """What --gpus-per-node asks for; nothing for processes on CPUs."""
-    config, gres = job.recipe.config.job, job.profile.gres
-    if config.device == "cpu":
-        return None
-    return str(config.gpus_per_node) if gres == "gpu" else f"{gres}:{config.gpus_per_node}"
+def _shell(lines: Lines) -> list[Shell]:
+    return [Shell(line) for line in shell_lines(lines)]
 
 
 def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
     """Shell that prints the GPUs of the replica `infer-K` in $1, which shares its node with others."""
     first = f"${{1#infer-}} * {step.tasks_per_node} % {gpus_per_node}"
     return f'"$(seq -s, $(({first})) $(({first} + {step.tasks_per_node - 1})))"'
-
-
-def _container(job: Job) -> list[Shell]:
-    """Options of a step that runs in the container."""
-    container = job.profile.container
-    if container is None:
-        return []
-    names = [*dict.fromkeys([*OURS, *_variables(job), *job.profile.secrets])]
-    mounts = ",".join(_mounts(job, container))
-    workdir = shlex.quote(container.workdir) if container.workdir else '"$PWD"'
-    flags = ["--no-container-mount-home", f"--container-workdir={workdir}"]
-    flags += ["--container-writable"] if container.writable else []
-    flags += [f"--container-name={shlex.quote(container.name)}"] if container.name else []
-    return [
-        Shell(f'--container-image="$image" --container-mounts={shlex.quote(mounts)}'),
-        Shell(" ".join(flags)),
-        Shell(f"--container-env={','.join(names)}"),
-    ]
-
-
-def _mounts(job: Job, container: Container) -> list[str]:
-    """The profile's, and what the run itself needs, each at its own place."""
-    needed = [job.profile.run_root]
-    if not job.run_dir.is_relative_to(job.profile.run_root):
-        needed.append(str(job.run_dir))
-    return [*(f"{path}:{path}" for path in needed), *container.mounts]
-
-
-def _variables(job: Job) -> dict[str, str]:
-    """Exported by the script, for everything that it starts."""
-    config, profile = job.recipe.config.job, job.profile
-    threads = str(config.threads_per_rank)
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.device == "cpu" else {}
-    return {
-        "PYTHONNOUSERSITE": "1",  # packages in a home directory would come before those of the image
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        SILENCE_VARIABLE: str(config.silence_limit_s),
-        "HF_HOME": f"{profile.run_root}/cache/huggingface",
-        "HF_HUB_OFFLINE": "1",
-        **hidden,
-        **profile.environment,
-    }
 
 
 def _all_reduce(job: Job) -> bool:
@@ -304,8 +247,7 @@ def _health(job: Job) -> dict[str, Any] | None:
     config = job.recipe.config.job
     return {
         "gpus": config.gpus_per_node if config.device == "cuda" else 0,
-        "per_node": Shell(_per_node(job, 1)),
-        "all_reduce": _all_reduce(job),
+        "per_node": _shell([per_node(job.recipe.config, job.profile, 1)])[0],
     }
 
 
@@ -318,7 +260,7 @@ def _documents(job: Job) -> dict[str, str]:
         "recipe_yaml": asked_text(job.recipe).rstrip("\n"),
         "resolved_yaml": dump_resolved(job.recipe.config).rstrip("\n"),
         "plan_json": f'{json.dumps(head)[:-1]}, "ranks": [\n{rows}\n]}}',
-        "sources_json": json.dumps(list(job.sources), indent=1),
+        "sources_json": sources_text(list(job.sources)),
     }
 
 

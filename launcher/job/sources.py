@@ -6,22 +6,22 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
-from typing import Any
 
 from launcher.errors import BadInput
 from launcher.host.code.git import GitError, work_tree
 from launcher.host.code.listing import SnapshotError
-from launcher.host.code.snapshot import plan_sources
+from launcher.host.code.sources import plan_sources
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.agent.registry import registered
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.run_records import CodeSource
 
 OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # code seldom is; data that git does not ignore is
 
 
-def code_sources(recipe: Recipe, here: Path) -> list[dict[str, Any]]:
-    """What the snapshot of this run is taken from; see launcher.host.code.snapshot.plan_sources.
+def code_sources(recipe: Recipe, here: Path) -> list[CodeSource]:
+    """What the snapshot of this run is taken from; see launcher.host.code.sources.plan_sources.
 
     Args:
         here: the current directory, whose repository is taken along when the recipe's file lies in it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
@@ -19,22 +19,29 @@ from launcher.fetch import prefetch
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.record import submissions
-from launcher.job.draft import Draft
-from launcher.job.run_directory import opened, run_directory
+from launcher.job.directories import run_directory
+from launcher.job.draft import Draft, in_directory
+from launcher.job.run_directory import opened
 from launcher.job.script import Job, header, render
 from launcher.recipe.changes import Change
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.contract.records import read, write
+from megatron_rl.contract.run_records import CodeSnapshot, Owner, PlanRecord
+from megatron_rl.contract.shapes import from_json
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
+class SubmittedJob:
+    """A run that Slurm has."""
+
     run: RunDir
     job_id: str | None
     """None: the run is finished and there was nothing to submit."""
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    fresh_code: bool
+    """Whether a snapshot of the code was taken for it."""
 
 
 def submit(
@@ -44,7 +51,7 @@ def submit(
     change: bool = False,
     after: Sequence[str] = (),
     update_code: bool = False,
-) -> Submission:
+) -> SubmittedJob:
     """Prepare the run directory and hand its script to sbatch.
 
     Args:
@@ -64,21 +71,24 @@ def submit(
     prefetch.import_image_here(drafted.job.recipe.config, drafted.job.profile)
     name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
     with run_directory(given, name, parent) as root:
-        job = replace(drafted.job, run_dir=root.absolute())
+        job = in_directory(drafted.job, root.absolute())
         with opened(job.recipe, job.run_dir, change) as found:
             run = found.run
             if found.finished:
-                return Submission(run, None, (), drafted.notes)
+                return SubmittedJob(run, None, (), drafted.notes, False)
+            before = read(CodeSnapshot, run.code_record)
             write_files(run, job, update_code)
-            found.keep = True  # from here on there may be a job that needs it
+            fresh = read(CodeSnapshot, run.code_record) != before
+            found.handed_over = True  # from here on there may be a job that needs it
             try:
                 job_id = _hand_over(job, run, after)
             except sbatch.SubmissionRefused as error:
-                found.keep = False
+                found.handed_over = False
                 said = translate(str(error), flags_by_name(header(job)))
                 raise BadInput(f"cluster {job.cluster}: {said}") from error
     complaint = submissions.note(run, job.cluster, job_id)
-    return Submission(run, job_id, found.changes, (*drafted.notes, *([complaint] if complaint else [])))
+    notes = (*drafted.notes, *([complaint] if complaint else []))
+    return SubmittedJob(run, job_id, found.changes, notes, fresh)
 
 
 def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
@@ -89,10 +99,10 @@ def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
         Unsure: there may be one.
     """
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
-    record = {"cluster": job.cluster, "slurm_cluster": cluster_name(), "by": os.environ.get("USER", "")}
+    by, slurm_cluster = os.environ.get("USER", ""), cluster_name()
     try:
         job_id = str(sbatch.submit(run.script, flags).job_id)
-        write_json(run.job, {"job_id": job_id, "submitted_at": time.time(), **record})
+        write(run.job, Owner(job_id, job.cluster, time.time(), by, slurm_cluster))
     except (SlurmSilent, OSError, KeyboardInterrupt) as error:
         raise Unsure(
             f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "
@@ -103,10 +113,10 @@ def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
 
 def write_files(run: RunDir, job: Job, update_code: bool) -> None:
     """All that the job's first attempt would otherwise make from its script."""
-    write_json(run.plan, job.plan_json)
+    write(run.plan, from_json(PlanRecord, job.plan_json))
     write_atomic(run.script, render(job))
     try:
-        if update_code and read_json(run.code_record) is not None:
+        if update_code and run.code_record.exists():
             snapshot.update(list(job.sources), run.code)
         else:
             snapshot.take(list(job.sources), run.code)

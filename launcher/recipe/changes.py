@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +28,15 @@ FREE = ("cluster", "image.*", "code.*", "job.time_limit", "job.nodes", "job.spar
 
 
 class Change(NamedTuple):
+    """A value that two configurations do not share."""
+
     key: str
     old: Any
     new: Any
 
     @property
     def allowed(self) -> bool:
+        """Whether a run that has begun may go on with it."""
         return any(fnmatchcase(self.key, pattern) for pattern in CHANGEABLE)
 
     def __str__(self) -> str:
@@ -49,6 +52,11 @@ def changes(old: RunConfig, new: RunConfig) -> list[Change]:
         for key in keys
         if before.get(key) != after.get(key) and not any(fnmatchcase(key, pattern) for pattern in FREE)
     ]
+
+
+def as_json(changed: Sequence[Change]) -> dict[str, list[Any]]:
+    """Key of the recipe -> [old value, new value]."""
+    return {one.key: [one.old, one.new] for one in changed}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, YamlProblems, read
 from launcher.recipe.problems import Locate
+from megatron_rl.contract.files import read_bytes
 
 
 def read_text(path: Path) -> str:
-    """Raises BadInput where the file cannot be read or is not UTF-8."""
+    """The text of a regular file. Raises BadInput where it cannot be read or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8")
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -113,9 +113,9 @@ def read_resolved(path: Path) -> RunConfig:
     """The configuration that a run directory recorded.
 
     Raises:
-        BadInput: it was damaged, or written by a version of mrl with other keys.
+        BadInput: it cannot be read, was damaged, or written by a version of mrl with other keys.
     """
-    document = parse(str(path), path.read_text(encoding="utf-8"), _SECTIONS)
+    document = parse(str(path), read_text(path), _SECTIONS)
     try:
         return RunConfig.model_validate(document.value)
     except ValidationError as error:

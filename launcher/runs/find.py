@@ -6,69 +6,71 @@ A run is its directory, nothing else: the index only helps to find it, and may b
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.host.record.submissions import index_file
-from launcher.host.slurm.client import SlurmRefused
-from launcher.host.slurm.client import show_job
+from launcher.host.slurm.ask import show_job
+from launcher.host.slurm.call import SlurmRefused
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
+from megatron_rl.contract.records import Unreadable, read_lines
+from megatron_rl.contract.run_records import Submission
 
 NEAR = 5  # names to offer where one was not found
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One submission."""
-
-    run_dir: str
-    """Absolute."""
-    cluster: str
-    job_id: str | None
-    """Slurm's; None for a local run."""
-    at: float
-    """Unix seconds."""
-
-    @property
-    def name(self) -> str:
-        return Path(self.run_dir).name
+def submissions() -> list[Submission]:
+    """Every submission whose run directory is still there, oldest first. Raises BadInput where the index cannot be
+    read; lines of it that cannot are left out."""
+    lines = read_lines(Submission, index_file())
+    if isinstance(lines, Unreadable):
+        raise BadInput(f"{lines}; name a run by its directory, or remove that file: it only lists runs")
+    return [one for one in lines.records if _is_run(one.run_dir)]
 
 
-def submissions() -> list[Entry]:
-    """Every submission whose run directory is still there, oldest first."""
-    return [entry for entry in (Entry(**line) for line in read_json_lines(index_file())) if _is_run(entry.run_dir)]
-
-
-def runs(entries: Sequence[Entry]) -> list[Entry]:
-    """The last submission of each run, newest first."""
-    newest: dict[str, Entry] = {}
+def newest_first(entries: Sequence[Submission]) -> list[Submission]:
+    """The last submission of each run, the newest run first."""
+    newest: dict[str, Submission] = {}
     for entry in reversed(entries):
         newest.setdefault(entry.run_dir, entry)
     return list(newest.values())
 
 
-def find(asked: str | None) -> RunDir:
+def find(name: str | None) -> RunDir:
     """The run that is meant by a name, the beginning of one, a path, a job id, or by nothing: the newest.
 
     Raises:
         BadInput: there is none, or more than one.
     """
-    if asked is not None and _is_run(asked):
-        return RunDir(asked)
+    if name is not None and not name.strip():
+        raise BadInput("RUN is empty; give a name, a directory or a job id (`mrl ls` lists the runs)")
+    if name is not None and _is_run(name):
+        return RunDir(name)
     entries = submissions()
-    if asked is None:
+    if name is None:
         if not entries:
             raise BadInput("no run has been submitted by this account yet; name one by its directory")
-        return RunDir(runs(entries)[0].run_dir)
-    if asked.isdigit():
-        return _of_job(asked, entries)
-    return RunDir(_named(asked, [entry.run_dir for entry in runs(entries)]))
+        return RunDir(newest_first(entries)[0].run_dir)
+    if name.isdigit():
+        return _of_job(name, entries)
+    return RunDir(_named(name, [entry.run_dir for entry in newest_first(entries)]))
 
 
-def _of_job(job_id: str, entries: Sequence[Entry]) -> RunDir:
+def pasteable_command(words: str, run: str, more: str = "") -> str:
+    """`mrl cancel --drain 'my run'`: whatever the run is called, a shell and mrl take it for that one word.
+
+    Args:
+        words: subcommand and options.
+        run: name or path.
+        more: what follows the run, as it is.
+    """
+    dashes = "--" if run.startswith("-") else ""
+    return " ".join(filter(None, ("mrl", words, dashes, shlex.quote(run), more)))
+
+
+def _of_job(job_id: str, entries: Sequence[Submission]) -> RunDir:
     for entry in reversed(entries):
         if entry.job_id == job_id:
             return RunDir(entry.run_dir)
@@ -76,25 +78,31 @@ def _of_job(job_id: str, entries: Sequence[Entry]) -> RunDir:
         log = Path(show_job(job_id).get("StdOut", ""))
     except SlurmRefused:
         log = Path()
-    if _is_run(str(log.with_suffix("")) if log.name.endswith(".log") else ""):
+    if log.name.endswith(".log") and _is_run(str(log.with_suffix(""))):
         return RunDir(log.with_suffix(""))
     raise BadInput(f"no run with job {job_id} is known; `mrl ls` lists the runs, a path names any")
 
 
-def _named(asked: str, paths: Sequence[str]) -> str:
-    exact = [path for path in paths if Path(path).name == asked]
-    found = exact or [path for path in paths if Path(path).name.startswith(asked)]
+def _named(name: str, paths: Sequence[str]) -> str:
+    exact = [path for path in paths if Path(path).name == name]
+    found = exact or [path for path in paths if Path(path).name.startswith(name)]
     if len(found) == 1:
         return found[0]
     if found:
         shown = "".join(f"\n  {path}" for path in found[:NEAR])
         more = f"\n  and {len(found) - NEAR} more" if len(found) > NEAR else ""
-        raise BadInput(f"{asked!r} means {len(found)} runs; give the whole name or the path:{shown}{more}")
+        raise BadInput(f"{name!r} means {len(found)} runs; give the whole name or the path:{shown}{more}")
     names = [Path(path).name for path in paths]
-    close = difflib.get_close_matches(asked, names, n=NEAR)
+    close = difflib.get_close_matches(name, names, n=NEAR)
     hint = f"did you mean {', '.join(close)}?" if close else "`mrl ls` lists them"
-    raise BadInput(f"no run is called {asked!r}; {hint}")
+    raise BadInput(f"no run is called {name!r}; {hint}")
 
 
 def _is_run(path: str) -> bool:
-    return bool(path) and RunDir(path).resolved.is_file()
+    """Whether a directory is a run's, or may be one that we are not allowed to look into."""
+    try:
+        return bool(path) and RunDir(path).resolved.is_file()
+    except OSError:
+        return True
+    except ValueError:  # a name that no file can have
+        return False

@@ -1,4 +1,4 @@
-"""How a run stands: its own record and Slurm's word for its job, brought together."""
+"""The state of a run: its own record and Slurm's word for its job, brought together."""
 
 from __future__ import annotations
 
@@ -9,36 +9,54 @@ from typing import Any, Literal
 
 import yaml
 
+from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.backends.slurm.reasons import wait_of
-from launcher.backends.slurm.jobs import JobState
-from launcher.backends.slurm.jobs import read_recorded
-from launcher.host.judge.causes import CLOCK
+from launcher.errors import BadInput
+from launcher.host.judge.policy import STARTS_AGAIN, SUCCESSOR
+from launcher.host.judge.sentence import describe_end
+from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
-from launcher.host.judge.policy import STARTS_AGAIN
-from launcher.host.judge.policy import STOPPED
-from launcher.host.judge.policy import SUCCESSOR
-from launcher.host.judge.verdict import DRAINED
-from launcher.host.judge.verdict import LOST
-from launcher.host.judge.verdict import in_words as exit_in_words
-from launcher.host.judge.sentence import in_words
+from launcher.host.slurm.words import CLOCK_S
+from launcher.recipe.documents import read_text
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, Requeued
+from megatron_rl.contract.codes import DRAINED, LOST, STOPPED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
+from megatron_rl.contract.records import ABSENT, Absent, Unreadable, if_readable, read, read_lines
+from megatron_rl.contract.run_records import Owner
 
 State = Literal[
-    "new", "queued", "requeued", "running", "saving", "finished", "stopped", "failed", "cancelled", "lost", "unknown"
+    "new",
+    "queued",
+    "requeued",
+    "running",
+    "saving",
+    "finished",
+    "stopped",
+    "failed",
+    "cancelled",
+    "lost",
+    "unknown",
+    "unreadable",
 ]
 """new: prepared and never started. queued, requeued: waits in the queue, for the first time or again. saving: asked to
 stop. stopped: saved and left. failed: crashed or wrongly configured. lost: ended without a record. unknown: Slurm
-cannot be asked."""
+cannot be asked. unreadable: what the run itself has on record cannot be read."""
 
-ALIVE = ("queued", "requeued", "running", "saving", "unknown")
+UNSURE = ("unknown", "unreadable")
+"""States in which the run may be going on, for all we know."""
+
+ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
+
+LedgerLine = AttemptStart | AttemptEnd
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStatus:
+    """How a run is."""
+
     run: RunDir
     cluster: str
+    """Name of its profile; empty where its files do not say."""
     state: State
     reason: str
     """Why, in plain words; empty where the state says it all."""
@@ -47,9 +65,9 @@ class Standing:
     job: JobState | None
     """None for a local run."""
     attempt: int
-    """Of the newest one; 0 before the first."""
+    """Number of the newest one; 0 before the first."""
     steps: int
-    """That the run is to make."""
+    """That the run is to make; 0 where its recipe cannot be read."""
 
     @property
     def name(self) -> str:
@@ -60,132 +78,184 @@ class Standing:
         return self.state in ALIVE
 
 
-def job_id_of(run: RunDir) -> str | None:
-    """The Slurm job that owns the run, or was the last to; None for a local run."""
-    record = read_json(run.job)
-    return str(record["job_id"]) if record else None
+def read_statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
+    """The status of each of these runs; Slurm is asked once for all of them."""
+    owners = [read(Owner, run.job) for run in runs]
+    jobs = iter(read_owners([owner for owner in owners if isinstance(owner, Owner)]))
+    return [_status(run, owner, jobs) for run, owner in zip(runs, owners, strict=True)]
 
 
-def look(run: RunDir, job: JobState | None) -> Standing:
-    """
+def _status(run: RunDir, owner: Owner | Absent | Unreadable, jobs: Any) -> RunStatus:
+    if isinstance(owner, Unreadable):
+        return RunStatus(run, "", "unreadable", str(owner), "", None, 0, 0)
+    return read_status(run, None if owner is ABSENT else next(jobs))
+
+
+def read_status(run: RunDir, job: JobState | None) -> RunStatus:
+    """The status of a run whose job has been asked about.
+
     Args:
         job: what Slurm says of the job in RunDir.job; None for a run without one.
     """
-    recipe = resolved_values(run)
-    ledger = read_json_lines(run.attempts_ledger)
-    state, reason, waits_for = _judge(run, job, ledger[-1] if ledger else None)
-    return Standing(
+    problem, values, attempt = "", {}, 0
+    try:
+        values = resolved_values(run)
+    except BadInput as error:
+        problem = "\n".join(error.problems)
+    try:
+        attempt = run.last_attempt()
+        state, reason, waits_for = _state(run, job)
+    except OSError as error:
+        state, reason, waits_for = "unreadable", f"{error.filename or run.root}: {error.strerror or error}", ""
+    training = values.get("training")
+    steps = training.get("steps") if isinstance(training, dict) else 0
+    return RunStatus(
         run=run,
-        cluster=str(recipe.get("cluster") or "local"),
+        cluster="" if problem else str(values.get("cluster") or "local"),
         state=state,
-        reason=reason,
+        reason=reason or problem,
         waits_for=waits_for,
         job=job,
-        attempt=run.last_attempt(),
-        steps=int(recipe["training"]["steps"]),
+        attempt=attempt,
+        steps=steps if isinstance(steps, int) else 0,
     )
 
 
+def job_id_of(run: RunDir) -> str | None:
+    """The Slurm job that owns the run, or was the last to; None for a local run. Raises BadInput where job.json cannot
+    be read."""
+    owner = read(Owner, run.job)
+    if isinstance(owner, Unreadable):
+        raise BadInput(str(owner))
+    return None if owner is ABSENT else owner.job_id
+
+
 def resolved_values(run: RunDir) -> dict[str, Any]:
-    """resolved.yaml without the checks, which its writer has made and which are slow for a list of runs."""
+    """resolved.yaml without the checks, which its writer has made and which are slow for a list of runs. Raises
+    BadInput where it is no mapping."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return dict(yaml.load(run.resolved.read_text(encoding="utf-8"), loader))
+    try:
+        values = yaml.load(read_text(run.resolved), loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadInput(f"{run.resolved}: is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{run.resolved}: is damaged: it holds no mapping")
+    return values
 
 
-def _judge(run: RunDir, job: JobState | None, last: dict[str, Any] | None) -> tuple[State, str, str]:
-    """(state, reason, what it waits for)"""
-    if run.done.exists():
-        return "finished", "", ""
-    if job is None:
-        if owner_of(run.lock) is not None:
-            return _running(run)
-        return _ended(run, last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
-    if has_left(job, last):
-        return _ended(run, last, "failed", "its script was killed")
-    if job.kind == "unknown":
-        return "unknown", f"Slurm cannot be asked about job {job.job_id}: {job.reason}", ""
-    if job.kind == "pending":
-        wait = wait_of(job)
-        again = last is not None and last["event"] == "end" and last.get("then") == SUCCESSOR
-        state: State = "requeued" if job.restarts or again else "queued"
-        if wait.stuck:
-            return state, f"it will not start: {wait.what}", ""
-        return state, in_words(last, time.time()) if last and last["event"] == "end" else "", wait.what
-    if job.kind == "running":
-        if job.word == "CONFIGURING":
-            return "running", "", "its nodes to boot"
-        if _is_going_back(job, last):
-            return "requeued", in_words(last or {}, time.time()), "its earlier attempt to be cleaned up"
-        begun = last is not None and last["event"] == "start" and last.get("job_id") == job.job_id
-        # Else the newest attempt is an earlier one's, and so is its request to leave.
-        return _running(run) if begun else ("running", "", "its attempt to begin")
-    if last and last.get("job_id") != job.job_id:
-        last = None  # of an earlier job: this one left no record
-    if job.word == "CANCELLED" and (last is None or last["event"] == "start"):
-        return "cancelled", _end_in_words(job), ""
-    return _ended(run, last, "lost" if job.kind == "gone" else "failed", _end_in_words(job))
+def last_line(run: RunDir) -> LedgerLine | None:
+    """The newest line of the ledger; None where there is none or it cannot be read, so that nothing says what became of
+    the newest attempt."""
+    found = read_lines(LEDGER, run.attempts_ledger)
+    return None if isinstance(found, Unreadable) or not found.records else found.records[-1]
 
 
-def has_left(job: JobState, last: dict[str, Any] | None) -> bool:
+def has_left(job: JobState, last: LedgerLine | None) -> bool:
     """Whether the run has ended within a job that goes on, or may do so for all we know: an allocation that somebody
     works in, or a job that is about to end. One whose ledger says that it starts again is about to do that instead.
 
     Args:
         last: the newest line of the run's ledger.
     """
-    if last is None or job.kind not in ("running", "unknown") or not _ended_in(job, last):
+    if job.kind not in ("running", "unknown"):
         return False
-    return not (job.batch and last.get("then") in STARTS_AGAIN)
+    return isinstance(last, AttemptEnd) and _ended_in(job, last) and not (job.batch and last.then in STARTS_AGAIN)
 
 
-def _is_going_back(job: JobState, last: dict[str, Any] | None) -> bool:
-    """Whether a job that Slurm calls running has ended its attempt, and is about to wait in the queue again."""
-    return last is not None and _ended_in(job, last) and job.batch and last.get("then") in STARTS_AGAIN
+def _state(run: RunDir, job: JobState | None) -> tuple[State, str, str]:
+    """(state, reason, what it waits for). Raises OSError."""
+    ledger = read_lines(LEDGER, run.attempts_ledger)
+    if run.done.exists():
+        return "finished", "", ""
+    if isinstance(ledger, Unreadable):
+        return "unreadable", str(ledger), ""
+    last = ledger.records[-1] if ledger.records else None
+    if job is None:
+        return _of_local_run(run, last)
+    if has_left(job, last):
+        return _ended(run, last, "failed", "its script was killed")
+    if job.kind == "unknown":
+        return "unknown", f"Slurm cannot be asked about job {job.job_id}: {job.reason}", ""
+    if job.kind == "pending":
+        return _pending(job, last)
+    if job.kind == "running":
+        return _of_running_job(run, job, last)
+    if last and last.job_id != job.job_id:
+        last = None  # of an earlier job: this one left no record
+    if job.word == "CANCELLED" and not isinstance(last, AttemptEnd):
+        return "cancelled", _end_of_job(job), ""
+    return _ended(run, last, "lost" if job.kind == "gone" else "failed", _end_of_job(job))
 
 
-def _ended_in(job: JobState, last: dict[str, Any]) -> bool:
+def _of_local_run(run: RunDir, last: LedgerLine | None) -> tuple[State, str, str]:
+    try:
+        held = owner_of(run.lock) is not None
+    except OSError as error:  # no locks there, or a run of somebody else
+        if isinstance(last, AttemptStart):
+            return "unreadable", f"whether its supervisor runs cannot be told: {run.lock}: {error.strerror}", ""
+        held = False
+    if held:
+        return _running(run)
+    return _ended(run, last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
+
+
+def _pending(job: JobState, last: LedgerLine | None) -> tuple[State, str, str]:
+    wait = wait_of(job)
+    end = last if isinstance(last, AttemptEnd) else None
+    state: State = "requeued" if job.restarts or (end and end.then == SUCCESSOR) else "queued"
+    if wait.stuck:
+        return state, f"it will not start: {wait.what}", ""
+    return state, _sentence(end) if end else "", wait.what
+
+
+def _of_running_job(run: RunDir, job: JobState, last: LedgerLine | None) -> tuple[State, str, str]:
+    if job.word == "CONFIGURING":
+        return "running", "", "its nodes to boot"
+    if isinstance(last, AttemptEnd) and _ended_in(job, last) and job.batch and last.then in STARTS_AGAIN:
+        return "requeued", _sentence(last), "its earlier attempt to be cleaned up"  # on its way back into the queue
+    begun = isinstance(last, AttemptStart) and last.job_id == job.job_id
+    # Else the newest attempt is an earlier one's, and so is its request to leave.
+    return _running(run) if begun else ("running", "", "its attempt to begin")
+
+
+def _ended_in(job: JobState, last: AttemptEnd) -> bool:
     """Whether the ledger's newest line is the end of an attempt of this very start of the job."""
-    if last["event"] != "end" or last.get("job_id") != job.job_id:
-        return False
-    return job.started_at is None or last["at"] >= job.started_at - CLOCK
+    return last.job_id == job.job_id and (job.started_at is None or last.at >= job.started_at - CLOCK_S)
 
 
 def _running(run: RunDir) -> tuple[State, str, str]:
-    request = read_json(run.attempt(run.last_attempt()).drain)
-    if request is None:
+    drain = read(Drain, run.attempt(run.last_attempt()).drain)
+    if drain is ABSENT:
         return "running", "", ""
-    return "saving", str(request["cause"]), "the ranks to save and leave"
+    return "saving", "" if isinstance(drain, Unreadable) else drain.cause, "the ranks to save and leave"
 
 
-def _ended(run: RunDir, last: dict[str, Any] | None, state: State, reason: str) -> tuple[State, str, str]:
+def _ended(run: RunDir, last: LedgerLine | None, state: State, reason: str) -> tuple[State, str, str]:
     """By the ledger's last line; by `state` and `reason`, which is how its job ended, where that has no end."""
-    if last is None or last["event"] == "start":
+    if not isinstance(last, AttemptEnd):
         return state, reason, ""
-    back = last.get("then") in STARTS_AGAIN  # and yet the job has ended
-    said = in_words({**last, "then": None, "why": None} if back else last, time.time())
+    back = last.then in STARTS_AGAIN  # and yet the job has ended
+    said = _sentence(last._replace(then=None, why="") if back else last)
     if back:
-        done = read_json(run.attempt(last["attempt"]).requeued)
-        said += f"; it did not come back: {(done and done['problem']) or reason}"
-    outcome = last["outcome"]
-    if outcome in (STOPPED, DRAINED):
+        done = if_readable(read(Requeued, run.attempt(last.attempt).requeued))
+        said += f"; it did not come back: {(done and done.problem) or reason}"
+    if last.outcome in (STOPPED, DRAINED):
         return "stopped", said, ""
-    return "lost" if outcome == LOST else "failed", said, ""
+    return "lost" if last.outcome == LOST else "failed", said, ""
 
 
-def _end_in_words(job: JobState) -> str:
+def _sentence(end: AttemptEnd) -> str:
+    return describe_end(end, time.time())
+
+
+def _end_of_job(job: JobState) -> str:
+    """How a job ended, in a sentence."""
     if job.kind == "gone":
         return f"job {job.job_id} is gone, and Slurm does not remember how it ended"
     if job.word == "CANCELLED":
         return f"job {job.job_id} was cancelled"
     if job.exit_code is not None and job.exit_code < 0:
-        return f"the script of job {job.job_id} {exit_in_words(job.exit_code)}, and Slurm starts no such job again"
+        return f"the script of job {job.job_id} {describe_exit(job.exit_code)}, and Slurm starts no such job again"
     code = f" with exit code {job.exit_code}" if job.exit_code else ""
     why = f" ({job.reason})" if job.reason else ""
     return f"job {job.job_id} ended as {job.word}{code}{why}; see the batch log"
-
-
-def look_all(all_runs: Sequence[RunDir]) -> list[Standing]:
-    """How each of these runs stands; Slurm is asked once for all of them."""
-    records = [read_json(run.job) for run in all_runs]
-    jobs = iter(read_recorded([record for record in records if record]))
-    return [look(run, next(jobs) if record else None) for run, record in zip(all_runs, records, strict=True)]

@@ -45,7 +45,7 @@ class Trajectory:
             tokens=prompt_tokens + completion.tokens,
             loss_mask=[False] * prompt + [True] * answer,
             logprobs=[0.0] * prompt + completion.logprobs,
-            versions=[-1] * prompt + [completion.policy_version] * answer,
+            versions=[-1] * prompt + completion.versions,
             turns=[range(prompt, prompt + answer)],
             text=text,
             reward=reward,

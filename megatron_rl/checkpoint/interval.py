@@ -1,4 +1,4 @@
-"""Pure: how long to wait between two saves, from what one costs and how often runs fail.
+"""Pure: how long to wait between two saves, from what one costs and how often the run fails.
 
 Young (1974), "A first order approximation to the optimum checkpoint interval", and Daly (2006), "A higher order
 estimate of the optimum checkpoint interval for restart dumps", equation 37.
@@ -7,9 +7,11 @@ estimate of the optimum checkpoint interval for restart dumps", equation 37.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
+from megatron_rl.contract.codes import FINISHED
 
 PRIOR_S = 24 * 3600.0
 """Where nothing is known: one failure a day. It weighs as much as one failure seen (a Gamma prior of shape 1)."""
@@ -26,7 +28,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class FailureHistory:
     """What became of the attempts of a run."""
 
     failures: int
@@ -39,21 +41,21 @@ class History:
         return (PRIOR_S + self.running_s) / (1 + self.failures)
 
 
-def history(ledger: Iterable[Mapping[str, Any]], now: float) -> History:
+def failure_history(ledger: Iterable[AttemptStart | AttemptEnd], now: float) -> FailureHistory:
     """
     Args:
-        ledger: the lines of attempts.jsonl.
+        ledger: lines of attempts.jsonl.
         now: unix seconds; an attempt that has not ended runs until then.
     """
     began: dict[int, float] = {}
     failures, running_s = 0, 0.0
     for line in ledger:
-        if line["event"] == "start":
-            began[line["attempt"]] = line["at"]
-        elif line["event"] == "end" and line["attempt"] in began:
-            running_s += max(0.0, line["at"] - began.pop(line["attempt"]))
-            failures += line["outcome"] != "finished"
-    return History(failures, running_s + sum(max(0.0, now - at) for at in began.values()))
+        if isinstance(line, AttemptStart):
+            began[line.attempt] = line.at
+        elif line.attempt in began:
+            running_s += max(0.0, line.at - began.pop(line.attempt))
+            failures += line.outcome != FINISHED
+    return FailureHistory(failures, running_s + sum(max(0.0, now - at) for at in began.values()))
 
 
 def best_interval_s(cost: Cost, mean_time_between_failures_s: float) -> float:

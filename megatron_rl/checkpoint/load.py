@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,26 +14,73 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.publish import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Unreadable, read_lines
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_S = 30.0
+"""For a ledger or metrics that cannot be read: a stale mount."""
+SAVED_METRIC = "time/save_s"
+"""In the line of the step after a checkpoint was published."""
+
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedCheckpoint:
     """A checkpoint whose every byte was found to be what was written. Made by `verify` only."""
 
     folder: Path
     manifest: Manifest
 
 
-def restore_newest(run_dir: RunDir, restore: Callable[[Verified], None]) -> Verified | None:
-    """Restore the run from its newest good checkpoint. Collective over all ranks.
+def published_steps(run_dir: RunDir, control: dist.ProcessGroup) -> list[int]:
+    """Steps that have a published checkpoint, newest first, as rank 0 sees them. Collective over all ranks.
+
+    Raises CheckpointError where there is none though the record of the run knows of one.
+    """
+    found: list[list[int] | str | None] = [None]
+    if dist.get_rank() == 0:
+        steps = run_dir.checkpoint_steps()
+        evidence = None if steps else evidence_of_a_checkpoint(run_dir)
+        found = [steps if evidence is None else evidence]
+    dist.broadcast_object_list(found, src=0, group=control)  # the ranks' caches of a network file system may differ
+    if not isinstance(found[0], list):
+        record = ", ".join(path.name for path in (run_dir.attempts_ledger, run_dir.metrics, run_dir.evaluations))
+        raise CheckpointError(
+            f"{run_dir.checkpoints} holds no checkpoint, and {found[0]}: this run does not begin again by itself. "
+            "Bring the folder back (is its file system mounted?), or start another run; to begin this one anew, and "
+            f"lose its record, delete {record}"
+        )
+    return found[0]
+
+
+def evidence_of_a_checkpoint(run_dir: RunDir) -> str | None:
+    """What the ledger or the metrics say of a checkpoint that was published; None where they know of none."""
+    ledger = read_lines(LEDGER, run_dir.attempts_ledger, PATIENCE_S)
+    metrics = read_lines(MetricsLine, run_dir.metrics, PATIENCE_S)
+    for lines in (ledger, metrics):
+        if isinstance(lines, Unreadable):
+            return str(lines)
+    assert not isinstance(ledger, Unreadable)
+    assert not isinstance(metrics, Unreadable)
+    saved = max((line.checkpoint for line in ledger.records if isinstance(line, AttemptEnd)), default=0)
+    if saved:
+        return f"{run_dir.attempts_ledger.name} knows of one of step {saved}"
+    published = [line.step for line in metrics.records if SAVED_METRIC in line.values]
+    return f"{run_dir.metrics.name} knows of one published before step {published[-1]}" if published else None
+
+
+def restore_newest(
+    run_dir: RunDir, steps: Sequence[int], restore: Callable[[VerifiedCheckpoint], None], control: dist.ProcessGroup
+) -> VerifiedCheckpoint | None:
+    """Restore the run from the newest good one of its checkpoints. Collective over all ranks.
 
     One that is damaged, on whichever rank this shows, is passed over by all, and rank 0 says so. It stays on the disk
     until a new checkpoint is published: what could not be read here may be readable on another node.
 
     Args:
+        steps: of the checkpoints, newest first; the same on every rank.
         restore: loads it, with `read`; not called for one that is damaged.
 
     Returns:
@@ -43,12 +90,10 @@ def restore_newest(run_dir: RunDir, restore: Callable[[Verified], None]) -> Veri
         CheckpointError: there are some and none of them is good: to begin again from nothing is not for us to
             decide. Or one is good and does not fit this model, as all others will not.
     """
-    found: list[list[int]] = [run_dir.checkpoint_steps() if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(found, src=0)  # the ranks' caches of a network file system may differ
     passed_over = []
-    for step in found[0]:
+    for step in steps:
         try:
-            checkpoint = verify(run_dir.checkpoint(step))
+            checkpoint = verify(run_dir.checkpoint(step), control)
             restore(checkpoint)
         except Damaged as error:
             passed_over.append(f"step {step}: {error}")
@@ -64,12 +109,14 @@ def restore_newest(run_dir: RunDir, restore: Callable[[Verified], None]) -> Veri
     return None
 
 
-def load(folder: Path, sharded_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def load(
+    folder: Path, sharded_state: dict[str, Any], control: dist.ProcessGroup
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """`verify` and `read` in one."""
-    return read(verify(folder), sharded_state)
+    return read(verify(folder, control), sharded_state)
 
 
-def verify(folder: Path) -> Verified:
+def verify(folder: Path, control: dist.ProcessGroup) -> VerifiedCheckpoint:
     """Read and hash all files of a checkpoint, each rank its share of them. Collective over all ranks.
 
     So every byte is read twice, here and by `read`. Hashing while loading would save that only if each rank read whole
@@ -79,16 +126,17 @@ def verify(folder: Path) -> Verified:
         Damaged: a file is missing, cut short, unreadable or not what was written; the same on every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    manifest = _agree_on_manifest(folder)
+    manifest = _agree_on_manifest(folder, control)
     share = sorted(manifest.files)[rank::world_size]
     problems: list[str | None] = [None] * world_size
-    dist.all_gather_object(problems, find_corruption(folder, {name: manifest.files[name] for name in share}))
+    mine = find_corruption(folder, {name: manifest.files[name] for name in share})
+    dist.all_gather_object(problems, mine, group=control)
     if found := sorted(set(filter(None, problems))):
         raise Damaged("; ".join(found))
-    return Verified(folder, manifest)
+    return VerifiedCheckpoint(folder, manifest)
 
 
-def read(checkpoint: Verified, sharded_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(checkpoint: VerifiedCheckpoint, sharded_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """State and meta of the checkpoint. Collective over all ranks.
 
     sharded_state: megatron-core's sharded state dict of the model (and optimizer) as it is now; says which part of
@@ -112,15 +160,15 @@ def read(checkpoint: Verified, sharded_state: dict[str, Any]) -> tuple[dict[str,
     return state, checkpoint.manifest.meta
 
 
-def _agree_on_manifest(folder: Path) -> Manifest:
+def _agree_on_manifest(folder: Path, control: dist.ProcessGroup) -> Manifest:
     """The manifest as rank 0 reads it."""
-    said: list[Manifest | str | None] = [None]
+    found: list[Manifest | str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            said = [read_manifest(folder)]
+            found = [read_manifest(folder)]
         except Damaged as error:
-            said = [str(error)]
-    dist.broadcast_object_list(said, src=0)
-    if not isinstance(said[0], Manifest):
-        raise Damaged(str(said[0]))
-    return said[0]
+            found = [str(error)]
+    dist.broadcast_object_list(found, src=0, group=control)
+    if not isinstance(found[0], Manifest):
+        raise Damaged(str(found[0]))
+    return found[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -24,7 +25,8 @@ from typing import Any
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import write_json
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
@@ -64,6 +66,11 @@ class Manifest:
     """Every file but the manifest itself, by name."""
 
     @property
+    def digest(self) -> str:
+        """Of the content alone: another save of the same state has another one only where a file differs."""
+        return _digest({name: record.sha256 for name, record in self.files.items()})
+
+    @property
     def bytes(self) -> int:
         return sum(record.bytes for record in self.files.values())
 
@@ -97,7 +104,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     raw = dataclasses.asdict(manifest)
-    write_json(folder / MANIFEST, {**raw, "sha256": _digest(raw)})
+    text = json.dumps({**raw, "sha256": _digest(raw)}, indent=1, sort_keys=True)
+    write_atomic(folder / MANIFEST, text + "\n")
 
 
 def _digest(raw: dict[str, Any]) -> str:
@@ -167,7 +175,8 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfi
     """Turn the complete `folder` into the checkpoint of `manifest.step`, move `latest`, drop what is superseded.
 
     Raises OSError with the previous checkpoint and `latest` as they were. The rename is the moment of truth: a
-    crash before it leaves debris, a crash after it a checkpoint.
+    crash before it leaves debris, a crash after it a checkpoint; and a file system that fails after it does not make
+    the save a failed one, it only leaves older ones where they are.
     """
     target = run_dir.checkpoint(manifest.step)
     replaced = target.with_suffix(".old")
@@ -176,13 +185,23 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfi
     write_atomic(folder / run_dir.latest_checkpoint.name, target.name + "\n")
     write_manifest(folder, manifest)
     _sync_folder(folder)
-    if target.exists():
+    replaces = target.exists()
+    if replaces:
         target.rename(replaced)
-    folder.rename(target)
-    (target / run_dir.latest_checkpoint.name).replace(run_dir.latest_checkpoint)
-    _sync_folder(run_dir.checkpoints)
-    shutil.rmtree(replaced, ignore_errors=True)
-    _prune(run_dir, manifest, config)
+    try:
+        folder.rename(target)
+    except OSError:
+        if replaces:
+            with suppress(OSError):  # else the next start does it
+                replaced.rename(target)
+        raise
+    try:
+        (target / run_dir.latest_checkpoint.name).replace(run_dir.latest_checkpoint)
+        _sync_folder(run_dir.checkpoints)
+        shutil.rmtree(replaced, ignore_errors=True)
+        _prune(run_dir, manifest, config)
+    except OSError as error:
+        logger.warning("the checkpoint of step %d is published, but what it supersedes stays: %s", manifest.step, error)
 
 
 def discard(folder: Path) -> None:
@@ -210,18 +229,23 @@ def clean_up(run_dir: RunDir) -> None:
 
 
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
-    """Keep the newest `keep` good checkpoints of the line of training that ends with `newest`, and those that stay
-    for good. Others that are newer than its parent were passed over when the run resumed: this one has replaced
-    their line, and they must not be found by the next start."""
+    """Delete what `newest`, which has just been published, supersedes: of its line of training all before the newest
+    `keep` good ones, but for those that stay for good; and whatever is newer than its parent. Those were passed over
+    when the run resumed: this one has replaced their line, and they must not be found by the next start.
+
+    A look at a file may be wrong for a moment on a network file system. So no look decides that one is deleted, only
+    that it does not count among those kept; and the one just published is not looked at.
+    """
     before = newest.step if newest.parent is None else newest.parent
-    kept = 0
+    kept = 1
     for step in run_dir.checkpoint_steps():
+        if step == newest.step:
+            continue
         folder = run_dir.checkpoint(step)
-        ours = step == newest.step or step <= before
-        if ours and (kept < config.keep or config.stays(step)) and find_defect(folder) is None:
-            kept += 1
-        else:
+        if step > before or (kept >= config.keep and not config.stays(step)):
             discard(folder)
+        elif find_defect(folder) is None:
+            kept += 1
 
 
 def _sync_folder(folder: Path) -> None:

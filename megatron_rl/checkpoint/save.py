@@ -1,7 +1,7 @@
 """Saving behind the training loop, and going on from what was saved.
 
-    checkpointer = Checkpointer(run_dir, config.save)          # every rank
-    checkpointer.restore(run.restore)                          # from the newest good one, if there is any
+    checkpointer = Checkpointer(run_dir, config.save, control) # every rank
+    checkpointer.restore(load)                                 # from the newest good one, if there is any
     checkpointer.save(step, sharded_state, {"cursor": ...})    # blocks for the copy to the host
     for outcome in checkpointer.poll(): ...                    # Published or SaveFailed, once per save
     checkpointer.wait(final=True)                              # before the ranks leave
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.interval import Cost
-from megatron_rl.checkpoint.load import Verified, restore_newest
+from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
 from megatron_rl.checkpoint.publish import CheckpointError, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.checkpoint.writer import Outcome, Published, SaveFailed, SaveUnderWay, Writer
@@ -36,14 +36,17 @@ class Checkpointer:
     """Saves one run. Every rank makes one, after init_process_group; making it is collective and clears away what
     a crash left in the checkpoints folder."""
 
-    def __init__(self, run_dir: RunDir, config: SaveConfig) -> None:
+    def __init__(self, run_dir: RunDir, config: SaveConfig, control: dist.ProcessGroup) -> None:
+        """control: all ranks, over gloo. Raises CheckpointError where checkpoints are gone that the record knows of."""
         self.run_dir = run_dir
         self.config = config
+        self.control = control
         rank = dist.get_rank()
         if rank == 0:
             clean_up(run_dir)
+        self._found = published_steps(run_dir, control)
         session = [secrets.token_hex(4)]
-        dist.broadcast_object_list(session, src=0)
+        dist.broadcast_object_list(session, src=0, group=control)
         self._session = session[0]
         self._saves = 0  # calls of `save`; every rank counts the same
         self._copies = HostCopies()
@@ -60,18 +63,21 @@ class Checkpointer:
         """Step of the newest one in this line of training, also if it is the one restored from; 0: none. Ranks may
         learn it at different times."""
 
-    def restore(self, restore: Callable[[Verified], None]) -> int | None:
-        """Go on from the newest good checkpoint: see `restore_newest`. Collective, before the first `save`.
+    @property
+    def resumes(self) -> bool:
+        """Whether the run has a checkpoint, so that `restore` goes on from one or raises; before the first `save`."""
+        return bool(self._found)
 
-        Returns its step; None where the run has none yet.
-        """
-        checkpoint = restore_newest(self.run_dir, restore)
+    def restore(self, restore: Callable[[VerifiedCheckpoint], None]) -> VerifiedCheckpoint | None:
+        """Go on from the newest good checkpoint, None where the run has none yet: see `restore_newest`. Collective,
+        before the first `save`."""
+        checkpoint = restore_newest(self.run_dir, self._found, restore, self.control)
         if checkpoint is None:
             return None
         manifest = checkpoint.manifest
         self._writer.parent = self.newest = manifest.step
         self._blocked_s, self._total_s = manifest.blocked_s, manifest.total_s
-        return manifest.step
+        return checkpoint
 
     def save(self, step: int, sharded_state: dict[str, Any], meta: dict[str, Any]) -> None:
         """Save the state after `step`. Every rank calls it between the same two steps.

@@ -1,4 +1,4 @@
-"""After which steps the run is saved."""
+"""The schedule of checkpoints: after which steps a run is saved."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.interval import best_interval_s, history
+from megatron_rl.checkpoint.interval import best_interval_s, failure_history
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.run_dir import read_json_lines
+from megatron_rl.contract.attempt_records import LEDGER
+from megatron_rl.contract.records import Unreadable, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class SaveSchedule:
         if step < self._next_look:
             return False
         decision = [self._decide(step) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(decision, src=0)
+        dist.broadcast_object_list(decision, src=0, group=self._checkpointer.control)
         assert decision[0] is not None
         due, self._next_look = decision[0]
         return due
@@ -71,7 +72,9 @@ class SaveSchedule:
         cost = self._checkpointer.cost
         if cost is None:  # nothing can be said before the first save, and there is nothing yet to go back to
             return True, step + 1
-        failing = history(read_json_lines(self._checkpointer.run_dir.attempts_ledger), time.time())
+        ledger = read_lines(LEDGER, self._checkpointer.run_dir.attempts_ledger)
+        # One that cannot be read costs a better interval, no more.
+        failing = failure_history([] if isinstance(ledger, Unreadable) else ledger.records, time.time())
         interval_s = best_interval_s(cost, failing.mean_time_between_failures_s)
         left_s = interval_s - (now - self._saved_at)
         due = left_s < pace_s / 2

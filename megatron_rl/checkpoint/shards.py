@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.checkpoint.publish import FileRecord, hash_file
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.files import write_atomic
 
 _DCP_METADATA = ".metadata"
 _CHUNK_BYTES = 16 << 20
@@ -140,7 +141,7 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
         with _Recorded(folder / COMMON_STATE_FNAME, check) as file:
             file.save(snapshot.common)
         files[COMMON_STATE_FNAME] = file.record
-        write_json(folder / CONFIG_FNAME, asdict(CheckpointingConfig("torch_dist")))
+        write_atomic(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig("torch_dist"))))
         files[CONFIG_FNAME] = hash_file(folder / CONFIG_FNAME)
     return Part(plan, results, files)
 

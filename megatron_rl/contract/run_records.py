@@ -21,13 +21,26 @@ class Owner(NamedTuple):
     succeeds: Optional[str] = None  # id of the job that submitted this one in its place
 
 
+# In the argv of a step, what only an attempt knows
+IMAGE = "{image}"  # path of the container image (Attempt.image)
+CODE = "{code}"  # the snapshot of the code, by its own name
+HOSTS = "{hosts}"  # of the step (NodeAssignment), joined by commas
+NODES = "{nodes}"  # their number
+TASKS = "{tasks}"  # ranks of the step
+LOGS = "{logs}"  # folder of the attempt's logs
+ATTEMPT = "{attempt}"  # its number
+
+
 @record(version=None, rest="rest")
 class PlanStep(NamedTuple):
-    """What one srun starts."""
+    """What one srun starts. Its argv: srun, `srun`, the plan's `container`, `command`. A word that is a placeholder,
+    and an option whose value begins with one, is completed by the attempt."""
 
     name: str  # train, infer-0, ...
     nodes: List[int]  # indices into the plan's nodes
     tasks_per_node: int
+    srun: List[str] = []  # options
+    command: List[str] = []  # of each rank
     rest: Dict[str, Any] = {}
 
 
@@ -59,6 +72,8 @@ class PlanRecord(NamedTuple):
     steps: List[PlanStep]
     alternatives: List[SmallerPlan] = []  # the largest first
     checkpoint: CheckpointPlan = CheckpointPlan()
+    container: List[str] = []  # options of pyxis for each step; empty: no container
+    environment: Dict[str, str] = {}  # what the script exports for everything that it starts
     rest: Dict[str, Any] = {}
 
 
@@ -165,7 +180,8 @@ class CachedImage(NamedTuple):
 
 @record()
 class CachedRepository(NamedTuple):
-    """The record of a repository of the hub that was fetched as a whole. Written by launcher.hub, read by prefetch."""
+    """The record of a repository of the hub that was fetched as a whole. Written by launcher.fetch.hub, read by
+    prefetch."""
 
     commit: str
     path: str  # of the snapshot, from the cache's folder on

@@ -31,11 +31,14 @@ import torch.distributed as dist
 import yaml
 
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.attempt_records import Address, AllReduce
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.fabric.ring import culprits, rounds
+from megatron_rl.contract.records import Absent, Unreadable, read, write
+from megatron_rl.contract.shapes import from_json, to_json
+from megatron_rl.fabric.findings import findings, is_bad, summary, whole_nodes, worst
+from megatron_rl.fabric.ring import Edge, rounds
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
-from megatron_rl.run_dir import read_json, write_json
 
 logger = logging.getLogger("megatron_rl.fabric.check")
 
@@ -78,17 +81,18 @@ def run(
         return
     began = time.monotonic()
 
-    def reduce(stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
-        """Findings of stages that share no rank, the same on every rank."""
+    def reduce(stages: Sequence[Stage]) -> dict[str, AllReduce]:
+        """What stages found that share no rank, the same on every rank."""
         mine = next((stage for stage in stages if rank in stage.members), None)
-        found = mine and in_child(lambda: measure(read_json(address), job, mine, rank, local_rank), limits.stage)
+        found = mine and in_child(lambda: measure(address, job, mine, rank, local_rank), limits.stage)
         key = "+".join(stage.name for stage in stages)
-        answers = board.exchange(key, found, members, limits.stage + limits.slack)
+        told = board.exchange(key, found and to_json(found), members, limits.stage + limits.slack)
+        answers = [None if one is None else from_json(AllReduce, one) for one in told]
         return {stage.name: worst([answers[one] for one in stage.members]) for stage in stages}
 
     whole = reduce([Stage("all", members)])["all"]
     names = list(nodes)
-    pairs: dict[tuple[int, int], dict[str, Any]] = {}
+    pairs: dict[Edge, AllReduce] = {}
     if is_bad(whole, slower_than):
         for edges in rounds(len(names)):
             stages = {
@@ -97,9 +101,9 @@ def run(
             found = reduce(list(stages.values()))
             pairs |= {edge: found[stage.name] for edge, stage in stages.items()}
     if rank == 0:
-        found = findings(names, whole, pairs, slower_than, time.monotonic() - began)
-        write_json(attempt.fabric, found)
-        for line in summary(found):
+        report = findings(names, whole, pairs, slower_than, time.monotonic() - began)
+        write(attempt.fabric, report)
+        for line in summary(report):
             logger.info(line)
     board.leave(members, limits.slack)
 
@@ -142,112 +146,46 @@ class Board:
         return json.loads(self._store.get(key))
 
 
-def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
-    """Pure: host -> its ranks, of the hosts all of whose ranks are there: as many as the most complete host has."""
-    nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        if host is not None:
-            nodes.setdefault(host, []).append(rank)
-    most = max(map(len, nodes.values()), default=0)
-    return {host: tuple(ranks) for host, ranks in nodes.items() if len(ranks) == most}
-
-
-def worst(answers: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-    """Pure: what a group found: {gbps} of its slowest rank, or {error} of the first that failed."""
-    known = [answer for answer in answers if answer is not None]
-    if len(known) < len(answers):
-        return {"error": "a rank did not answer"}
-    failed = [answer for answer in known if "error" in answer]
-    return failed[0] if failed else min(known, key=lambda answer: answer["gbps"])
-
-
-def is_bad(found: dict[str, Any], slower_than: float | None) -> bool:
-    """Pure."""
-    return "error" in found or (slower_than is not None and found["gbps"] < slower_than)
-
-
-def findings(
-    names: Sequence[str],
-    whole: dict[str, Any],
-    pairs: dict[tuple[int, int], dict[str, Any]],
-    slower_than: float | None,
-    seconds: float,
-) -> dict[str, Any]:
-    """Pure: the content of Attempt.fabric."""
-    bad_pairs = {edge for edge, found in pairs.items() if is_bad(found, slower_than)}
-    named = culprits(len(names), bad_pairs)
-    bad = {}
-    for node in named:
-        edge = next(edge for edge in sorted(bad_pairs) if node in edge)
-        other = names[edge[0] if edge[1] == node else edge[1]]
-        bad[names[node]] = f"its all-reduce with {other} {in_words(pairs[edge], slower_than)}"
-    return {
-        "hosts": list(names),
-        "bad": bad,
-        "whole": whole,
-        "pairs": [{"hosts": [names[a], names[b]], **found} for (a, b), found in sorted(pairs.items())],
-        "unexplained": is_bad(whole, slower_than) and not bad,
-        "slower_than": slower_than,
-        "seconds": round(seconds, 1),
-    }
-
-
-def summary(found: dict[str, Any]) -> list[str]:
-    """Pure: for the log."""
-    whole, nodes = found["whole"], len(found["hosts"])
-    rate = whole.get("error") or f"{whole['gbps']:.3g} GB/s"
-    lines = [f"all-reduce of {nodes} nodes: {rate} ({found['seconds']:.0f} s for all of this check)"]
-    for pair in found["pairs"]:
-        lines.append(f"  {' and '.join(pair['hosts'])}: {pair.get('error') or format(pair['gbps'], '.3g') + ' GB/s'}")
-    lines += [f"bad: {host}: {why}" for host, why in found["bad"].items()]
-    if found["unexplained"]:
-        lines.append("no single node explains it: the fabric between them, or a threshold that is too high")
-    return lines
-
-
-def in_words(found: dict[str, Any], slower_than: float | None) -> str:
-    """Pure."""
-    if "error" in found:
-        return f"failed: {found['error']}"
-    return f"is slow: {found['gbps']:.3g} GB/s, expected {slower_than:.3g}"
-
-
-def in_child(work: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
-    """What `work` returns in a process of its own, or {error}. A child that hangs in a driver is left behind."""
+def in_child(work: Callable[[], AllReduce], limit: float) -> AllReduce:
+    """What `work` returns in a process of its own, or its error. A child that hangs in a driver is left behind."""
     reader, writer = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_report, args=(work, writer), daemon=True)
     child.start()
     writer.close()
     try:
         if not reader.poll(limit):
-            return {"error": f"no end within {limit:.0f} s"}
-        found: dict[str, Any] = reader.recv()
+            return AllReduce(error=f"no end within {limit:.0f} s")
+        found: AllReduce = reader.recv()
         return found
     except EOFError:
         child.join(1.0)
-        return {"error": f"its process ended with code {child.exitcode}"}
+        return AllReduce(error=f"its process ended with code {child.exitcode}")
     finally:
         child.kill()
         child.join(1.0)
         reader.close()
 
 
-def _report(work: Callable[[], dict[str, Any]], writer: Connection) -> None:
+def _report(work: Callable[[], AllReduce], writer: Connection) -> None:
     try:
         writer.send(work())
     except (RuntimeError, ValueError, OSError) as error:
-        writer.send({"error": f"{socket.gethostname()}: {type(error).__name__}: {str(error).splitlines()[0]}"})
+        said = f"{socket.gethostname()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        writer.send(AllReduce(error=said))
     os._exit(0)  # a normal exit waits for communicators whose peers may be gone
 
 
-def measure(address: dict[str, Any], job: JobConfig, stage: Stage, rank: int, local_rank: int) -> dict[str, Any]:
-    """{gbps}: bus bandwidth of an all-reduce among `stage.members`, 2 (n - 1) / n * bytes / seconds, as nccl-tests
+def measure(address: Path, job: JobConfig, stage: Stage, rank: int, local_rank: int) -> AllReduce:
+    """The bus bandwidth of an all-reduce among `stage.members`, 2 (n - 1) / n * bytes / seconds, as nccl-tests
     define it (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
     from megatron_rl.platform.select import select  # here: it may touch CUDA
 
+    rendezvous = read(Address, address)
+    if isinstance(rendezvous, Absent | Unreadable):
+        raise OSError(f"the address of rank 0: {rendezvous}")
     platform = select(job, local_rank)
     limit = timedelta(seconds=Limits().stage)
-    store = dist.TCPStore(address["host"], address["port"], None, False, limit, wait_for_workers=False)
+    store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, limit, wait_for_workers=False)
     size = len(stage.members)
     dist.init_process_group(
         platform.backend,
@@ -267,7 +205,7 @@ def measure(address: dict[str, Any], job: JobConfig, stage: Stage, rank: int, lo
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all count alike
     times = max(1, min(200, int(MEASURE_S / slowest.item())))
     seconds = _seconds(tensor, times, platform.synchronize) / times
-    return {"gbps": 2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, "seconds": seconds}
+    return AllReduce(gbps=2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, seconds=seconds)
 
 
 def _seconds(tensor: torch.Tensor, times: int, synchronize: Callable[[], None]) -> float:

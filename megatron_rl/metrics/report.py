@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.contract.attempt_records import TimelineLine
 from megatron_rl.metrics.names import TIMED, Step, metrics_of
 from megatron_rl.metrics.stats import StepStats
 from megatron_rl.metrics.tally import Tally
@@ -33,7 +34,7 @@ class StepReport:
     failures: Mapping[str, int]
     """Answers of this rank that were lost, by reason."""
 
-    def lines(self, timeline: Timeline, control: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+    def lines(self, timeline: Timeline, control: dist.ProcessGroup) -> tuple[dict[str, Any], TimelineLine]:
         """The step's lines for metrics.jsonl and for the attempt's timeline, the same on every rank. Collective.
 
         Raises AllAnswersLost.
@@ -47,7 +48,7 @@ class StepReport:
         if not stats.batch.answers:
             raise AllAnswersLost(f"no answer of step {self.step} could be scored: {failures}")
         ranks = dist.get_world_size(control)
-        stretch = timeline.line(total, ranks, self.step)
+        line = timeline.line(total, ranks, self.step)
         step = Step(
             stats=stats,
             generation_rounds=self.generation_rounds,
@@ -57,9 +58,9 @@ class StepReport:
             dropped=self.dropped,
             failures=failures,
             ranks=ranks,
-            seconds={name: stretch["seconds"].get(name, 0.0) / ranks for name in TIMED},
+            seconds={name: line.seconds.get(name, 0.0) / ranks for name in TIMED},
         )
-        return metrics_of(step), stretch
+        return metrics_of(step), line
 
 
 def _of_all_ranks(failures: Mapping[str, int], control: dist.ProcessGroup) -> dict[str, int]:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
-from megatron_rl.metrics.tally import Reduction, Tally
+from megatron_rl.contract.attempt_records import TimelineLine
+
+if TYPE_CHECKING:  # it needs torch, and a clock runs before there is torch
+    from megatron_rl.metrics.tally import Reduction, Tally
 
 CATEGORIES = (
     "start-up",
@@ -46,7 +49,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        """Book the time of a `with` block."""
+        """Count the time of a `with` block under `category`."""
         outer = self.switch(category)
         try:
             yield
@@ -54,7 +57,7 @@ class Timeline:
             self.switch(outer)
 
     def switch(self, category: str) -> str:
-        """Book from now on under `category`; returns the one that ends."""
+        """Count from now on under `category`; returns the one that ends."""
         now = time.perf_counter()
         before = self._category
         self._seconds[before] += now - self._since
@@ -62,7 +65,7 @@ class Timeline:
         return before
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Book `seconds` of what stands under `source` under `target` instead."""
+        """Count `seconds` of what stands under `source` under `target` instead."""
         moved = min(seconds, self._seconds[source])
         self._seconds[source] -= moved
         self._seconds[target] += moved
@@ -72,21 +75,25 @@ class Timeline:
         the seconds of all ranks between two lines are their number times the difference, to the last digit."""
         self.switch(self._category)
         if self._first:
-            tally.put("booked/began", Reduction.SUM, self.began)
-        tally.put("booked/at", Reduction.SUM, self._since + self._offset)
+            tally.put("timeline/began", Reduction.SUM, self.began)
+        tally.put("timeline/at", Reduction.SUM, self._since + self._offset)
         for name, seconds in self._seconds.items():
-            tally.put(f"booked/{name}", Reduction.SUM, seconds)
+            tally.put(f"timeline/{name}", Reduction.SUM, seconds)
             self._seconds[name] = 0.0
 
-    def line(self, total: Mapping[str, float], ranks: int, step: int) -> dict[str, Any]:
-        """What the ranks' reduced tally says, as a line of Attempt.timeline. The first one also says when they
-        began."""
-        line: dict[str, Any] = {
-            "at": total["booked/at"] / ranks,
-            "step": step,
-            "seconds": {name: total[f"booked/{name}"] for name in CATEGORIES if total[f"booked/{name}"]},
-        }
-        if self._first:
-            line |= {"began": total["booked/began"] / ranks, "ranks": ranks}
-        self._first = False
-        return line
+    def line(self, total: Mapping[str, float], ranks: int, step: int, resumed: int | None = None) -> TimelineLine:
+        """The line of Attempt.timeline that the ranks' reduced tally makes. The first one also says when they began.
+
+        Args:
+            ranks: that were summed up.
+            resumed: step of the checkpoint that was gone on from, in the line that follows the load.
+        """
+        first, self._first = self._first, False
+        return TimelineLine(
+            at=total["timeline/at"] / ranks,
+            step=step,
+            seconds={name: total[f"timeline/{name}"] for name in CATEGORIES if total[f"timeline/{name}"]},
+            began=total["timeline/began"] / ranks if first else None,
+            ranks=ranks if first else None,
+            resumed=resumed,
+        )

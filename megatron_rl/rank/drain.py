@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_rl.contract.attempt_records import Drain
-from megatron_rl.contract.codes import DRAIN_SIGNAL, MARGIN_S, SIGNALLED
-from megatron_rl.contract.files import names_in
+from megatron_rl.contract.attempt_records import Drain, Outcome
+from megatron_rl.contract.codes import DRAIN_SIGNAL, DRAINED, MARGIN_S, OUTCOME_PATIENCE_S, SIGNALLED
+from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import if_readable, read, write
 
@@ -62,7 +62,7 @@ class DrainListener:
         while True:
             for number in os.read(pipe, 64):
                 if number in HEARD:
-                    self.asked = True
+                    self._request(number, None)  # the handler may run long after this
                     if (early := self._early) is not None:  # `started` may be called this very moment
                         early()
 
@@ -84,6 +84,17 @@ class DrainListener:
         the file is there is a request all the same."""
         request = if_readable(read(Drain, self._attempt.drain))
         return None if request is None else request.deadline
+
+
+def leave_early(attempt: Attempt, rank: int, drain: DrainListener) -> None:
+    """Bring about, before there is anything to save, that this rank may end with EXIT_DRAINED: rank 0 writes the
+    outcome, the others wait for it. Needs no other rank: each was asked."""
+    if rank == 0:
+        drain.tell_host(rank)
+        once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(DRAINED)), OUTCOME_PATIENCE_S)
+    give_up = time.monotonic() + OUTCOME_PATIENCE_S
+    while attempt.outcome.name not in names_in(attempt.folder) and time.monotonic() < give_up:
+        time.sleep(0.1)
 
 
 def fits(now: float, deadline: float | None, seconds: float) -> bool:

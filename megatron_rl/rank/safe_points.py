@@ -15,7 +15,7 @@ from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits
-from megatron_rl.rank.world import Groups
+from megatron_rl.rank.groups import Groups
 
 LOOK_EVERY_S = 0.1
 

@@ -18,8 +18,8 @@ from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import LossStats, StepStats, UpdateStats, combined
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rank.world import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.training.batch import TrainingBatch, UpdateBatch, agreed, batch_stats, training_batch, update_batch
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
@@ -42,6 +42,8 @@ class Trainer:
         platform: Platform,
         groups: Groups,
         safe_points: SafePoints,
+        policy_version: int = 0,
+        nonfinite_in_a_row: int = 0,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
@@ -50,8 +52,8 @@ class Trainer:
         self.platform = platform
         self.groups = groups
         self.safe_points = safe_points
-        self.policy_version = 0
-        self.nonfinite_in_a_row = 0
+        self.policy_version = policy_version
+        self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
         """Whether weights and optimizer are those that a step began with or ended with."""
 

@@ -40,7 +40,7 @@ def sharded(tensors: list[torch.Tensor]) -> dict[str, ShardedTensor]:
 
 
 def ours(folder: Path) -> Callable[[list[torch.Tensor]], Seconds]:
-    saver = Checkpointer(RunDir(folder), SaveConfig(keep=1))
+    saver = Checkpointer(RunDir(folder), SaveConfig(keep=1), dist.group.WORLD)
     steps = iter(range(1, 1_000_000))
 
     def turn(tensors: list[torch.Tensor]) -> Seconds:

@@ -52,7 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(folder)
         run_dir.resolved.write_text(yaml.safe_dump(RECIPE))
-        command = [sys.executable, "-m", "megatron_rl.train_rl", "--run-dir", folder, "--attempt", "1"]
+        command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", folder, "--attempt", "1"]
         subprocess.run(
             command, env=os.environ | {"MRL_CACHE": folder}, timeout=540, check=True, stdout=subprocess.DEVNULL
         )

@@ -3,9 +3,10 @@
 python grpo_step_ours.py FOLDER      with size.txt in it; rank 0 writes base.pt and prompts.json there
 """
 
+import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,25 @@ from grpo_step_sizes import SIZES
 from grpo_step_turns import Turns
 from grpo_step_weights import as_qwen2, lengthen
 
-from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.metrics.writer import MetricsWriter, NoRecord
+from megatron_rl.metrics.writer import MetricsWriter, RolloutView
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.groups import connect
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
+from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run import Run, set_up
-from megatron_rl.run_dir import write_json
 from megatron_rl.train_rl import train
 
 PROMPTS = 4096
 
 
 class TakingTurns(MetricsWriter):
-    """The run's usual record; `look` is the last thing the loop does in a step."""
+    """The run's usual record; `rollouts` is the last thing the loop does in a step."""
 
     def __init__(self, run_dir: RunDir, run: Run, turns: Turns) -> None:
         super().__init__(run_dir, run_dir.attempt(1), run.config.logging, last_step=0, evaluated=-1)
@@ -44,8 +44,9 @@ class TakingTurns(MetricsWriter):
         super().step(step, metrics)
         self._metrics = metrics
 
-    def look(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        super().look(step, groups)
+    def rollouts(self, step: int, view: RolloutView) -> None:
+        super().rollouts(step, view)
+        assert isinstance(view, GroupsView)
         self._turns.step_ended(
             answer_length=self._metrics["answer_length"],
             generate_s=self._metrics["time/generate_s"],
@@ -53,7 +54,7 @@ class TakingTurns(MetricsWriter):
             # Of rank 0's answers: its share of the batch stands for all.
             groups=[
                 (group.trajectories[0].prompt_length, [answer.answer_length for answer in group.trajectories])
-                for group in groups
+                for group in view.groups
             ],
         )
 
@@ -71,20 +72,19 @@ def main() -> None:
     attempt = run_dir.attempt(1)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     platform = select(config.job, world.local_rank)
-    groups = world.connect(config.job, platform.backend, attempt.address("train"))
+    groups = connect(world, config.job, platform.backend, attempt.address("train"))
     safe_points = SafePoints(Activity(attempt, published=world.rank == 0), DrainListener(attempt), Timeline())
     safe_points.connect(groups)
-    run = set_up(config, platform, groups, safe_points)
+    run = set_up(run_dir, attempt, config, platform, groups, safe_points)
     if size.end_bias:
-        lengthen(run.policy, run.engine.end_token, size.end_bias)
+        lengthen(run.trainer.policy, run.engine.end_token, size.end_bias)
 
-    record: MetricsWriter = NoRecord()
     if turns is not None:
         export(run, folder)
-        parameters = sum(parameter.numel() for parameter in run.policy.parameters())
+        parameters = sum(parameter.numel() for parameter in run.trainer.policy.parameters())
         turns.ready(parameters=parameters, tokens=run.environment.tokenizer.vocab_size)
-        record = TakingTurns(run_dir, run, turns)
-    train(run, Checkpointer(run_dir, config.save), record, safe_points)
+        run.writer = TakingTurns(run_dir, run, turns)
+    train(run)
 
 
 @torch.no_grad()
@@ -93,12 +93,12 @@ def export(run: Run, folder: Path) -> None:
     model, tokenizer = run.config.model, run.environment.tokenizer
     tokens = torch.randint(tokenizer.vocab_size, (12,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(tokens))
-    logits = run.policy(tokens, positions, run.policy.layout(whole_sequences([len(tokens)])))
-    weights = as_qwen2(run.policy, model, tokenizer.vocab_size)
+    logits = run.trainer.policy(tokens, positions, run.trainer.policy.layout(whole_sequences([len(tokens)])))
+    weights = as_qwen2(run.trainer.policy, model, tokenizer.vocab_size)
     torch.save({"weights": weights, "tokens": tokens, "logits": logits}, folder / "base.pt")
     problems = (run.driver.stream.problem(ordinal) for ordinal in range(PROMPTS))
     rows = [{"prompt": problem.prompt, "answer": problem.golden["answer"]} for problem in problems]
-    write_json(folder / "prompts.json", rows)
+    (folder / "prompts.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ import yaml
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.publish import MANIFEST
+from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.run_dir import read_json_lines
+from megatron_rl.contract.records import Unreadable, read_lines
 
 RANKS = 2
 LIMIT_S = 300.0
@@ -82,8 +83,8 @@ def measure(run: RunDir, repeats: int) -> dict[str, list[Preemption]]:
                 assert codes == [EXIT_DRAINED if kind == "drained" else -signal.SIGKILL] * RANKS, codes
                 newest = run.checkpoint_steps()[0]
                 published = (run.checkpoint(newest) / MANIFEST).stat().st_mtime
-                reached = read_json_lines(run.metrics)[-1]["step"]
-                repeated = [line for line in read_json_lines(run.metrics) if line["step"] > newest]
+                reached = records(MetricsLine, run.metrics)[-1].step
+                repeated = [line for line in records(MetricsLine, run.metrics) if line.step > newest]
                 number += 1
                 began = time.time()
                 ranks = start(run, number)
@@ -92,7 +93,7 @@ def measure(run: RunDir, repeats: int) -> dict[str, list[Preemption]]:
                     Preemption(
                         saved_s=published - asked if published > asked else None,
                         left_s=gone - asked,
-                        lost_s=sum(line["time/step_s"] for line in repeated)
+                        lost_s=sum(line.values["time/step_s"] for line in repeated)
                         + under_way(run.attempt(number - 1), asked),
                         back_s=ended(run.attempt(number), reached + 1) - began,
                     )
@@ -109,7 +110,7 @@ def start(run: RunDir, number: int) -> list[subprocess.Popen[bytes]]:
     attempt = run.attempt(number)
     attempt.logs.mkdir(parents=True)
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MRL_PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train_rl", "--run-dir", str(run.root)]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.rank_main", "--run-dir", str(run.root)]
     ranks = []
     for rank in range(RANKS):
         who = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -124,7 +125,7 @@ def start(run: RunDir, number: int) -> list[subprocess.Popen[bytes]]:
 
 def await_step(run: RunDir, ranks: list[subprocess.Popen[bytes]], step: int) -> None:
     give_up = time.monotonic() + LIMIT_S
-    while not any(line["step"] >= step for line in read_json_lines(run.metrics)[-1:]):
+    while not any(line.step >= step for line in records(MetricsLine, run.metrics)[-1:]):
         assert all(rank.poll() is None for rank in ranks), f"a rank ended before step {step}: see {run.root}/logs"
         assert time.monotonic() < give_up, f"no step {step} within {LIMIT_S:.0f} s"
         time.sleep(0.005)
@@ -132,14 +133,18 @@ def await_step(run: RunDir, ranks: list[subprocess.Popen[bytes]], step: int) -> 
 
 def ended(attempt: Attempt, step: int) -> float:
     """When a step of this attempt was done."""
-    lines: list[dict[str, Any]] = read_json_lines(attempt.timeline)
-    return float(next(line["at"] for line in lines if line["step"] == step))
+    return next(line.at for line in records(TimelineLine, attempt.timeline) if line.step == step)
 
 
 def under_way(attempt: Attempt, asked: float) -> float:
     """Seconds of the step that was cut short."""
-    done = [line["at"] for line in read_json_lines(attempt.timeline) if line["at"] <= asked]
-    return asked - max(done)
+    return asked - max(line.at for line in records(TimelineLine, attempt.timeline) if line.at <= asked)
+
+
+def records(kind: type[Any], path: Path) -> list[Any]:
+    lines = read_lines(kind, path)
+    assert not isinstance(lines, Unreadable)
+    return lines.records
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def recipe(**overrides: object) -> dict:
 
 
 def start_rank(root: Path, attempt: int, expected: int = 0) -> None:
-    command = [sys.executable, "-m", "megatron_rl.train_rl", "--run-dir", str(root), "--attempt", str(attempt)]
+    command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", str(root), "--attempt", str(attempt)]
     environment = os.environ | {"MRL_CACHE": str(root.parent / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,20 +1,31 @@
-"""What the tests of the bank share: lineages, entries without a file, and an engine and an agent that ask it."""
+"""What the tests of the bank share: lineages, entries without a file, and a bank that nothing was left in."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
+from megatron_rl.rollout.config import ResumeConfig
 
 NOWHERE = Path("nowhere.bank")
 
 
-def line(attempt: int, policy_version: int = 0, recipe: str = "r") -> Lineage:
+def lineage(attempt: int, policy_version: int = 0, recipe: str = "r") -> Lineage:
     """Of an attempt that went on from the checkpoint with that policy version."""
     return Lineage("run", attempt, policy_version, policy_version, recipe)
 
 
 def entry(head: dict[str, Any], size: int = 100) -> Entry:
     return Entry(NOWHERE, 0, 0, size, 0, head)
+
+
+def bank_in(
+    folder: Path, attempt: int = 1, resume: ResumeConfig | None = None, policy_version: int = 0, **where: int
+) -> Bank:
+    """The bank of an attempt's only driver, unless `where` says otherwise, that goes on from a checkpoint of the given
+    policy version, or from nothing."""
+    place = {"next_ordinal": 0, "driver": 0, "drivers": 1} | where
+    return Bank(folder, resume or ResumeConfig(), lineage(attempt, policy_version), **place)

@@ -24,7 +24,13 @@ _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 
 
 def checkpointer(folder: Path, **config: Any) -> Checkpointer:
-    return Checkpointer(RunDir(folder), SaveConfig(**config))
+    return Checkpointer(RunDir(folder), SaveConfig(**config), world())
+
+
+def world() -> dist.ProcessGroup:
+    """All ranks; over gloo, as a control group is."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def sharded_state(value: float, rank: int = 0, world_size: int = 1, rows: int = 64) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,11 +97,16 @@ def quiet_safe_points() -> SafePoints:
     return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
 
 
+_FOLDERS = tempfile.TemporaryDirectory(prefix="mrl-runs-")
+"""Of runs whose files nobody reads."""
+
+
 def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
-    run = set_up(config, platform, groups, quiet_safe_points())
-    stir(run.policy, scale)
-    run.optimizer.megatron.reload_model_params()
+    run_dir = RunDir(tempfile.mkdtemp(dir=_FOLDERS.name))
+    run = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points())
+    stir(run.trainer.policy, scale)
+    run.trainer.optimizer.megatron.reload_model_params()
     if run.trainer.reference is not None:
         stir(run.trainer.reference, scale, seed=12)
     return run
@@ -130,8 +136,9 @@ def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]
 
 
 def trajectory(prompt: list[int], answer: list[int], reward: float = 0.0, text: str = "", **fields: Any) -> Trajectory:
-    """One answer; `fields` are of its completion."""
-    defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "policy_version": 0}
+    """One answer; `fields` are of its completion, of which one policy version may stand for all."""
+    versions = [fields.pop("policy_version", 0)] * len(answer)
+    defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "versions": versions}
     return Trajectory.single(prompt, Completion(tokens=answer, **(defaults | fields)), text, reward)
 
 

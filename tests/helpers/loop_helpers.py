@@ -1,4 +1,4 @@
-"""Whole runs for tests: ranks that are processes in `megatron_rl.train_rl`, watched and, at will, harmed."""
+"""Whole runs for tests: ranks that are processes in `megatron_rl.rank_main`, watched and, at will, harmed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import yaml
 from checkpoint_helpers import ended
 from core_helpers import tiny_model, tiny_run
 
+from megatron_rl.contract.attempt_records import MetricsLine, Outcome
+from megatron_rl.contract.paths import Attempt as AttemptFiles
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
+from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 VARYING = ("time/", "throughput/", "system/")
@@ -71,7 +73,7 @@ class Attempt:
     def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
         """Until the record holds `step`."""
         deadline = time.monotonic() + timeout_s
-        while not any(line["step"] >= step for line in read_json_lines(self.run_dir.metrics)):
+        while not any(line["step"] >= step for line in lines_of(self.run_dir.metrics)):
             assert all(process.is_alive() for process in self.processes), f"ended before step {step}\n{self.logs()}"
             assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s\n{self.logs()}"
             time.sleep(0.002)
@@ -89,13 +91,21 @@ class Attempt:
         return "\n".join(path.read_text()[-3000:] for path in sorted(self.run_dir.root.glob(f"log.{self.number}.*")))
 
 
+def lines_of(record: Path) -> list[dict[str, Any]]:
+    """Metrics or evaluations, the step among them."""
+    lines = read_lines(MetricsLine, record)
+    assert not isinstance(lines, Unreadable)
+    return [{"step": line.step, **line.values} for line in lines.records]
+
+
+def outcome_of(attempt: AttemptFiles) -> Outcome | None:
+    return if_readable(read(Outcome, attempt.outcome))
+
+
 def reproducible(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Metrics and evaluations without what may differ between runs."""
     steps, evaluations = (
-        [
-            {name: value for name, value in line.items() if not name.startswith(VARYING)}
-            for line in read_json_lines(path)
-        ]
+        [{name: value for name, value in line.items() if not name.startswith(VARYING)} for line in lines_of(path)]
         for path in (run_dir.metrics, run_dir.evaluations)
     )
     return steps, evaluations
@@ -111,7 +121,7 @@ def _rank(environment: dict[str, str], log: Path, arguments: list[str], sabotage
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
-    from megatron_rl.train_rl import main
+    from megatron_rl.rank_main import main
 
     if sabotage is not None:
         sabotage(int(environment["RANK"]))

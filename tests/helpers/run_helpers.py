@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from launcher.host.record.submissions import note
 from launcher.recipe.load import dump_resolved, load_recipe
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line, write_json
+from megatron_rl.contract.records import append, write
+from megatron_rl.contract.run_records import Owner
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 
@@ -19,7 +22,7 @@ def make_run(root: Path, *overrides: str, job_id: str | None = None, cluster: st
     root.mkdir(parents=True)
     write_atomic(run.resolved, dump_resolved(load_recipe("demo", [f"cluster={cluster}", *overrides]).config))
     if job_id is not None:
-        write_json(run.job, {"job_id": job_id, "cluster": cluster, "submitted_at": 0.0, "by": "me"})
+        write(run.job, Owner(job_id, cluster, 0.0, "me"))
     return run
 
 
@@ -30,10 +33,12 @@ def submitted(root: Path, *overrides: str, job_id: str | None = None, cluster: s
     return run
 
 
-def begin(run: RunDir, attempt: int, **facts: object) -> None:
+def begin(run: RunDir, attempt: int, at: float = 0.0, **facts: Any) -> None:
+    """Start an attempt on record."""
     run.attempt(attempt).folder.mkdir(parents=True)
-    append_json_line(run.attempts_ledger, {"attempt": attempt, "event": "start", **facts})
+    append(run.attempts_ledger, AttemptStart(attempt, at, **facts))
 
 
-def end(run: RunDir, attempt: int, outcome: str, **facts: object) -> None:
-    append_json_line(run.attempts_ledger, {"attempt": attempt, "event": "end", "outcome": outcome, **facts})
+def end(run: RunDir, attempt: int, outcome: str, at: float = 0.0, **facts: Any) -> None:
+    """End an attempt on record."""
+    append(run.attempts_ledger, AttemptEnd(attempt, at, outcome, **facts))

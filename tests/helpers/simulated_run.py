@@ -1,4 +1,4 @@
-"""A run that costs milliseconds: the real loop, record, prompts and checkpoints of train_rl, around a policy that is
+"""A run that costs milliseconds: the real loop, record, prompts and checkpoints of an attempt, around a policy that is
 one number. What it learns depends on every prompt, on their order and on all that a checkpoint has to bring back,
 and it remembers what it was trained on.
 
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from disk_helpers import Death, Disk, Killed, State, restore
 from loop_helpers import reproducible
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_rl import train_rl
+from megatron_rl import attempt as attempt_module
+from megatron_rl import run as run_module
 from megatron_rl.agent.api import (
     EvaluationAgent,
     EvaluationRequest,
@@ -33,24 +34,27 @@ from megatron_rl.agent.api import (
     GroupedRolloutGenerator,
     GroupRolloutRequest,
 )
+from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.attempt_records import Drain as DrainRequest
+from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
-from megatron_rl.metrics import writer
+from megatron_rl.contract.records import write
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PartialAnswer
+from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.world import World
 from megatron_rl.rollout.bank import file
-from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
-from megatron_rl.rollout.stream import stable_key
-from megatron_rl.run import Run
-from megatron_rl.run_dir import write_json
+from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.run import Models
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0
@@ -58,7 +62,8 @@ STEP_S = 1000.0
 EXECUTORS = (save_module, file)
 """Modules whose work behind the loop is put in order here."""
 
-Ending = Literal["finished", "drained", "killed"]
+Ending = str
+"""FINISHED, DRAINED or `killed`."""
 
 
 def recipe(*, dynamic: bool) -> RunConfig:
@@ -113,31 +118,35 @@ class Simulation:
         attempt = self.run_dir.attempt(self.run_dir.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
         drain: Any = _Drain(attempt)
-        safe_points = SafePoints(Activity(attempt, published=True), drain, Timeline())
 
         def look(number: int) -> None:
             self.looks = number
             later.tick()
             if number == ask_at:
                 if left_s is not None:
-                    request = {"cause": "preempted", "by": "Slurm", "at": 0.0, "deadline": time.time() + left_s}
-                    write_json(attempt.drain, request)
+                    write(attempt.drain, DrainRequest(PREEMPTED, "Slurm", 0.0, deadline=time.time() + left_s))
                 drain.asked = True
 
         later = _Later(behind)
         drain.on_look = look
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_rl, "select", lambda job, local_rank: self.platform)
-            patch.setattr(train_rl, "set_up", self._set_up)
-            patch.setattr(writer, "SummaryWriter", _Silence)
+            patch.setattr(attempt_module, "select", lambda job, local_rank: self.platform)
+            patch.setattr(attempt_module, "connect", lambda *_: self.groups)
+            patch.setattr(attempt_module, "disconnect", lambda: None)
+            patch.setattr(run_module, "build_environment", lambda *_: _Agent())
+            patch.setattr(run_module, "build_models", self._build_models)
+            patch.setattr(run_module, "Engine", lambda policy, *_: _Engine(policy))
+            patch.setattr(run_module, "Trainer", _Trainer)
+            patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
             self.disk = Disk(self.run_dir.root, patch, death, watch=watch)
-            world: Any = _World(self.groups)
             try:
-                ending: Ending = train_rl.run_rank(self.run_dir, attempt, world, safe_points)
+                ending = attempt_module.run_attempt(
+                    self.run_dir, attempt, World(0, 1, 0), Activity(attempt, published=True), drain, Timeline()
+                )
             except Killed:
                 ending = "killed"
         if ending == "killed":
@@ -149,16 +158,12 @@ class Simulation:
         steps, evaluations = reproducible(self.run_dir)
         return Record(fates(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
 
-    def _set_up(self, config: RunConfig, platform: Any, groups: Any, safe_points: SafePoints) -> Run:
+    def _build_models(self, config: RunConfig, *_: Any, resumes: bool) -> tuple[Models, None]:
         torch.manual_seed(config.training.seed)
         policy: Any = _Policy()
         self.policy = policy
-        engine: Any = _Engine(policy)
-        agent: Any = _Agent()
-        driver = RolloutDriver(agent, engine, config, groups, safe_points)
         optimizer: Any = _Optimizer()
-        trainer: Any = _Trainer(policy, optimizer, safe_points)
-        return Run(config, platform, groups, agent, policy, optimizer, engine, driver, trainer, safe_points)
+        return Models(policy, optimizer, None, self.platform), None
 
 
 @dataclass(frozen=True)
@@ -239,15 +244,6 @@ class _Promise(Future[Any]):
         return super().result(timeout)
 
 
-class _World:
-    rank = 0
-
-    def __init__(self, groups: Any) -> None:
-        self.connect = lambda job, backend, address: groups
-        self.disconnect = lambda: None
-        self.local_rank = 0
-
-
 class _Silence:
     """Whatever is asked of it is done in silence."""
 
@@ -297,24 +293,29 @@ class _Engine:
 
     def __init__(self, policy: _Policy) -> None:
         self.policy = policy
-        self._under_way: dict[int, tuple[GenerationRequest, list[list[int]]]] = {}
+        self._answers: dict[str, list[list[int]]] = {}
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         answers = [list(request.known[i].tokens) if i in request.known else [] for i in range(request.num_samples)]
-        self._under_way[id(request)] = request, answers
+        self._answers[request.id] = answers
         weight = int(self.policy.weight)
-        while any(len(answer) < ANSWER_TOKENS for answer in answers):
-            await asyncio.sleep(0)
-            for sample, answer in enumerate(answers):
-                if len(answer) < ANSWER_TOKENS:
-                    answer.append(stable_key("token", weight, request.key, sample, len(answer)) % 1000)
-        del self._under_way[id(request)]
-        return [Completion(tokens, [-1.0] * len(tokens), "length", self.policy_version) for tokens in answers]
+        try:
+            while any(len(answer) < ANSWER_TOKENS for answer in answers):
+                await asyncio.sleep(0)
+                for sample, answer in enumerate(answers):
+                    if len(answer) < ANSWER_TOKENS:
+                        answer.append(stable_key("token", weight, request.key, sample, len(answer)) % 1000)
+        finally:
+            del self._answers[request.id]
+        return [Completion(tokens, [-1.0] * len(tokens), "length", self._versions(tokens)) for tokens in answers]
 
-    def under_way(self) -> list[UnderWay]:
+    def _versions(self, tokens: Sequence[int]) -> list[int]:
+        return [self.policy_version] * len(tokens)
+
+    def partial_answers(self) -> list[PartialAnswer]:
         return [
-            UnderWay(request, sample, Beginning(list(tokens), [-1.0] * len(tokens), self.policy_version))
-            for request, answers in self._under_way.values()
+            PartialAnswer(request_id, sample, Beginning(list(tokens), [-1.0] * len(tokens), self._versions(tokens)))
+            for request_id, answers in self._answers.items()
             for sample, tokens in enumerate(answers)
             if tokens
         ]
@@ -327,12 +328,12 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
         return [Problem(str(number), {}) for number in range(7)]
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        asked = GenerationRequest([1], request.group_size, request.sampling, request.key)
+        asked = GenerationRequest([1], request.group_size, request.sampling, request.key, request.ordinal)
         dull = stable_key("dull", request.ordinal) % 2
         trajectories = []
         for number, answer in enumerate(await request.inference.generate(asked)):
             reward = 0.0 if dull else float((sum(answer.tokens) + number) % 2)
-            trajectories.append(trajectory([1], answer.tokens, reward, policy_version=answer.policy_version))
+            trajectories.append(trajectory([1], answer.tokens, reward, versions=answer.versions))
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, {})
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
@@ -351,10 +352,21 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
 class _Trainer:
     """Two updates a step, between which nothing can be saved; see Trainer."""
 
-    def __init__(self, policy: _Policy, optimizer: _Optimizer, safe_points: SafePoints) -> None:
+    def __init__(
+        self,
+        policy: _Policy,
+        optimizer: _Optimizer,
+        reference: None,
+        config: RunConfig,
+        platform: Any,
+        groups: Any,
+        safe_points: SafePoints,
+        policy_version: int,
+        nonfinite_in_a_row: int,
+    ) -> None:
         self.policy, self.optimizer, self.safe_points = policy, optimizer, safe_points
-        self.policy_version = 0
-        self.nonfinite_in_a_row = 0
+        self.policy_version = policy_version
+        self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
 
     def train(self, batch: RolloutBatch, step: int) -> StepStats:

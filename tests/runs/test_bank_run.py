@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_helpers import Attempt, loop_recipe, prepare
+from loop_helpers import Attempt, lines_of, loop_recipe, prepare
 
 from megatron_rl.rollout.bank.file import bank_file
 from megatron_rl.rollout.bank.file import bank_files
 from megatron_rl.rollout.bank.file import scan
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
 
 RECIPE: dict[str, Any] = {
     "model": {"init": "from-scratch"},
@@ -53,7 +52,7 @@ def test_a_run_that_left_while_it_generated_goes_on_in_the_middle_of_answers(
     found = re.search(r"bank: (\d+) scored groups and (\d+) answers of earlier attempts", second.logs())
     assert found, second.logs()
     assert sum(map(int, found.groups())) > 1
-    record, expected = (read_json_lines(each.metrics) for each in (run_dir, undisturbed))
+    record, expected = (lines_of(each.metrics) for each in (run_dir, undisturbed))
     for line, other in zip(record, expected, strict=True):
         assert (line["step"], line["next_ordinal"]) == (other["step"], other["next_ordinal"])
         for name in ("mean_reward", "answer_length", "entropy"):

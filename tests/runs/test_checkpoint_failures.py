@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_helpers import Ranks, checkpointer, outcome, run_ranks, same, sharded_state
+from checkpoint_helpers import Ranks, checkpointer, outcome, run_ranks, same, sharded_state, world
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import shards
@@ -215,7 +215,7 @@ def test_a_write_that_hangs_blocks_the_loop_no_longer_than_the_time_out(
     saver.poll()
     saver.save(60, sharded_state(3.0), {})
     assert isinstance(outcome(saver), Published)
-    state, _ = load(RunDir(tmp_path).checkpoint(60), sharded_state(0.0))
+    state, _ = load(RunDir(tmp_path).checkpoint(60), sharded_state(0.0), world())
     assert same(state["model"]["split"], sharded_state(3.0)["model"]["split"].data)
 
 

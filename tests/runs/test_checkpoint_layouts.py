@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer, run_ranks
+from checkpoint_helpers import checkpointer, run_ranks, world
 from core_helpers import stir, tiny_model
 from megatron.core import parallel_state
 
@@ -108,9 +108,8 @@ class Training:
         assert published.step == step, published
 
     def load(self, folder: Path, step: int, *, with_optimizer: bool = True) -> None:
-        state, _ = load(
-            RunDir(folder).checkpoint(step), self.state() if with_optimizer else {"model": self.state()["model"]}
-        )
+        wanted = self.state() if with_optimizer else {"model": self.state()["model"]}
+        state, _ = load(RunDir(folder).checkpoint(step), wanted, world())
         self.policy.load_state_dict(state["model"])
         if with_optimizer:
             self.optimizer.load_state(state["optimizer"])

@@ -14,11 +14,15 @@ from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_s
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import load as load_module
-from megatron_rl.checkpoint.load import Verified
+from megatron_rl.checkpoint.load import VerifiedCheckpoint
 from megatron_rl.checkpoint.load import read
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
+from megatron_rl.contract.codes import CRASHED
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -43,13 +47,18 @@ class Model:
         self.meta: dict[str, Any] = {}
         self.asked: list[int] = []
 
-    def restore(self, checkpoint: Verified) -> None:
+    def restore(self, checkpoint: VerifiedCheckpoint) -> None:
         self.asked.append(checkpoint.manifest.step)
         self.state, self.meta = read(checkpoint, sharded_state(0.0, self.rank, self.world_size))
 
     def holds(self, step: int) -> bool:
         expected = data_of(sharded_state(float(step), self.rank, self.world_size))
         return same(self.state, expected) and self.meta == {"cursor": step}
+
+
+def restored_step(saver: Checkpointer, model: Model) -> int | None:
+    checkpoint = saver.restore(model.restore)
+    return checkpoint and checkpoint.manifest.step
 
 
 def flip_a_bit(path: Path) -> None:
@@ -69,12 +78,14 @@ def make_unreadable(path: Path) -> None:
 
 
 def test_a_run_without_checkpoints_begins_at_the_beginning(tmp_path: Path) -> None:
-    assert checkpointer(tmp_path).restore(Model().restore) is None
+    saver = checkpointer(tmp_path)
+    assert not saver.resumes
+    assert saver.restore(Model().restore) is None
 
 
 def test_the_newest_good_one_is_restored(run_dir: RunDir) -> None:
     model = Model()
-    assert checkpointer(run_dir.root).restore(model.restore) == 60
+    assert restored_step(checkpointer(run_dir.root), model) == 60
     assert model.holds(60)
 
 
@@ -86,7 +97,7 @@ def test_any_damage_to_any_file_is_passed_over_before_anything_is_loaded(
     damage(run_dir.checkpoint(60) / name)
     model = Model()
     with caplog.at_level(logging.WARNING):
-        assert checkpointer(run_dir.root).restore(model.restore) == 40
+        assert restored_step(checkpointer(run_dir.root), model) == 40
     assert model.holds(40)
     assert model.asked == [40]
     (said,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
@@ -104,8 +115,36 @@ def test_none_good_is_an_error_that_names_each_never_a_new_beginning(run_dir: Ru
         assert reason in str(refused.value)
 
 
+@pytest.mark.parametrize("known_by", ["ledger", "metrics"])
+def test_checkpoints_that_are_gone_are_no_new_beginning(tmp_path: Path, known_by: str) -> None:
+    """Somebody deleted the folder, or its file system is not mounted: a run that trained from 1 would replace its
+    record."""
+    run = RunDir(tmp_path)
+    if known_by == "ledger":
+        append(run.attempts_ledger, AttemptEnd(1, 1e9, CRASHED, checkpoint=40))
+    else:
+        append(run.metrics, MetricsLine(41, {"loss": 0.1, "time/save_s": 2.0}))
+    with pytest.raises(CheckpointError, match=r"checkpoints holds no checkpoint, and .* knows of one") as refused:
+        checkpointer(tmp_path)
+    assert "40" in str(refused.value) or "41" in str(refused.value)
+    assert "to begin this one anew, and lose its record, delete attempts.jsonl" in str(refused.value)
+
+
+def test_a_record_that_cannot_be_read_may_know_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "PATIENCE_S", 0.0)
+    RunDir(tmp_path).attempts_ledger.mkdir()
+    with pytest.raises(CheckpointError, match=r"attempts\.jsonl cannot be used"):
+        checkpointer(tmp_path)
+
+
+def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    append(RunDir(tmp_path).attempts_ledger, AttemptEnd(1, 1e9, CRASHED, step=3))
+    append(RunDir(tmp_path).metrics, MetricsLine(3, {"loss": 0.1}))
+    assert not checkpointer(tmp_path).resumes
+
+
 def test_one_that_does_not_fit_the_model_is_no_reason_to_fall_back(run_dir: RunDir) -> None:
-    def restore(checkpoint: Verified) -> None:
+    def restore(checkpoint: VerifiedCheckpoint) -> None:
         read(checkpoint, {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))})
 
     with pytest.raises(CheckpointError, match="step-000060 does not fit this model"):
@@ -117,14 +156,14 @@ def test_one_passed_over_stays_until_a_new_one_replaces_its_line(run_dir: RunDir
     flip_a_bit(run_dir.checkpoint(40) / "__0_0.distcp")
     flip_a_bit(run_dir.checkpoint(60) / "__0_0.distcp")
     saver = checkpointer(run_dir.root, keep=2)
-    assert saver.restore(Model().restore) == 20
+    assert restored_step(saver, Model()) == 20
     assert run_dir.checkpoint_steps() == [60, 40, 20]
     saver.save(50, sharded_state(50.0), {"cursor": 50})
     saver.wait(final=True)
     assert run_dir.checkpoint_steps() == [50, 20]
     assert read_manifest(run_dir.checkpoint(50)).parent == 20
     model = Model()
-    assert checkpointer(run_dir.root).restore(model.restore) == 50
+    assert restored_step(checkpointer(run_dir.root), model) == 50
     assert model.holds(50)
 
 
@@ -151,7 +190,7 @@ def _damaged_for_one_rank(rank: int, world_size: int, folder: Path) -> tuple[int
 
     load_module.find_corruption = bad_node
     model = Model(rank, world_size)
-    return saver.restore(model.restore), model.holds(20)
+    return restored_step(checkpointer(folder), model), model.holds(20)
 
 
 def test_damage_that_one_rank_sees_moves_all(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer, run_ranks
+from checkpoint_helpers import checkpointer, run_ranks, world
 from megatron.core import parallel_state
 
 from megatron_rl.checkpoint.load import load
@@ -82,7 +82,7 @@ def _resumed(
     rank: int, world_size: int, folder: Path, distributed: bool, dtype: str, with_optimizer: bool = True
 ) -> list[str]:
     training = Training(rank, world_size, distributed, dtype)
-    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state())
+    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state(), world())
     training.policy.load_state_dict(state["model"])
     if with_optimizer:
         training.optimizer.load_state(state["optimizer"])
@@ -127,7 +127,7 @@ def _save_whole(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
 
 def _load_whole(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
     training = Training(rank, world_size, True, "bf16")
-    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state())
+    state, _ = load(RunDir(folder).checkpoint(SAVED), training.state(), world())
     training.policy.load_state_dict(state["model"])
     training.optimizer.load_state(state["optimizer"])
     return _whole(training)

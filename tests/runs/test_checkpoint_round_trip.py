@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_helpers import checkpointer, data_of, outcome, run_ranks, same, sharded_state
+from checkpoint_helpers import checkpointer, data_of, outcome, run_ranks, same, sharded_state, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
@@ -37,7 +37,7 @@ def test_tensors_objects_plain_values_and_meta_come_back(tmp_path: Path) -> None
     saver = checkpointer(tmp_path)
     saver.save(40, sharded_state(7.0), {"step": 40, "cursor": [1, 2, 3]})
     saver.wait(final=True)
-    state, meta = load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0))
+    state, meta = load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0), world())
     assert same(state, data_of(sharded_state(7.0)))
     assert meta == {"step": 40, "cursor": [1, 2, 3]}
 
@@ -68,7 +68,7 @@ def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: pytes
     meta["cursor"].append(2)
     overwritten.set()
     saver.wait(final=True)
-    loaded, loaded_meta = load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0))
+    loaded, loaded_meta = load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0), world())
     assert same(loaded, data_of(sharded_state(7.0)))
     assert loaded_meta == {"cursor": [1]}
 
@@ -89,7 +89,7 @@ def test_a_view_does_not_drag_its_whole_storage_along(tmp_path: Path) -> None:
     assert isinstance(published, Published)
     assert published.bytes < 20_000
     target = {"column": ShardedTensor.from_rank_offsets("column", torch.zeros(1000))}
-    assert same(load(RunDir(tmp_path).checkpoint(1), target)[0]["column"], big[:, 3].contiguous())
+    assert same(load(RunDir(tmp_path).checkpoint(1), target, world())[0]["column"], big[:, 3].contiguous())
 
 
 def test_megatron_core_reads_the_format_without_us(tmp_path: Path) -> None:
@@ -113,12 +113,12 @@ def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path) -> Non
     saver.wait(final=True)
     other = {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))}
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        load(RunDir(tmp_path).checkpoint(40), other)
+        load(RunDir(tmp_path).checkpoint(40), other, world())
 
 
 def test_a_folder_without_manifest_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint of mrl"):
-        load(tmp_path, sharded_state(0.0))
+        load(tmp_path, sharded_state(0.0), world())
 
 
 def test_a_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is not what was written"):
-        load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0))
+        load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0), world())
 
 
 @settings(max_examples=25, deadline=None)
@@ -187,7 +187,7 @@ def _save(rank: int, world_size: int, folder: Path) -> Any:
 def _load(rank: int, world_size: int, folder: Path) -> Any:
     wanted = sharded_state(0.0, rank, world_size)
     del wanted["rng"]  # one per rank: not for another number of ranks
-    state, meta = load(RunDir(folder).checkpoint(40), wanted)
+    state, meta = load(RunDir(folder).checkpoint(40), wanted, world())
     expected = data_of(sharded_state(7.0, rank, world_size))
     return same(state["model"], expected["model"]), same(state["optimizer"], expected["optimizer"]), meta
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_helpers import Attempt, loop_recipe, prepare, reproducible
+from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, reproducible
 
-from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.attempt_records import Drain, Outcome, TimelineLine
+from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED, PREEMPTED, SIGNALLED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
+from megatron_rl.contract.run_records import CheckpointPlan, PlanRecord
 
 STEPS = 6
 SLOW_S = 60.0
@@ -67,7 +67,7 @@ def slow_teaching(folder: Path, rank: int) -> None:
 def slow_generation(folder: Path, rank: int) -> None:
     from megatron_rl.inference.engine import Engine
 
-    original = Engine._decode
+    original = Engine.step
 
     def slowly(engine: Engine) -> None:
         if engine.policy_version >= 6 and rank == 1:  # step 4: three steps of two passes came before
@@ -77,7 +77,7 @@ def slow_generation(folder: Path, rank: int) -> None:
                     break
         original(engine)
 
-    Engine._decode = slowly  # type: ignore[assignment,method-assign]
+    Engine.step = slowly  # type: ignore[assignment,method-assign]
 
 
 def slow_reward(folder: Path, rank: int) -> None:
@@ -136,9 +136,9 @@ def slow_evaluation(folder: Path, rank: int) -> None:
 def slow_second_rank(folder: Path, rank: int) -> None:
     """The other waits for it at the rendezvous."""
     if rank == 1:
-        from megatron_rl import train_rl
+        from megatron_rl import attempt
 
-        original = train_rl.check_supported
+        original = attempt.check_supported
 
         def slowly(config: Any) -> None:
             time.sleep(1)  # until the other is there
@@ -146,7 +146,7 @@ def slow_second_rank(folder: Path, rank: int) -> None:
                 time.sleep(pause)
             original(config)
 
-        train_rl.check_supported = slowly
+        attempt.check_supported = slowly
 
 
 PHASES: dict[str, tuple[Callable[..., None], int | None]] = {
@@ -170,17 +170,20 @@ def test_a_rank_leaves_soon_and_the_record_goes_on(
     own_cache = tmp_path / "empty" if phase.startswith("teaching") else cache
     first = Attempt(run_dir, own_cache, sabotage=partial(slow, tmp_path))
     wait_for(tmp_path / "here", first)
-    asked = time.monotonic()
+    began = time.monotonic()
     for process in first.processes:
         process.terminate()
     (tmp_path / "go on").touch()
     assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
-    assert time.monotonic() - asked < SOON_S
-    outcome = read_json(first.files.outcome)
-    assert outcome["outcome"] == "drained"
+    assert time.monotonic() - began < SOON_S
+    outcome = outcome_of(first.files)
+    assert outcome is not None
+    assert outcome.outcome == DRAINED
     if saved is not None:
-        assert outcome["step"] == saved == run_dir.checkpoint_steps()[0]
-    assert read_json(first.files.drain)["cause"] == "signal"
+        assert outcome.step == saved == run_dir.checkpoint_steps()[0]
+    asked = if_readable(read(Drain, first.files.drain))
+    assert asked is not None
+    assert asked.cause == SIGNALLED
     second = Attempt(run_dir, cache)
     assert second.exit_codes() == [0, 0], second.logs()
     assert reproducible(run_dir) == reproducible(undisturbed)
@@ -199,18 +202,18 @@ def wait_for(file: Path, attempt: Attempt, limit_s: float = 90.0) -> None:
 
 def test_what_cannot_be_saved_in_time_is_not_begun(tmp_path: Path, cache: Path, undisturbed: RunDir) -> None:
     run_dir = prepare(tmp_path / "run", recipe())
-    write_json(run_dir.plan, {"checkpoint": {"seconds": 100.0}})
+    write(run_dir.plan, PlanRecord(1, 2, 0, [], checkpoint=CheckpointPlan(100.0)))
     first = Attempt(run_dir, cache, sabotage=partial(slow_reward, tmp_path))
     wait_for(tmp_path / "here", first)
     before = run_dir.checkpoint_steps()
     deadline = time.time() + 8
-    write_json(first.files.drain, {"cause": "preempted", "by": "test", "at": time.time(), "deadline": deadline})
+    write(first.files.drain, Drain(PREEMPTED, "test", time.time(), deadline))
     first.processes[0].terminate()
     assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
     assert time.time() < deadline
     if not before:  # else a save of a fraction of a second is known to fit
         assert run_dir.checkpoint_steps() == []
-        assert read_json(first.files.outcome)["step"] is None
+        assert outcome_of(first.files) == Outcome(DRAINED)
     second = Attempt(run_dir, cache)
     assert second.exit_codes() == [0, 0], second.logs()
     assert reproducible(run_dir) == reproducible(undisturbed)
@@ -226,11 +229,11 @@ def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_tim
     wait_for(tmp_path / "here", first)
     now = time.time()
     deadline = None if left_s is None else now + left_s
-    write_json(first.files.drain, {"cause": "preempted", "by": "test", "at": now, "deadline": deadline})
+    write(first.files.drain, Drain(PREEMPTED, "test", now, deadline))
     for process in first.processes:
         process.terminate()
     assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
-    assert read_json(first.files.outcome) == {"outcome": "drained", "step": saved}
+    assert outcome_of(first.files) == Outcome(DRAINED, saved)
     second = Attempt(run_dir, cache)
     assert second.exit_codes() == [0, 0], second.logs()
     assert reproducible(run_dir) == reproducible(undisturbed)
@@ -261,7 +264,7 @@ def test_ranks_of_which_one_leaves_before_they_have_all_met_leave_too(late: int,
         process.terminate()
     assert attempt.exit_codes() == [EXIT_DRAINED] * 2, attempt.logs()
     assert attempt.files.errors() == []
-    assert read_json(attempt.files.outcome) == {"outcome": "drained", "step": None}
+    assert outcome_of(attempt.files) == Outcome(DRAINED)
 
 
 def stuck_evaluation(folder: Path, rank: int) -> None:
@@ -291,14 +294,17 @@ def test_ranks_that_are_ended_one_after_the_other_do_not_accuse_each_other(tmp_p
     assert attempt.files.errors() == []
 
 
-def test_every_second_is_booked(undisturbed: RunDir) -> None:
-    lines = read_json_lines(undisturbed.attempt(1).timeline)
-    before = lines[0]["began"]
-    assert lines[0]["ranks"] == 2
-    assert lines[0]["resumed"] == 0
+def test_every_second_is_counted(undisturbed: RunDir) -> None:
+    found = read_lines(TimelineLine, undisturbed.attempt(1).timeline)
+    assert not isinstance(found, Unreadable)
+    lines = found.records
+    before = lines[0].began
+    assert before is not None
+    assert lines[0].ranks == 2
+    assert lines[0].resumed == 0
     for line in lines:
-        assert sum(line["seconds"].values()) == pytest.approx(2 * (line["at"] - before), abs=1e-4)
-        before = line["at"]
-    assert [line["step"] for line in lines] == [0, *range(1, STEPS + 1), STEPS]
-    booked = set().union(*(line["seconds"] for line in lines))
-    assert {"start-up", "generate", "log-probs", "train", "save", "evaluate", "wait"} <= booked
+        assert sum(line.seconds.values()) == pytest.approx(2 * (line.at - before), abs=1e-4)
+        before = line.at
+    assert [line.step for line in lines] == [0, *range(1, STEPS + 1), STEPS]
+    counted = set().union(*(line.seconds for line in lines))
+    assert {"start-up", "generate", "log-probs", "train", "save", "evaluate", "wait"} <= counted

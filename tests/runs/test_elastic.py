@@ -7,12 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from loop_helpers import Attempt, loop_recipe, prepare, reproducible
+from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, reproducible
 
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.codes import EXIT_FINISHED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
 
 RANKS = (2, 1, 3)
 UNTIL = (3, 6)
@@ -53,7 +52,10 @@ def test_two_ranks_then_one_then_three_leave_the_record_of_one(
         attempt.wait_for_step(until)
         os.kill(attempt.processes[-1].pid, signal.SIGUSR1)
         assert attempt.exit_codes() == [EXIT_DRAINED] * ranks, attempt.logs()
-        assert read_json(attempt.files.outcome)["step"] < STEPS
+        outcome = outcome_of(attempt.files)
+        assert outcome is not None
+        assert outcome.step is not None
+        assert outcome.step < STEPS
     last = Attempt(run, cache, RANKS[-1])
     assert last.exit_codes() == [EXIT_FINISHED] * RANKS[-1], last.logs()
 

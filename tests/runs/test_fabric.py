@@ -15,10 +15,10 @@ import pytest
 from megatron_rl.fabric import check
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.fabric.check import Limits
-from megatron_rl.fabric.check import findings
-from megatron_rl.fabric.check import whole_nodes
+from megatron_rl.fabric.findings import findings, summary, whole_nodes
+from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
+from megatron_rl.contract.records import if_readable, read
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
 LIMITS = Limits(meet=20.0, stage=15.0, slack=10.0)
@@ -31,18 +31,18 @@ def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, l
     check.MEASURE_S, check.BYTES = 0.05, {"cpu": 1 << 16}
     real = check.measure
 
-    def measure(address: dict[str, Any], job: JobConfig, stage: check.Stage, *who: int) -> dict[str, Any]:
+    def measure(address: Path, job: JobConfig, stage: check.Stage, *who: int) -> AllReduce:
         if trouble == "hangs":
             time.sleep(300)
         found = real(address, job, stage, *who)
-        return found | {"gbps": 1.0 if trouble == "slow" else 100.0}
+        return found._replace(gbps=1.0 if trouble == "slow" else 100.0)
 
     check.measure = measure
     check.run(RunDir(root).attempt(1), JOB, rank, size, 0, 50.0, limits)
 
 
-def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS) -> Any:
-    """What rank 0 found, with one rank for each node n0, n1, ..."""
+def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS) -> FabricReport:
+    """What rank 0 reported, with one rank for each node n0, n1, ..."""
     context = multiprocessing.get_context("forkserver")
     size = len(troubles)
     ranks = [
@@ -59,16 +59,18 @@ def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (),
     finally:
         for process in ranks:
             process.kill()
-    return read_json(RunDir(root).attempt(1).fabric)
+    report = if_readable(read(FabricReport, RunDir(root).attempt(1).fabric))
+    assert report is not None
+    return report
 
 
 def test_sound_nodes_are_measured_together_and_that_is_all(tmp_path):
     found = fabric(tmp_path, [None] * 3)
-    assert found["hosts"] == ["n0", "n1", "n2"]
-    assert found["bad"] == {}
-    assert found["pairs"] == []
-    assert found["whole"]["gbps"] == 100.0
-    assert not found["unexplained"]
+    assert found.hosts == ["n0", "n1", "n2"]
+    assert found.bad == {}
+    assert found.pairs == []
+    assert found.whole is not None and found.whole.gbps == 100.0
+    assert not found.unexplained
 
 
 @pytest.mark.parametrize(
@@ -82,34 +84,34 @@ def test_sound_nodes_are_measured_together_and_that_is_all(tmp_path):
 )
 def test_the_node_that_spoils_every_group_is_named(tmp_path, trouble, words, limits):
     found = fabric(tmp_path, [None, None, trouble, None], limits=limits)
-    assert list(found["bad"]) == ["n2"]
-    assert words in found["bad"]["n2"]
-    assert "n1" in found["bad"]["n2"]
-    assert len(found["pairs"]) == 4
+    assert list(found.bad) == ["n2"]
+    assert words in found.bad["n2"]
+    assert "n1" in found.bad["n2"]
+    assert len(found.pairs) == 4
 
 
 def test_a_node_that_does_not_come_is_left_out_and_the_others_are_tried(tmp_path):
     found = fabric(tmp_path, [None] * 3, absent=(2,), limits=Limits(meet=3.0, stage=15.0, slack=10.0))
-    assert found["hosts"] == ["n0", "n1"]
-    assert found["bad"] == {}
+    assert found.hosts == ["n0", "n1"]
+    assert found.bad == {}
 
 
 def test_what_a_child_does_its_parent_survives():
-    def fail() -> dict[str, Any]:
+    def fail() -> AllReduce:
         raise RuntimeError("NCCL error\nin ncclCommInitRank")
 
-    assert check.in_child(lambda: {"gbps": 1.0}, 10.0) == {"gbps": 1.0}
-    assert check.in_child(lambda: os._exit(9), 10.0) == {"error": "its process ended with code 9"}
-    assert check.in_child(fail, 10.0)["error"].endswith(": RuntimeError: NCCL error")
-    assert check.in_child(lambda: time.sleep(60) or {}, 0.2) == {"error": "no end within 0 s"}
+    assert check.in_child(lambda: AllReduce(1.0), 10.0) == AllReduce(1.0)
+    assert check.in_child(lambda: os._exit(9), 10.0) == AllReduce(error="its process ended with code 9")
+    assert (check.in_child(fail, 10.0).error or "").endswith(": RuntimeError: NCCL error")
+    assert check.in_child(lambda: time.sleep(60) or AllReduce(), 0.2) == AllReduce(error="no end within 0 s")
 
 
 def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
-    found = findings(["a", "b"], {"gbps": 1.0}, {(0, 1): {"gbps": 1.0}}, 50.0, 12.34)
-    assert found["bad"] == {}
-    assert found["unexplained"]
-    assert found["pairs"] == [{"hosts": ["a", "b"], "gbps": 1.0}]
-    assert check.summary(found) == [
+    found = findings(["a", "b"], AllReduce(1.0), {(0, 1): AllReduce(1.0)}, 50.0, 12.34)
+    assert found.bad == {}
+    assert found.unexplained
+    assert found.pairs == [PairAllReduce(["a", "b"], 1.0)]
+    assert summary(found) == [
         "all-reduce of 2 nodes: 1 GB/s (12 s for all of this check)",
         "  a and b: 1 GB/s",
         "no single node explains it: the fabric between them, or a threshold that is too high",

@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from run_helpers import FAKE_RANK
 from core_helpers import tiny_model
 from loop_helpers import loop_recipe, prepare
+from run_helpers import FAKE_RANK
 
-from launcher.host.record.heartbeats import Vigil
 from launcher.host.process.processes import start_time
+from launcher.host.record.heartbeats import HangWatch
+from launcher.host.record.ledger import ends_in, read_ledger
+from megatron_rl.contract.attempt_records import AttemptEnd, Hang, Heartbeat
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
-from megatron_rl.run_dir import write_json
-
+from megatron_rl.contract.records import if_readable, read, write
 
 
 class Supervised:
@@ -35,10 +34,10 @@ class Supervised:
         command += ["--", sys.executable, FAKE_RANK, script] if script else []
         self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment})
 
-    def end(self, limit: float = 30) -> dict:
+    def end(self, limit: float = 30) -> AttemptEnd:
         """The ledger's line."""
         assert self.process.wait(limit) == 1, self.logs()
-        return read_json_lines(self.run.attempts_ledger)[-1]
+        return ends_in(read_ledger(self.run))[-1]
 
     def wait_for(self, what: Callable[[], object], limit: float = 60) -> None:
         give_up = time.monotonic() + limit
@@ -56,7 +55,7 @@ class Supervised:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
             if f"MRL_PARENT_PID={self.process.pid}".encode() in environment and f"RANK={rank}".encode() in environment:
-                assert b"train_rl" in command
+                assert b"megatron_rl.rank_main" in command
                 return int(folder.name)
         raise AssertionError(f"no rank {rank}\n{self.logs()}")
 
@@ -81,18 +80,18 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
 def test_the_rank_that_the_other_waits_for_is_named_and_both_show_their_stacks(supervise):
     run = supervise("--silence-limit", "2", script="waits,hangs")
     end = run.end()
-    assert (end["outcome"], end["rank"], end["phase"], end["step"], end["hung"]) == ("crashed", 1, "generate", 3, True)
-    assert end["node"] == os.uname().nodename
-    assert end["error"].endswith("(stacks: logs/attempt-001/train.1.stacks)")
+    assert (end.outcome, end.rank, end.phase, end.step, end.hung) == ("crashed", 1, "generate", 3, True)
+    assert end.node == os.uname().nodename
+    assert end.error.endswith("(stacks: logs/attempt-001/train.1.stacks)")
     for rank in (0, 1):
         assert "in hang" in run.attempt.stacks(rank).read_text()
-    assert read_json(run.attempt.hang)["rank"] == 1
+    assert read(Hang, run.attempt.hang).rank == 1
 
 
 def test_a_stopped_process_is_named_although_the_other_one_works_on(supervise):
     run = supervise("--silence-limit", "2", script="beats,stopped")
     end = run.end()
-    assert (end["rank"], end["hung"]) == (1, True)
+    assert (end.rank, end.hung) == (1, True)
     assert "in hang" in run.attempt.stacks(0).read_text()
     assert start_time(int((run.attempt.folder / "pid.1").read_text())) is None
 
@@ -114,42 +113,43 @@ def test_without_a_limit_nobody_hangs(supervise):
 
 def test_a_rank_that_waited_in_vain_in_a_collective_names_the_one_that_did_not_come(supervise):
     end = supervise(script="collects").end()
-    assert (end["rank"], end["phase"], end["hung"]) == (1, "generate", True)
-    assert "while rank 0 waited for it: RuntimeError: " in end["error"]
-    assert "Timed out" in end["error"]
+    assert (end.rank, end.phase, end.hung) == (1, "generate", True)
+    assert "while rank 0 waited for it: RuntimeError: " in end.error
+    assert "Timed out" in end.error
 
 
 def test_the_others_show_where_they_are_when_a_rank_fails(supervise):
     run = supervise(script="hangs,consequence")
-    assert run.end()["rank"] == 1
+    assert run.end().rank == 1
     assert "in hang" in run.attempt.stacks(0).read_text()
 
 
 def test_a_rank_that_dies_of_being_asked_where_it_is_did_not_fail_first(supervise):
     end = supervise(script="consequence,fragile").end()
-    assert (end["rank"], end["error"]) == (0, "RuntimeError: connection closed by peer")
+    assert (end.rank, end.error) == (0, "RuntimeError: connection closed by peer")
 
 
 def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(supervise):
-    assert supervise(script="unable").end()["error"].endswith("its log ends: ImportError: No module named 'torch'")
+    assert supervise(script="unable").end().error.endswith("its log ends: ImportError: No module named 'torch'")
 
 
 def test_a_laptop_that_was_closed_is_no_hang(tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.heartbeats.mkdir(parents=True)
-    facts = {"rank": 0, "ranks": 1, "host": "here", "phase": "train", "step": 1, "entered": 1, "every": 10.0}
-    write_json(attempt.heartbeat(0), facts | {"at": 1000.0, "written": 1000.0})
-    vigil = Vigil(attempt, limit=1800.0)
+    write(attempt.heartbeat(0), Heartbeat(0, 1, "here", "train", 1, 1, 1000.0, 1000.0, 10.0))
+    hangs = HangWatch(attempt, limit=1800.0)
     for now in (1000.0, 1010.0, 9000.0):
-        assert vigil.look(now) is None
-    assert vigil.look(9010.0).rank == 0, "it has had the time to send one since"
+        assert hangs.look(now) is None
+    assert hangs.look(9010.0).rank == 0, "it has had the time to send one since"
 
 
 def start_real(supervise: Callable[..., Supervised], tmp_path: Path, *options: str) -> Supervised:
     untaught = tiny_model(init="from-scratch").model_dump()
     recipe = loop_recipe(model=untaught, training={"steps": 1000}, save={"every": 0}, evaluation={"every": 0})
     run: Supervised = supervise(*options, run=prepare(tmp_path / "run", recipe))
-    run.wait_for(lambda: (read_json(run.attempt.heartbeat(1)) or {"step": 0})["step"] >= 2)
+    run.wait_for(
+        lambda: (beat := if_readable(read(Heartbeat, run.attempt.heartbeat(1)))) is not None and beat.step >= 2
+    )
     return run
 
 
@@ -157,8 +157,8 @@ def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(superv
     run = start_real(supervise, tmp_path, "--silence-limit", "8")
     os.kill(run.rank_pid(1), signal.SIGSTOP)
     end = run.end()
-    assert (end["outcome"], end["rank"], end["hung"]) == ("crashed", 1, True)
-    assert end["step"] >= 2
+    assert (end.outcome, end.rank, end.hung) == ("crashed", 1, True)
+    assert end.step >= 2
     assert "train_rl.py" in run.attempt.stacks(0).read_text()
 
 
@@ -168,6 +168,6 @@ def test_a_real_rank_that_is_killed_takes_the_other_along_within_seconds(supervi
     os.kill(run.rank_pid(1), signal.SIGKILL)
     end = run.end()
     assert time.monotonic() - began < 10  # the collective's own limit is 30 s
-    assert (end["rank"], end["hung"]) == (1, False)
-    assert "SIGKILL" in end["error"]
-    assert end["phase"]
+    assert (end.rank, end.hung) == (1, False)
+    assert "SIGKILL" in end.error
+    assert end.phase

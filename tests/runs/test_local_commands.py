@@ -16,10 +16,10 @@ from run_helpers import FAKE_RANK
 
 from launcher.host.process.lock import owner_of
 from launcher.runs.state import job_id_of
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line
-from megatron_rl.run_dir import read_json_lines
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.records import append, read_lines
+from megatron_rl.contract.run_records import Submission
 
 DRIVER = """
 import sys
@@ -40,7 +40,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     monkeypatch.delenv("MRL_CLUSTER", raising=False)
 
     def call(name: str, *words: str, code: int = 0, script: str = "long") -> subprocess.CompletedProcess:
-        module = "main" if name == "mrl" else "submit"
+        module = "main" if name == "mrl" else "mrl_submit"
         program = DRIVER.format(fake=FAKE_RANK, script=script, module=module, name=name)
         command = [sys.executable, "-c", program, *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -65,7 +65,7 @@ def started(call: Call) -> RunDir:
     said = json.loads(call("mrl-submit", "demo", "--run-dir", "r", "--detach", "--json").stdout)
     run = RunDir(said["run_dir"])
     assert (said["cluster"], said["job_id"], said["attempt"]) == ("local", None, 1)
-    wait_for("steps", lambda: len(read_json_lines(run.metrics)) > 2)
+    wait_for("steps", lambda: len(read_lines(MetricsLine, run.metrics).records) > 2)
     return run
 
 
@@ -125,18 +125,17 @@ def test_a_fork_that_cannot_start_leaves_nothing(call):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "r", script="train")
     run = RunDir("r")
     run.checkpoint(3).mkdir(parents=True)
-    write_json(run.checkpoint(3) / "manifest.json", {})
+    (run.checkpoint(3) / "manifest.json").write_text("{}")
     call("mrl", "fork", "r@3", "--follow", "--run-dir", "f", code=2)
     assert not Path("f").exists()
     said = call("mrl", "fork", "r@3", "training.seed=4", "--run-dir", "f", script="train").stdout
     assert "training.seed: 0 -> 4" in said
-    assert [row["step"] for row in read_json_lines(RunDir("f").metrics)] == [1, 2, 3, 4, 5]
+    assert [line.step for line in read_lines(MetricsLine, RunDir("f").metrics).records] == [1, 2, 3, 4, 5]
 
 
 def test_a_foreign_line_in_the_index_is_no_run(call, tmp_path):
     (tmp_path / "state" / "mrl").mkdir(parents=True)
-    entry = {"run_dir": str(tmp_path / "gone"), "cluster": "local", "job_id": None, "at": 0.0}
-    append_json_line(tmp_path / "state" / "mrl" / "runs.jsonl", entry)
+    append(tmp_path / "state" / "mrl" / "runs.jsonl", Submission(str(tmp_path / "gone"), "local", 0.0))
     assert "no runs yet" in call("mrl", "ls").stdout
 
 

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_helpers import Attempt, loop_recipe, prepare, read_error, reproducible
+from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, read_error, reproducible
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.metrics.names import STEP_METRICS
-from megatron_rl.contract.codes import EXIT_CONFIG
-from megatron_rl.contract.codes import EXIT_CRASHED
-from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.attempt_records import Outcome
+from megatron_rl.contract.codes import DRAINED, EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, FINISHED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
 
 STEPS = 24
 
@@ -36,7 +33,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
     """A finished run, started as the launcher starts it."""
     run_dir = prepare(tmp_path_factory.mktemp("runs") / "undisturbed", loop_recipe())
-    command = [sys.executable, "-m", "megatron_rl.train_rl", "--run-dir", str(run_dir.root), "--attempt", "1"]
+    command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", str(run_dir.root), "--attempt", "1"]
     ranks = []
     for rank in ("0", "1"):
         environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MRL_CACHE": str(cache)}
@@ -60,7 +57,7 @@ def scalars(undisturbed: RunDir) -> EventAccumulator:
 
 
 def test_there_is_one_line_a_step_with_registered_names_and_finite_numbers(undisturbed: RunDir) -> None:
-    lines = read_json_lines(undisturbed.metrics)
+    lines = lines_of(undisturbed.metrics)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         assert line.keys() - {"step"} <= STEP_METRICS.keys()
@@ -70,7 +67,7 @@ def test_there_is_one_line_a_step_with_registered_names_and_finite_numbers(undis
 
 
 def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
-    for line in read_json_lines(undisturbed.metrics):
+    for line in lines_of(undisturbed.metrics):
         step = line["step"]
         assert (line["first_ordinal"], line["next_ordinal"]) == (5 * step - 5, 5 * step)
         assert line["policy_version"] == 2 * step  # two passes
@@ -82,12 +79,12 @@ def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
         assert line["packed_tokens_ratio"] < 0.6  # four answers share a prompt
         phases = line["time/generate_s"] + line["time/train_s"]
         assert 0 < phases <= line["time/step_s"]
-    rewards = {line["mean_reward"] for line in read_json_lines(undisturbed.metrics)}
+    rewards = {line["mean_reward"] for line in lines_of(undisturbed.metrics)}
     assert len(rewards) > 2  # else nothing here was trained
 
 
 def test_evaluations_come_before_in_between_and_after(undisturbed: RunDir) -> None:
-    lines = read_json_lines(undisturbed.evaluations)
+    lines = lines_of(undisturbed.evaluations)
     assert [line["step"] for line in lines] == [0, 8, 16, 24]
     for line in lines:
         assert line.keys() == {"step", "eval/trained/greedy_accuracy", "eval/held_out/greedy_accuracy"}
@@ -110,7 +107,7 @@ def test_evaluations_come_before_in_between_and_after(undisturbed: RunDir) -> No
 )
 def test_tensorboard_shows_what_the_record_holds(undisturbed: RunDir, scalars: EventAccumulator, name: str) -> None:
     events = scalars.Scalars(name)
-    record = read_json_lines(undisturbed.metrics)
+    record = lines_of(undisturbed.metrics)
     assert [event.step for event in events] == [line["step"] for line in record]
     assert [event.value for event in events] == pytest.approx([line[name] for line in record], rel=1e-6)
 
@@ -128,7 +125,7 @@ def test_sample_rollouts_can_be_read(undisturbed: RunDir) -> None:
 
 
 def test_a_finished_run_says_so(undisturbed: RunDir) -> None:
-    assert read_json(undisturbed.attempt(1).outcome) == {"outcome": "finished", "step": STEPS}
+    assert outcome_of(undisturbed.attempt(1)) == Outcome(FINISHED, STEPS)
     assert undisturbed.checkpoint_steps()[0] == STEPS
     assert not undisturbed.attempt(1).errors()
 
@@ -161,11 +158,13 @@ def test_a_signal_to_one_rank_drains_all_and_the_record_goes_on(
     first.wait_for_step(6)
     os.kill(first.processes[1].pid, number)
     assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
-    outcome = read_json(first.files.outcome)
-    assert outcome["outcome"] == "drained"
-    assert 6 <= outcome["step"] < STEPS
-    assert run_dir.checkpoint_steps()[0] == outcome["step"]
-    assert read_json_lines(run_dir.metrics)[-1]["step"] == outcome["step"]  # nothing done twice
+    outcome = outcome_of(first.files)
+    assert outcome is not None
+    assert outcome.outcome == DRAINED
+    assert outcome.step is not None
+    assert 6 <= outcome.step < STEPS
+    assert run_dir.checkpoint_steps()[0] == outcome.step
+    assert lines_of(run_dir.metrics)[-1]["step"] == outcome.step  # nothing done twice
     second = Attempt(run_dir, cache)
     assert second.exit_codes() == [0, 0], second.logs()
     assert reproducible(run_dir) == reproducible(undisturbed)
@@ -202,8 +201,8 @@ def test_a_failing_rank_says_what_happened_and_takes_the_others_along(tmp_path: 
     assert error["error"] == "RuntimeError: the device fell off the bus"
     assert "in fails" in error["traceback"]
     assert error["exit_code"] == EXIT_CRASHED
-    assert read_json(attempt.files.outcome) is None
-    assert [line["step"] for line in read_json_lines(run_dir.metrics)] == [1, 2]
+    assert outcome_of(attempt.files) is None
+    assert [line["step"] for line in lines_of(run_dir.metrics)] == [1, 2]
 
 
 def test_gradients_that_stay_not_finite_stop_the_run_before_anything_bad_is_saved(tmp_path: Path, cache: Path) -> None:
@@ -211,7 +210,7 @@ def test_gradients_that_stay_not_finite_stop_the_run_before_anything_bad_is_save
     attempt = Attempt(run_dir, cache, ranks=1, sabotage=_spoil_gradients_from_step_3)
     assert attempt.exit_codes() == [EXIT_CRASHED], attempt.logs()
     assert read_error(attempt, 0)["error"].startswith("GradientsNotFinite: 3 updates in a row")
-    lines = read_json_lines(run_dir.metrics)
+    lines = lines_of(run_dir.metrics)
     assert [(line["step"], line["skipped_updates"], "grad_norm" in line) for line in lines] == [
         (1, 0, True),
         (2, 0, True),

@@ -24,16 +24,8 @@ from click.testing import CliRunner
 from launcher.cli.main import main
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
-from launcher.fetch.hub import explain
-from launcher.fetch.hub import patterns
-from launcher.fetch.prefetch import Cache
-from launcher.fetch.prefetch import Need
-from launcher.fetch.prefetch import _environment
-from launcher.fetch.prefetch import fetch
-from launcher.fetch.prefetch import import_image_here
-from launcher.fetch.prefetch import missing
-from launcher.fetch.prefetch import needs
-from launcher.fetch.prefetch import record_of
+from launcher.fetch.hub import explain, patterns
+from launcher.fetch.prefetch import Cache, Need, _environment, fetch, import_image_here, missing, needs, record_of
 from launcher.recipe.load import load_recipe
 
 pytest.importorskip("huggingface_hub", reason="an extra of mrl")

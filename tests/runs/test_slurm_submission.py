@@ -15,8 +15,8 @@ import pytest
 
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.records import read, write
+from megatron_rl.contract.run_records import Owner
 
 SQUEUE = "exit 0"  # knows no job: they have all ended
 
@@ -65,7 +65,7 @@ def test_the_script_that_is_shown_is_the_script_that_is_submitted(cluster, tmp_p
     assert said["job_id"] == "101"
     assert calls(tmp_path) == [f"--parsable {run.script}"]
     assert run.script.read_text() == shown
-    assert (read_json(run.job)["job_id"], read_json(run.job)["slurm_cluster"]) == ("101", "east")
+    assert (read(Owner, run.job).job_id, read(Owner, run.job).slurm_cluster) == ("101", "east")
     assert run.code_record.exists()
     assert run.last_attempt() == 0, "the job opens its attempts itself"
 
@@ -193,16 +193,16 @@ def test_a_sweep_that_slurm_takes_in_part_says_which(cluster, tmp_path):
 
 def test_a_finished_run_is_not_submitted_again(cluster, tmp_path):
     submit("--run-dir", "r")
-    write_json(RunDir(tmp_path / "r").done, {"step": 900})
+    RunDir(tmp_path / "r").done.touch()
     assert "already finished" in submit("--run-dir", "r").stdout
     assert len(calls(tmp_path)) == 1
 
 
 def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
     (tmp_path / "r").mkdir()
-    write_json(tmp_path / "r" / "job.json", {"job_id": "7"})
+    write(tmp_path / "r" / "job.json", Owner("7", "lab", 0.0))
     submit("--run-dir", "r")
-    assert read_json(tmp_path / "r" / "job.json")["job_id"] == "101"
+    assert read(Owner, tmp_path / "r" / "job.json").job_id == "101"
 
 
 def queued(**facts: str) -> str:
@@ -215,7 +215,10 @@ def queued(**facts: str) -> str:
     ("squeue", "said"),
     [
         ("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", ", and Slurm cannot be asked"),
-        (queued(JobID="101", State="RUNNING", NodeList="n1"), ", which is running on n1; see it with mrl status r, end"),
+        (
+            queued(JobID="101", State="RUNNING", NodeList="n1"),
+            ", which is running on n1; see it with mrl status r",
+        ),
         (queued(JobID="101", State="COMPLETING", NodeList="n1"), ", which is completing on n1; Slurm is ending what"),
     ],
     ids=["silent", "running", "completing"],
@@ -223,7 +226,7 @@ def queued(**facts: str) -> str:
 def test_one_job_owns_a_run(cluster, tmp_path, squeue, said):
     submit("--run-dir", "r")
     record = tmp_path / "r" / "job.json"
-    assert read_json(record)["job_id"] == "101"
+    assert read(Owner, record).job_id == "101"
     cluster("squeue", squeue)
     assert "belongs to job 101" + said in submit("--run-dir", "r", code=2).stderr
     assert len(calls(tmp_path)) == 1

@@ -1,7 +1,8 @@
-"""mrl-submit from end to end, through submitit, with ranks that only pretend to train."""
+"""mrl-submit from end to end, with ranks that only pretend to train."""
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -18,9 +19,9 @@ from run_helpers import FAKE_RANK
 
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
+from megatron_rl.contract.attempt_records import LEDGER, MetricsLine, Outcome
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
+from megatron_rl.contract.records import read, read_lines
 
 DRIVER = """
 import sys
@@ -65,7 +66,7 @@ def wait_for(what: Callable[[], object], limit: float = 20) -> None:
 def rank_pids(root: str, attempt: int = 1) -> list[int]:
     folder = RunDir(root).attempt(attempt).folder
     wait_for(lambda: all((folder / f"pid.{rank}").exists() for rank in range(2)))
-    wait_for(lambda: len(read_json_lines(RunDir(root).metrics)) > 2)
+    wait_for(lambda: len(read_lines(MetricsLine, RunDir(root).metrics).records) > 2)
     return [int((folder / f"pid.{rank}").read_text()) for rank in range(2)]
 
 
@@ -85,7 +86,7 @@ def test_a_run_from_start_to_end(submit, tmp_path):
     assert "greedy accuracy: 0.000 -> 1.000 on held_out" in output
     assert f"tensorboard --logdir {root.relative_to(tmp_path)}/tensorboard" in output
     assert RunDir(root).done.exists()
-    assert not list((tmp_path / "tmp").iterdir()), "submitit's files are gone"
+    assert not list((tmp_path / "tmp").iterdir()), "nothing is left behind"
 
 
 def test_a_crash_shows_the_error_and_the_log(submit):
@@ -117,14 +118,14 @@ def test_an_interrupted_run_is_saved_and_its_hint_resumes_it(submit, signum, mon
     os.killpg(process.pid, signum)  # as a terminal does: the whole process group gets it
     code, output = finish(process)
     assert code == 130
-    assert read_json(RunDir("r").attempt(1).outcome)["outcome"] == "drained"
+    assert read(Outcome, RunDir("r").attempt(1).outcome).outcome == "drained"
     if signum == signal.SIGHUP:
         assert "saved" not in output, "there is no terminal to say it to"
         return
     hint = output.partition("resume:")[2].strip()
     assert hint == "mrl-submit demo training.seed=3 --run-dir r"
 
-    steps = read_json_lines(RunDir("r").metrics)[-1]["step"]
+    steps = read_lines(MetricsLine, RunDir("r").metrics).records[-1].step
     monkeypatch.setenv("FAKE_STEPS", str(steps + 3))
     code, output = finish(submit("train", *shlex.split(hint)[1:]))
     assert code == 0, output
@@ -153,8 +154,8 @@ def test_a_killed_mrl_submit_takes_nothing_with_it_but_leaves_nothing_running(su
     pids = rank_pids("r")
     process.kill()
     wait_for(lambda: not any(map(start_time, pids)))
-    wait_for(lambda: len(read_json_lines(RunDir("r").attempts_ledger)) == 2)
-    assert read_json_lines(RunDir("r").attempts_ledger)[-1]["outcome"] == "drained"
+    wait_for(lambda: len(read_lines(LEDGER, RunDir("r").attempts_ledger).records) == 2)
+    assert read_lines(LEDGER, RunDir("r").attempts_ledger).records[-1].outcome == "drained"
 
 
 def test_a_detached_run_lives_on_and_holds_no_pipe(submit):
@@ -168,6 +169,14 @@ def test_a_detached_run_lives_on_and_holds_no_pipe(submit):
     stop = re.search(r"kill (\d+)", output)
     os.kill(int(stop[1]), signal.SIGTERM)
     wait_for(lambda: not any(map(start_time, pids)))
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(submit):
+    process = submit("train", "demo", "--run-dir", "r", "training.steps=5")
+    assert process.stdout.readline().startswith("starting demo")
+    process.stdout.close()  # as `head -1` does
+    assert process.wait(timeout=30) == 0
+    assert RunDir("r").done.exists()
 
 
 def test_a_terminal_sees_a_panel(submit):
@@ -190,7 +199,7 @@ def test_the_users_choice_of_gpus_reaches_the_ranks(submit, tmp_path, monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     code, output = finish(submit("train", "demo", "--run-dir", "r", "training.steps=5", "job.device=cuda"))
     assert code == 0, output
-    assert read_json(RunDir("r").attempt(1).folder / "env.0.json")["CUDA_VISIBLE_DEVICES"] == "5,3"
+    assert json.loads((RunDir("r").attempt(1).folder / "env.0.json").read_text())["CUDA_VISIBLE_DEVICES"] == "5,3"
 
 
 def test_a_dry_run_writes_nothing(submit, tmp_path):

@@ -16,12 +16,11 @@ from run_helpers import FAKE_RANK
 
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
-from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import read_json_lines
-from megatron_rl.run_dir import write_json
-
+from launcher.host.record.ledger import ends_in, read_ledger
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, Outcome
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import read, write
+from megatron_rl.contract.run_records import Done
 
 
 class Supervised:
@@ -50,8 +49,8 @@ class Supervised:
         return [int(file.read_text()) for file in files]
 
     @property
-    def end(self) -> dict:
-        return [line for line in read_json_lines(self.run.attempts_ledger) if line["event"] == "end"][-1]
+    def end(self) -> AttemptEnd:
+        return ends_in(read_ledger(self.run))[-1]
 
     def survivors(self) -> list[int]:
         pids = [int(file.read_text()) for file in self.attempt.folder.glob("pid.*")]
@@ -76,11 +75,11 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
 def test_a_finished_attempt_is_recorded_and_done(supervise):
     run = supervise("train")
     assert run.wait() == 0
-    assert read_json(run.run.done)["step"] == 5
-    start, end = read_json_lines(run.run.attempts_ledger)
-    assert (start["event"], start["attempt"], start["pid"]) == ("start", 1, run.process.pid)
-    assert (end["outcome"], end["step"], end["error"], end["cause"]) == ("finished", 5, None, None)
-    assert end["seconds"] > 0
+    assert read(Done, run.run.done).step == 5
+    start, end = read_ledger(run.run)
+    assert (start.attempt, start.pid) == (1, run.process.pid)
+    assert (end.outcome, end.step, end.error, end.cause) == ("finished", 5, None, None)
+    assert end.seconds > 0
     assert "rank 1 is here" in (run.run.root / "logs" / "latest" / "train.1.log").read_text()
     assert owner_of(run.run.lock) is None
 
@@ -89,7 +88,7 @@ def test_ranks_are_told_who_they_are(supervise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     run = supervise("train", "--threads", "3")
     run.wait()
-    assert read_json(run.attempt.folder / "env.1.json") == {
+    assert json.loads((run.attempt.folder / "env.1.json").read_text()) == {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
@@ -102,7 +101,7 @@ def test_ranks_are_told_who_they_are(supervise, monkeypatch):
 def test_one_failing_rank_ends_all_and_its_error_is_the_verdict(supervise):
     run = supervise("long,crash")
     assert run.wait() == 1
-    assert (run.end["outcome"], run.end["rank"], run.end["error"]) == ("crashed", 1, "RuntimeError: boom")
+    assert (run.end.outcome, run.end.rank, run.end.error) == ("crashed", 1, "RuntimeError: boom")
     assert run.survivors() == []
     assert not run.run.done.exists()
 
@@ -111,33 +110,33 @@ def test_of_several_errors_the_first_one_is_the_cause(supervise):
     run = supervise("consequence,crash", "--grace", "3")
     run.wait()
     assert len(run.attempt.errors()) == 2
-    assert run.end["error"] == "RuntimeError: boom"
+    assert run.end.error == "RuntimeError: boom"
 
 
 def test_a_bad_configuration_has_its_own_code(supervise):
     run = supervise("misconfigured")
     assert run.wait() == 78
-    assert run.end["outcome"] == "misconfigured"
+    assert run.end.outcome == "misconfigured"
 
 
 def test_a_signal_is_named_where_a_rank_could_not_say_a_word(supervise):
     run = supervise("long,segfault")
     assert run.wait() == 1
-    assert run.end["rank"] == 1
-    assert "SIGSEGV" in run.end["error"]
+    assert run.end.rank == 1
+    assert "SIGSEGV" in run.end.error
 
 
 def test_leaving_with_75_but_no_outcome_is_a_crash(supervise):
     run = supervise("liar")
     assert run.wait() == 1
-    assert "without recording an outcome" in run.end["error"]
+    assert "without recording an outcome" in run.end.error
 
 
 def test_a_hanging_rank_that_ignores_sigterm_does_not_survive_its_sister(supervise):
     run = supervise("stubborn,crash")
     assert run.wait() == 1
     assert run.survivors() == []
-    assert run.end["error"] == "RuntimeError: boom"
+    assert run.end.error == "RuntimeError: boom"
 
 
 def test_what_a_rank_started_ends_with_it(supervise):
@@ -153,15 +152,15 @@ def test_a_signal_drains(supervise, signum):
     run.wait_for_ranks()
     run.process.send_signal(signum)
     assert run.wait() == 75
-    assert (run.end["outcome"], run.end["cause"]) == ("drained", signum.name)
-    assert run.end["step"] == read_json(run.attempt.outcome)["step"]
-    assert read_json(run.attempt.drain)["by"] == "supervisor"
+    assert (run.end.outcome, run.end.cause) == ("drained", signum.name)
+    assert run.end.step == read(Outcome, run.attempt.outcome).step
+    assert read(Drain, run.attempt.drain).by == "supervisor"
     assert not run.run.done.exists()
 
 
 def ask(attempt: Attempt, seconds: float) -> None:
     now = time.time()
-    write_json(attempt.drain, {"cause": "test", "by": "test", "at": now, "deadline": now + seconds})
+    write(attempt.drain, Drain("test", "test", now, now + seconds))
 
 
 def test_a_drain_file_drains(supervise):
@@ -169,7 +168,7 @@ def test_a_drain_file_drains(supervise):
     run.wait_for_ranks()
     ask(run.attempt, 30)
     assert run.wait() == 75
-    assert run.end["cause"] == "test"
+    assert run.end.cause == "test"
 
 
 def test_a_drain_reaches_ranks_that_were_not_ready_for_it(supervise):
@@ -184,7 +183,7 @@ def test_ranks_that_do_not_drain_in_time_are_ended(supervise):
     pids = run.wait_for_ranks()
     ask(run.attempt, 0.5)
     assert run.wait() == 1
-    assert "no save within" in run.end["error"]
+    assert "no save within" in run.end.error
     assert not any(map(start_time, pids))
 
 
@@ -204,8 +203,7 @@ def test_ranks_die_with_a_killed_supervisor_and_the_next_attempt_says_so(supervi
     run.wait_for(lambda: not any(map(start_time, pids)), limit=5)
     again = supervise("train", number=2)
     assert again.wait() == 0
-    lost = [line for line in read_json_lines(run.run.attempts_ledger) if line.get("outcome") == "lost"]
-    assert [line["attempt"] for line in lost] == [1]
+    assert [end.attempt for end in ends_in(read_ledger(run.run)) if end.outcome == "lost"] == [1]
 
 
 def test_the_death_of_its_owner_drains(supervise):
@@ -214,7 +212,7 @@ def test_the_death_of_its_owner_drains(supervise):
     run.wait_for_ranks()
     owner.kill()  # and stays a zombie: nobody has asked for it yet
     assert run.wait() == 75
-    assert "gone" in run.end["cause"]
+    assert "gone" in run.end.cause
     owner.wait()
 
 
@@ -235,7 +233,7 @@ def test_an_attempt_that_was_overtaken_does_not_start(supervise, tmp_path):
 
 
 def test_a_finished_run_is_left_alone(supervise, tmp_path):
-    write_json(RunDir(tmp_path).done, {"step": 5})
+    write(RunDir(tmp_path).done, Done(1, 5, 0.0))
     run = supervise("crash")
     assert run.wait() == 0
     assert not run.run.attempts_ledger.exists()

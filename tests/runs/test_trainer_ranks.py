@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
-from megatron_rl.rank.world import Groups
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.stream import shares
 
 STEPS = 3
@@ -64,7 +64,7 @@ def losses_and_weights(rank: int, ranks: int, of_ranks: Groups, case: dict[str, 
         total = dict(tally.reduce(of_ranks.control))
         del total["batch.packed_tokens"]  # how prompts were shared: the layout's own
         tallied.append(total)
-    return tallied, torch.cat([weight.detach().flatten() for weight in run.policy.parameters()])
+    return tallied, torch.cat([weight.detach().flatten() for weight in run.trainer.policy.parameters()])
 
 
 def all_cases(rank: int, ranks: int) -> list[tuple[list[dict[str, Any]], Tensor]]:

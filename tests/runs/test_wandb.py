@@ -31,13 +31,12 @@ from megatron_rl.metrics.config import WandbConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.wandb import mirror
 from megatron_rl.metrics.wandb.mirror import check_installed
-from megatron_rl.metrics.wandb.rows import Record
-from megatron_rl.metrics.wandb.rows import Row
+from megatron_rl.metrics.wandb.rows import RecordReader, RecordRow
 from megatron_rl.metrics.writer import MetricsWriter
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line
-from megatron_rl.run_dir import read_json
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
+from megatron_rl.contract.records import append, if_readable, read, write
+from megatron_rl.contract.run_records import WandbRun
 
 KEY = "5ec2e7" * 7
 
@@ -64,18 +63,24 @@ def record_of(run: RunDir, attempt: int, last_step: int = 0, evaluated: int = -1
 
 def step(record: MetricsWriter, number: int, loss: float) -> None:
     record.step(number, {"loss": loss, "throughput/tokens_per_s": 10.0, "dropped_ordinals": {"3": "failed"}})
-    record.stretch({"at": 1000.0 * number, "step": number, "seconds": {}})
+    record.timeline(TimelineLine(1000.0 * number, number, {}))
 
 
 def left(run: RunDir, attempt: int, record: MetricsWriter, outcome: str | None) -> None:
     """As rank 0 leaves; without an outcome it crashed."""
     if outcome:
-        write_json(run.attempt(attempt).outcome, {"outcome": outcome, "step": 0})
+        write(run.attempt(attempt).outcome, Outcome(outcome, 0))
     record.close()
 
 
 def shown(server: Server, run: RunDir) -> Shown:
-    return server.runs[read_json(run.wandb)["id"]]
+    return server.runs[identity(run).id]
+
+
+def identity(run: RunDir) -> WandbRun:
+    found = if_readable(read(WandbRun, run.wandb))
+    assert found is not None
+    return found
 
 
 def eventually(holds: Callable[[], bool], what: str, limit_s: float = 20.0) -> None:
@@ -102,7 +107,6 @@ def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server
     for number in range(1, 7):
         step(first, number, loss=float(number))
     left(run, 1, first, outcome=None)
-    identity = read_json(run.wandb)["id"]
     assert shown(server, run).state == "failed"
     assert shown(server, run).curve("loss") == [(number, number) for number in range(1, 6)]
     assert shown(server, run).name == "mine"
@@ -120,7 +124,7 @@ def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server
     third.evaluation(8, {"eval/held_out/greedy_accuracy": 0.75})
     step(third, 9, loss=90.0)
     left(run, 3, third, outcome="finished")
-    assert list(server.runs) == [identity]
+    assert list(server.runs) == [identity(run).id]
     at_wandb = shown(server, run)
     assert at_wandb.state == "finished"
     assert at_wandb.curve("loss") == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60), (7, 70), (8, 80), (9, 90)]
@@ -130,14 +134,14 @@ def test_a_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server
     assert names == {"loss", "throughput/tokens_per_s", "eval/held_out/greedy_accuracy"}
     assert (at_wandb.name, at_wandb.tags) == ("renamed by hand", ["best"])
     assert at_wandb.config["grpo"] == load_recipe("demo").config.grpo.model_dump()
-    assert read_json(run.wandb)["url"].endswith(f"/runs/{identity}")
+    assert (identity(run).url or "").endswith(f"/runs/{identity(run).id}")
 
 
 def test_a_fork_is_another_wandb_run_that_has_the_steps_of_its_source(server: Server, tmp_path: Path) -> None:
     source = a_run(tmp_path / "source")
-    write_json(source.wandb, {"id": "of-the-source", "url": None})
+    write(source.wandb, WandbRun("of-the-source"))
     for number in (1, 2, 3):
-        append_json_line(source.metrics, {"step": number, "loss": float(number)})
+        append(source.metrics, MetricsLine(number, {"loss": float(number)}))
     source.checkpoint(2).mkdir(parents=True)
     target = a_run(tmp_path / "fork")
     fill(Fork(source, 2, load_recipe("demo"), ()), target)
@@ -152,7 +156,7 @@ def test_a_fork_is_another_wandb_run_that_has_the_steps_of_its_source(server: Se
 def test_what_nodes_without_internet_wrote_is_whole_and_sent_by_wandb_sync(server: Server, tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", mode="offline")
     for number in (1, 2, 3):
-        append_json_line(run.metrics, {"step": number, "loss": float(number)})
+        append(run.metrics, MetricsLine(number, {"loss": float(number)}))
     (run.wandb_files / "offline-run-of-the-first-attempt").mkdir(parents=True)
     record = record_of(run, 2, last_step=2)
     step(record, 3, loss=30.0)
@@ -271,18 +275,18 @@ def test_each_step_is_one_row_in_order_however_often_it_is_looked(
     looks: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = RunDir(tmp_path_factory.mktemp("run"))
-    record = Record(run, run.attempt(1))
+    record = RecordReader(run, run.attempt(1))
     wanted: dict[int, dict[str, float]] = {}
-    rows: list[Row] = []
+    rows: list[RecordRow] = []
     last = 0
     for what in looks:
         if what == "step":
             last += 1
             wanted.setdefault(last, {})["loss"] = float(last)
-            append_json_line(run.metrics, {"step": last, "loss": float(last), "dropped_ordinals": {}})
+            append(run.metrics, MetricsLine(last, {"loss": float(last), "dropped_ordinals": {}}))
         elif what == "evaluation" and "eval/x" not in wanted.get(last, {}):
             wanted.setdefault(last, {})["eval/x"] = float(last)
-            append_json_line(run.evaluations, {"step": last, "eval/x": float(last), "eval/prompt_format": "boxed"})
+            append(run.evaluations, MetricsLine(last, {"eval/x": float(last), "eval/prompt_format": "boxed"}))
         elif what == "look":
             rows += record.rows(complete=False)
     rows += record.rows(complete=True)
@@ -291,7 +295,7 @@ def test_each_step_is_one_row_in_order_however_often_it_is_looked(
 
 def test_a_line_that_is_being_written_or_was_torn_waits(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    record = Record(run, run.attempt(1))
+    record = RecordReader(run, run.attempt(1))
     run.metrics.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
     assert [row.step for row in record.rows(complete=False)] == [1]
     with run.metrics.open("a") as file:
@@ -301,13 +305,14 @@ def test_a_line_that_is_being_written_or_was_torn_waits(tmp_path: Path) -> None:
 
 def test_the_time_of_a_step_is_that_of_the_attempt_that_it_is_from(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    lines: dict[int, list[dict[str, Any]]] = {
-        1: [{"at": 0.5, "step": 0, "resumed": 0}, {"at": 1.0, "step": 1}, {"at": 2.0, "step": 2}],
-        2: [{"at": 7.0, "step": 1, "resumed": 1}, {"at": 8.0, "step": 2}],
+    lines = {
+        1: [TimelineLine(0.5, 0, {}, resumed=0), TimelineLine(1.0, 1, {}), TimelineLine(2.0, 2, {})],
+        2: [TimelineLine(7.0, 1, {}, resumed=1), TimelineLine(8.0, 2, {})],
     }
     for number, written in lines.items():
         run.attempt(number).folder.mkdir(parents=True)
-        run.attempt(number).timeline.write_text("".join(json.dumps(line) + "\n" for line in written))
+        for line in written:
+            append(run.attempt(number).timeline, line)
     run.metrics.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)))
-    rows = Record(run, run.attempt(2)).rows(complete=True)
+    rows = RecordReader(run, run.attempt(2)).rows(complete=True)
     assert [(row.step, row.at) for row in rows] == [(1, 1.0), (2, 8.0), (3, None)]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from loop_helpers import lines_of
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def train(root: Path, *overrides: str, plugin: str | None = None) -> RunDir:
     run_dir.resolved.write_text(yaml.safe_dump(values), encoding="utf-8")
     environment = os.environ | {"MRL_CACHE": str(root / "cache"), "PYTHONPATH": str(root), "WORLD_SIZE": "2"}
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.train_rl", "--run-dir", str(run_dir.root)]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.rank_main", "--run-dir", str(run_dir.root)]
     ranks = [
         subprocess.Popen([*command, "--attempt", "1"], env=environment | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
@@ -65,13 +65,13 @@ def train(root: Path, *overrides: str, plugin: str | None = None) -> RunDir:
 
 def rewards(run_dir: RunDir) -> tuple[float, float]:
     """Mean reward of the first and of the last steps."""
-    curve = [line["mean_reward"] for line in read_json_lines(run_dir.metrics)]
+    curve = [line["mean_reward"] for line in lines_of(run_dir.metrics)]
     return sum(curve[:FIRST]) / FIRST, sum(curve[-LAST:]) / LAST
 
 
 def greedy_accuracy(run_dir: RunDir, problems: str) -> tuple[float, float]:
     """Before and after."""
-    lines = read_json_lines(run_dir.evaluations)
+    lines = lines_of(run_dir.evaluations)
     return lines[0][f"eval/{problems}/greedy_accuracy"], lines[-1][f"eval/{problems}/greedy_accuracy"]
 
 

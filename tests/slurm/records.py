@@ -116,7 +116,7 @@ def kill_rank(run: Run, rank: int) -> bool:
         except OSError:
             continue  # gone meanwhile
         wanted = {f"SLURM_PROCID={rank}".encode(), b"MRL_STEP=train", f"MRL_RUN_DIR={run.dir.root}".encode()}
-        if b"megatron_rl.train_rl" in command and wanted <= set(environment):
+        if b"megatron_rl.rank_main" in command and wanted <= set(environment):
             os.kill(int(process.name), signal.SIGKILL)
             return True
     return False

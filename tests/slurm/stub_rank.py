@@ -131,6 +131,6 @@ seen = attempt.folder / "seen" / "{}.{}.json".format(os.environ["MRL_STEP"], ran
 seen.parent.mkdir(exist_ok=True)
 what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": run_dir_module.__file__}
 write_json(seen, dict(what, replica=options.replica, environment=dict(os.environ)))
-{"megatron_rl.train_rl": train, "megatron_rl.server.inference": serve, "megatron_rl.fabric.check": reduce}[
+{"megatron_rl.rank_main": train, "megatron_rl.server.inference": serve, "megatron_rl.fabric.check": reduce}[
     options.module
 ]()

@@ -31,7 +31,7 @@ def test_every_rank_runs_the_snapshot_on_its_own_node(login: Login) -> None:
     assert set(seen) == {"train.0", "train.1"}
     assert len({rank["host"] for rank in seen.values()}) == 2
     for rank in seen.values():
-        assert rank["module"] == "megatron_rl.train_rl"
+        assert rank["module"] == "megatron_rl.rank_main"
         assert Path(rank["code"]).resolve().is_relative_to(run.dir.code.resolve())
         environment = rank["environment"]
         assert environment["MRL_RUN_DIR"] == str(run.dir.root)

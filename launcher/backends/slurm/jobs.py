@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from launcher.backends.slurm.call import SlurmSilent, call
+from megatron_rl.contract.run_records import Owner
 
 Kind = Literal["pending", "running", "ended", "gone", "unknown"]
 
@@ -96,18 +97,17 @@ def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
     return {one: found.get(one, JobState(one, "", "gone")) for one in ids}
 
 
-def read_recorded(records: Sequence[Mapping[str, Any]]) -> list[JobState]:
-    """The state of the job that each of these job.json names. One of another Slurm cluster than the one that answers
-    here is unknown; a job that has its id here is not it."""
-    here = cluster_name() if any(record.get("slurm_cluster") for record in records) else None
-    foreign = [here is not None and record.get("slurm_cluster") not in (None, here) for record in records]
-    ids = [str(record["job_id"]) for record in records]
-    found = read_jobs([job_id for job_id, elsewhere in zip(ids, foreign, strict=True) if not elsewhere])
+def read_owners(owners: Sequence[Owner]) -> list[JobState]:
+    """The state of the job that each job.json names. One of another Slurm cluster than the one that answers here is
+    unknown; a job that has its id here is not it."""
+    here = cluster_name() if any(owner.slurm_cluster for owner in owners) else None
+    foreign = [here is not None and owner.slurm_cluster not in (None, here) for owner in owners]
+    found = read_jobs([owner.job_id for owner, elsewhere in zip(owners, foreign, strict=True) if not elsewhere])
     return [
-        JobState(job_id, "", "unknown", reason=f"it is a job of {record['slurm_cluster']}, and this is {here}")
+        JobState(owner.job_id, "", "unknown", reason=f"it is a job of {owner.slurm_cluster}, and this is {here}")
         if elsewhere
-        else found[job_id]
-        for record, job_id, elsewhere in zip(records, ids, foreign, strict=True)
+        else found[owner.job_id]
+        for owner, elsewhere in zip(owners, foreign, strict=True)
     ]
 
 

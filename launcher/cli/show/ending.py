@@ -1,23 +1,33 @@
-"""Pure but for reading the attempt's files: what the user is told when an attempt has ended."""
+"""What the user is told when an attempt has ended. Reads the attempt's files and decides nothing."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from typing import Any
+import time
 
-from launcher.cli.show.progress import RECENT, Status, clock, mean
-from launcher.cli.submit.follow import log_tail
-from launcher.host.judge.policy import STOPPED
-from launcher.host.judge.sentence import in_words
-from launcher.host.judge.verdict import CRASHED, DRAINED, FINISHED, MISCONFIGURED
-from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from launcher.cli.show.history import RECENT, History, clock, mean
+from launcher.cli.show.log_lines import last_lines
+from launcher.host.judge.sentence import describe_end
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, RankError
+from megatron_rl.contract.codes import (
+    CRASHED,
+    DRAINED,
+    EXIT_CRASHED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    FINISHED,
+    MISCONFIGURED,
+    STOPPED,
+)
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.run_dir import read_json
+from megatron_rl.contract.records import if_readable, read
 
 EXIT_CODES = {
     FINISHED: EXIT_FINISHED,
     DRAINED: EXIT_INTERRUPTED,
+    STOPPED: EXIT_INTERRUPTED,
     CRASHED: EXIT_CRASHED,
     MISCONFIGURED: EXIT_USAGE,
 }
@@ -26,60 +36,60 @@ TRACEBACK_LINES = 12
 LOG_LINES = 20
 
 
-def account(run: RunDir, attempt: Attempt, end: dict[str, Any], status: Status, resume: str) -> list[str]:
-    """Lines for the user.
+def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: History, resume: str) -> list[str]:
+    """How an attempt ended, what the run has come to, and how to go on.
 
     Args:
-        end: the supervisor's last ledger line.
         resume: the command that goes on with this run.
     """
-    if end["outcome"] == FINISHED:
-        lines = [f"finished: {status.step} steps, this attempt took {clock(end['seconds'])}"]
-    elif end["outcome"] in (DRAINED, STOPPED):
-        lines = [in_words(end, end["at"])]
+    if end.outcome == FINISHED:
+        took = f", this attempt took {clock(end.seconds)}" if end.seconds is not None else ""
+        lines = [f"finished: {history.step} steps{took}"]
+    elif end.outcome in (DRAINED, STOPPED):
+        lines = [describe_end(end, time.time())]
     else:
-        lines = failure(attempt, end)
-    lines += results(status)
+        lines = failure_lines(attempt, end)
+    lines += result_lines(history)
     lines += [
         f"files:       {run.root}",
         f"tensorboard: tensorboard --logdir {shlex.quote(str(run.tensorboard))}",
     ]
-    return lines if end["outcome"] == FINISHED else [*lines, f"resume:      {resume}"]
+    return lines if end.outcome == FINISHED else [*lines, f"resume:      {resume}"]
 
 
-def failure(attempt: Attempt, end: dict[str, Any]) -> list[str]:
+def failure_lines(attempt: Attempt, end: AttemptEnd) -> list[str]:
     """What failed, with the traceback's end where the rank could leave one, else the log's."""
-    rank = end.get("rank")
-    drain = read_json(attempt.drain)
-    if rank is None and drain is not None and (drain["deadline"] or math.inf) <= drain["at"]:
-        return [f"killed before it had saved: {drain['cause']}", f"logs: {attempt.logs}"]
-    if rank is None:
-        return [f"failed: {end['error']}", f"logs: {attempt.logs}"]
-    report = read_json(attempt.error(rank))
-    log = attempt.log(rank)
-    if report is None:
-        phase = f" ({end['phase']})" if end.get("phase") else ""
-        place = f" in step {end['step']}{phase}" if end.get("step") is not None else ""
-        return [f"failed: rank {rank}{place}: {end['error']}", *indented(log_tail(log, LOG_LINES)), f"log: {log}"]
-    place = f"in step {report['step']} ({report['phase']})"
-    trace = str(report.get("traceback", "")).rstrip().splitlines()[-TRACEBACK_LINES:]
-    return [f"failed: rank {rank} {place}: {report['error']}", *indented(trace), f"log: {log}"]
+    if end.rank is None:
+        drain = if_readable(read(Drain, attempt.drain))
+        killed = drain is not None and (math.inf if drain.deadline is None else drain.deadline) <= drain.at
+        what = f"killed before it had saved: {drain.cause}" if drain and killed else f"failed: {end.error}"
+        return [what, f"logs: {attempt.logs}"]
+    error, log = if_readable(read(RankError, attempt.error(end.rank))), attempt.log(end.rank)
+    if error is None:
+        phase = f" ({end.phase})" if end.phase else ""
+        place = f" in step {end.step}{phase}" if end.step is not None else ""
+        shown = indented(last_lines(log, LOG_LINES))
+        return [f"failed: rank {end.rank}{place}: {end.error}", *shown, f"log: {log}"]
+    place = f"in step {error.step} ({error.phase})"
+    trace = error.traceback.rstrip().splitlines()[-TRACEBACK_LINES:]
+    return [f"failed: rank {end.rank} {place}: {error.error}", *indented(trace), f"log: {log}"]
 
 
 def indented(lines: list[str]) -> list[str]:
+    """Lines of somebody else's, set off from ours."""
     return [f"  | {line}" for line in lines]
 
 
-def results(status: Status) -> list[str]:
+def result_lines(history: History) -> list[str]:
     """First and last mean reward; greedy accuracy before and after, one line a set."""
     lines = []
-    rewards = status.rewards()
+    rewards = history.rewards()
     if rewards:
         first, last = rewards[:FIRST], rewards[-RECENT:]
         lines.append(
             f"mean reward:     {mean(first):.3f} (first {len(first)} steps) -> {mean(last):.3f} (last {len(last)})"
         )
-    for name, (before, after) in sorted(status.accuracies().items()):
-        trained = f" -> {after:.3f}" if len(status.evaluations) > 1 else " before training"
+    for name, (before, after) in sorted(history.accuracies().items()):
+        trained = f" -> {after:.3f}" if len(history.evaluations) > 1 else " before training"
         lines.append(f"greedy accuracy: {before:.3f}{trained} on {name}")
     return lines

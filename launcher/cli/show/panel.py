@@ -11,29 +11,33 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from launcher.cli.show.progress import RECENT, Row, Status, accuracies, clock, mean, sparkline
+from launcher.cli.show.history import RECENT, History, accuracies, clock, mean, number, sparkline
+from launcher.cli.show.terminal import tell
+from megatron_rl.contract.attempt_records import MetricsLine
 
 LINE_EVERY_STEPS = 20
 LINE_EVERY_S = 5.0
 
 
 class View(ABC):
+    """Shows a run to its end."""
+
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._evaluated: int | None = None
 
-    def show(self, status: Status) -> None:
+    def show(self, history: History) -> None:
         """Called several times a second."""
         if self._evaluated is None:  # evaluations of earlier attempts are no news
-            self._evaluated = max((row["step"] for row in status.evaluations), default=-1)
-        for row in status.evaluations:
-            if row["step"] > self._evaluated:
-                self._evaluated = row["step"]
-                self.say(evaluation_line(row))
-        self.draw(status)
+            self._evaluated = max((line.step for line in history.evaluations), default=-1)
+        for line in history.evaluations:
+            if line.step > self._evaluated:
+                self._evaluated = line.step
+                self.say(evaluation_line(line))
+        self.draw(history)
 
     @abstractmethod
-    def draw(self, status: Status) -> None: ...
+    def draw(self, history: History) -> None: ...
 
     @abstractmethod
     def say(self, text: str) -> None:
@@ -44,6 +48,7 @@ class View(ABC):
 
 
 def choose_view(name: str) -> View:
+    """A panel on a terminal that can redraw it, else lines."""
     console = Console(highlight=False)
     return LiveView(name, console) if console.is_terminal and not console.is_dumb_terminal else PlainView()
 
@@ -57,19 +62,19 @@ class PlainView(View):
         self._shown_step = -LINE_EVERY_STEPS
         self._shown_at = self._began
 
-    def draw(self, status: Status) -> None:
+    def draw(self, history: History) -> None:
         now = time.monotonic()
-        if status.phase != self._phase:
-            self._phase = status.phase
-            self.say(f"[{clock(now - self._began)}] {status.phase}")
-        fresh = status.step != self._shown_step and status.rows
-        due = status.step >= self._shown_step + LINE_EVERY_STEPS or now >= self._shown_at + LINE_EVERY_S
-        if fresh and (due or status.step == status.steps):
-            self._shown_step, self._shown_at = status.step, now
-            self.say(step_line(status))
+        if history.phase != self._phase:
+            self._phase = history.phase
+            self.say(f"[{clock(now - self._began)}] {history.phase}")
+        fresh = history.step != self._shown_step and history.lines
+        due = history.step >= self._shown_step + LINE_EVERY_STEPS or now >= self._shown_at + LINE_EVERY_S
+        if fresh and (due or history.step == history.steps):
+            self._shown_step, self._shown_at = history.step, now
+            self.say(step_line(history))
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        tell(text)
 
     def close(self) -> None:
         pass
@@ -85,26 +90,26 @@ class LiveView(View):
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
 
-    def draw(self, status: Status) -> None:
-        self._live.update(self._panel(status), refresh=True)
+    def draw(self, history: History) -> None:
+        self._live.update(self._panel(history), refresh=True)
 
-    def _panel(self, status: Status) -> Panel:
+    def _panel(self, history: History) -> Panel:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", justify="right")
         grid.add_column()
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(ProgressBar(status.steps, status.step, width=40), f"{status.step}/{status.steps}")
+        bar.add_row(ProgressBar(history.steps, history.step, width=40), f"{history.step}/{history.steps}")
         grid.add_row("step", bar)
-        rewards = status.rewards()
+        rewards = history.rewards()
         if rewards:
             grid.add_row("reward", f"[bold green]{mean(rewards[-RECENT:]):.3f}[/]  {sparkline(rewards)}")
-            row = status.rows[-1]
-            grid.add_row("loss", f"{number(row, 'loss', '.4f')}  [dim]grad norm[/] {number(row, 'grad_norm', '.3f')}")
-            grid.add_row("speed", f"{tokens_per_s(row)} tokens/s  {number(row, 'time/step_s', '.2f')} s a step")
-        eta = status.eta_s()
+            line = history.lines[-1]
+            grid.add_row("loss", f"{shown(line, 'loss', '.4f')}  [dim]grad norm[/] {shown(line, 'grad_norm', '.3f')}")
+            grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s a step")
+        eta = history.eta_s()
         left = f", about {clock(eta)} left" if eta is not None else ""
         grid.add_row("time", f"{clock(time.monotonic() - self._began)}{left}")
-        return Panel(grid, title=f"[bold]{self._name}[/] · {status.phase}", title_align="left", expand=False)
+        return Panel(grid, title=f"[bold]{self._name}[/] · {history.phase}", title_align="left", expand=False)
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -113,25 +118,29 @@ class LiveView(View):
         self._live.stop()
 
 
-def step_line(status: Status) -> str:
-    row = status.rows[-1]
-    eta = status.eta_s()
+def step_line(history: History) -> str:
+    """The newest step."""
+    line = history.lines[-1]
+    eta = history.eta_s()
     return (
-        f"step {status.step:>{len(str(status.steps))}}/{status.steps}  reward {number(row, 'mean_reward', '.3f')}  "
-        f"loss {number(row, 'loss', '.4f')}  {tokens_per_s(row)} tokens/s"
+        f"step {history.step:>{len(str(history.steps))}}/{history.steps}  reward {shown(line, 'mean_reward', '.3f')}  "
+        f"loss {shown(line, 'loss', '.4f')}  {tokens_per_s(line)} tokens/s"
         + (f"  {clock(eta)} left" if eta is not None else "")
     )
 
 
-def evaluation_line(row: Row) -> str:
-    scores = "  ".join(f"{name} {value:.3f}" for name, value in sorted(accuracies(row).items()))
-    return f"evaluation after step {row['step']}: greedy accuracy {scores}"
+def evaluation_line(line: MetricsLine) -> str:
+    """The greedy accuracy on every set."""
+    scores = "  ".join(f"{name} {value:.3f}" for name, value in sorted(accuracies(line).items()))
+    return f"evaluation after step {line.step}: greedy accuracy {scores}"
 
 
-def number(row: Row, key: str, form: str) -> str:
-    """Absent means not finite, or not measured in that step."""
-    return format(row[key], form) if key in row else "-"
+def shown(line: MetricsLine, name: str, form: str) -> str:
+    """A value of one step, or a dash."""
+    value = number(line, name)
+    return "-" if value is None else format(value, form)
 
 
-def tokens_per_s(row: Row) -> str:
-    return number(row, "throughput/tokens_per_s", ",.0f")
+def tokens_per_s(line: MetricsLine) -> str:
+    """The tokens of all ranks."""
+    return shown(line, "throughput/tokens_per_s", ",.0f")

@@ -7,16 +7,16 @@ import re
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from launcher.cli.submit.follow import Interruptions
+from launcher.cli.show.terminal import Interruptions
 from launcher.errors import BadInput
 from launcher.host.record import submissions
-from launcher.job.draft import Draft
-from launcher.job.run_directory import opened, run_directory
+from launcher.job.directories import run_directory
+from launcher.job.draft import Draft, in_directory
+from launcher.job.run_directory import opened
 from launcher.job.script import Job, header
 from launcher.job.submit import write_files
 from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
@@ -33,7 +33,7 @@ def _salloc(job: Job) -> str:
 
 
 def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
-    """Returns the exit code. Ctrl-C saves and leaves, a second one ends the steps at once.
+    """Run a draft here; the exit code. Ctrl-C saves and leaves, a second one ends the steps at once.
 
     Raises:
         BadInput: there is no allocation, or it is too small.
@@ -48,7 +48,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     if drafted.obstacles:
         raise BadInput(drafted.obstacles)
     with run_directory(given, drafted.job.run_dir.name, drafted.job.run_dir.parent) as root:
-        job = replace(drafted.job, run_dir=root.absolute())
+        job = in_directory(drafted.job, root.absolute())
         with opened(job.recipe, job.run_dir, change, my_job=job_id) as found:
             run = found.run
             if found.finished:

@@ -6,113 +6,156 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.submit.launch import Asked, Planned
+from launcher.cli.show.terminal import Interruptions, tell
+from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
 from launcher.errors import BadInput
-from launcher.host.record import submissions
-from launcher.job.run_directory import RUNS, Prepared, check, prepare, run_directory
+from launcher.job.directories import run_directory
+from launcher.job.run_directory import Prepared, check, prepare
+from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved
-from launcher.runs.commands import mrl
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, MISCONFIGURED
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.supported import not_yet
 
+if TYPE_CHECKING:  # slow to import, and a dry run needs neither
+    from launcher.cli.submit.follow import Follower
+    from megatron_rl.contract.attempt_records import AttemptStart
 
-def run_here(planned: Planned, asked: Asked) -> int:
-    """Returns the exit code. Raises BadInput."""
+RUNS = "runs"
+"""Where runs are made that were given no directory: below the current one."""
+
+
+def refuse_slurm_only(request: Request, count: int) -> None:
+    """Raises BadInput for options, and a count of runs, that only a Slurm cluster can have."""
+    slurm_only = ("script", "test_only", "follow", "after", "max_running", "in_allocation", "update_code")
+    given = [f"--{name.replace('_', '-')}" for name in slurm_only if getattr(request, name)]
+    if given:
+        raise BadInput(f"{', '.join(given)}: for Slurm clusters only, and this run is local (--cluster chooses)")
+    if count > 1:
+        raise BadInput(f"a sweep of {count} runs needs a Slurm cluster; quote a comma that belongs to a value")
+    if request.as_json and not (request.dry_run or request.detach):
+        raise BadInput("--json: for a local run it goes with --dry-run or --detach")
+
+
+def run_here(planned: PlannedRun, request: Request) -> int:
+    """Do with this run what was asked for; the exit code. Raises BadInput."""
     recipe = planned.recipe
-    if asked.dry_run:
-        explain(recipe, planned.given, asked)
+    if request.dry_run:
+        _show(recipe, planned.given, request)
         return EXIT_FINISHED
     if missing := not_yet(recipe.config):
         raise BadInput(missing)
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:
-        prepared = prepare(recipe, root, asked.change)
-    resume = shlex.join(["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(root)])
-    if Path(recipe.asked) == prepared.run.resolved:
-        resume = mrl("resume", str(root))
-    return start(recipe.config, prepared, resume, asked)
+        prepared = prepare(recipe, root, request.change)
+    if prepared.attempt is None:
+        return _tell_finished(recipe.config, prepared.run)
+    return _start(recipe, prepared, prepared.attempt, request)
 
 
-def explain(recipe: Recipe, root: Path | None, asked: Asked) -> None:
+def _show(recipe: Recipe, root: Path | None, request: Request) -> None:
     """The dry run: the resolved recipe on stdout, everything else on stderr."""
     config = recipe.config
-    changed = check(recipe, root, asked.change) if root else []
+    changed = check(recipe, root, request.change) if root else []
     place = root or Path(RUNS) / f"{config.name}-DATE-TIME"
-    if asked.as_json:
+    if request.as_json:
         values = {"cluster": LOCAL, "run_dir": str(place), "resolved": config.model_dump(mode="json")}
-        changes = {one.key: [one.old, one.new] for one in changed}
-        click.echo(json.dumps({**values, "changes": changes, "obstacles": not_yet(config)}))
+        click.echo(json.dumps({**values, "changes": as_json(changed), "obstacles": not_yet(config)}))
         return
     for one in changed:
         click.echo(f"change: {one}", err=True)
     for obstacle in not_yet(config):
         click.echo(f"would be refused: {obstacle}", err=True)
-    click.echo(f"would start {describe(config)} in {place}; its resolved recipe:", err=True)
+    click.echo(f"would start {_in_brief(config)} in {place}; its resolved recipe:", err=True)
     click.echo(dump_resolved(config), nl=False)
 
 
-def describe(config: RunConfig) -> str:
+def _in_brief(config: RunConfig) -> str:
+    """`demo on 2 CPU processes of this machine`."""
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     return f"{config.name} on {config.job.world_size} {kind} of this machine"
 
 
-def start(config: RunConfig, prepared: Prepared, resume: str, asked: Asked) -> int:
-    """Run the prepared attempt to its end; returns the exit code."""
+def _tell_finished(config: RunConfig, run: RunDir) -> int:
+    from launcher.cli.show.ending import result_lines
+    from launcher.cli.show.history import HistoryReader
+
+    reader = HistoryReader(run, run.attempt(run.last_attempt()), config.training.steps)
+    for line in [f"{run.root}: already finished, nothing to do", *result_lines(reader.poll())]:
+        click.echo(line)
+    return EXIT_FINISHED
+
+
+def _resume_command(recipe: Recipe, run: RunDir) -> str:
+    """The command that goes on with the run."""
+    from launcher.runs.find import pasteable_command
+
+    if Path(recipe.asked) == run.resolved:
+        return pasteable_command("resume", str(run.root))
+    return shlex.join(["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(run.root)])
+
+
+def _start(recipe: Recipe, prepared: Prepared, attempt: Attempt, request: Request) -> int:
+    """Run the prepared attempt to its end; the exit code."""
     # A dry run needs none of these, and they are slow to import.
-    from launcher.backends import local
-    from launcher.cli.show.ending import EXIT_CODES, account, results
-    from launcher.cli.show.panel import choose_view
-    from launcher.cli.show.progress import Reader
-    from launcher.cli.submit.follow import Follower, Interruptions, Lost
+    from launcher.backends.local import Supervisor, supervisor_command
+    from launcher.cli.submit.follow import Follower, NoSupervisor
+    from launcher.host.record import submissions
     from launcher.runs.control import DRAIN_MARGIN_S
 
-    run, attempt = prepared.run, prepared.attempt
-    if attempt is None:
-        reader = Reader(run, run.attempt(run.last_attempt()), config.training.steps)
-        for line in [f"{run.root}: already finished, nothing to do", *results(reader.poll())]:
-            click.echo(line)
-        return EXIT_FINISHED
-    say = click.echo if not asked.as_json else lambda text: click.echo(text, err=True)
+    run, config = prepared.run, recipe.config
+    resume = _resume_command(recipe, run)
     for one in prepared.changes:
-        say(f"changed: {one}")
+        tell(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
-    say(f"starting {describe(config)} in {run.root}{number}")
-    complaint = submissions.note(run, LOCAL, None)
-    if complaint:
-        click.echo(f"note: {complaint}", err=True)
-
+    tell(f"starting {_in_brief(config)} in {run.root}{number}", err=request.as_json)
+    if complaint := submissions.note(run, LOCAL, None):
+        tell(f"note: {complaint}", err=True)
     drain_limit_s = config.save.timeout_s + DRAIN_MARGIN_S
-    owner = None if asked.detach else os.getpid()
+    owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
     with interruptions.caught():
-        submitted = local.submit(local.command(run, attempt, config.job, drain_limit_s, owner))
-        follower = Follower(run, attempt, submitted, drain_limit_s)
+        supervisor = Supervisor(supervisor_command(run, attempt, config.job, drain_limit_s, owner))
+        follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:
-            begun = follower.wait_for_start()
-            if asked.as_json:
-                where = {"cluster": LOCAL, "run_dir": str(run.root.absolute()), "job_id": None}
-                click.echo(json.dumps({**where, "attempt": attempt.number, "pid": begun["pid"]}))
+            started = follower.wait_for_start()
+            if request.detach:
+                _tell_detached(run, attempt, started, resume, request.as_json)
                 return EXIT_FINISHED
-            if asked.detach:
-                click.echo(f"running. Stop and save with: kill {begun['pid']}\nlogs: {attempt.latest_logs}")
-                click.echo(f"resume:      {resume}")
-                return EXIT_FINISHED
-            reader = Reader(run, attempt, config.training.steps)
-            view = choose_view(config.name)
-            try:
-                end = follower.wait_for_end(reader, view, interruptions)
-                view.show(reader.poll())
-            finally:
-                view.close()
-        except Lost as error:
-            click.echo(f"failed: {error}\nlogs: {attempt.logs}\nresume:      {resume}", err=True)
+            return _follow(config, run, attempt, follower, interruptions, resume)
+        except NoSupervisor as error:
+            tell(f"failed: {error}\nlogs: {attempt.logs}\nresume:      {resume}", err=True)
             return EXIT_CRASHED
-        code = EXIT_CODES[end["outcome"]]
-        for line in account(run, attempt, end, reader.status, resume):
-            click.echo(line, err=code in (EXIT_CODES["crashed"], EXIT_CODES["misconfigured"]))
-        submitted.clean_up()
-        return code
+
+
+def _tell_detached(run: RunDir, attempt: Attempt, started: AttemptStart, resume: str, as_json: bool) -> None:
+    if as_json:
+        where = {"cluster": LOCAL, "run_dir": str(run.root.absolute()), "job_id": None}
+        click.echo(json.dumps({**where, "attempt": attempt.number, "pid": started.pid}))
+        return
+    tell(f"running. Stop and save with: kill {started.pid}\nlogs: {attempt.latest_logs}\nresume:      {resume}")
+
+
+def _follow(
+    config: RunConfig, run: RunDir, attempt: Attempt, follower: Follower, interruptions: Interruptions, resume: str
+) -> int:
+    """Show the run until it ends; the exit code."""
+    from launcher.cli.show.ending import EXIT_CODES, ending_lines
+    from launcher.cli.show.history import HistoryReader
+    from launcher.cli.show.panel import choose_view
+
+    reader = HistoryReader(run, attempt, config.training.steps)
+    view = choose_view(config.name)
+    try:
+        end = follower.wait_for_end(reader, view, interruptions)
+        view.show(reader.poll())
+    finally:
+        view.close()
+    for line in ending_lines(run, attempt, end, reader.history, resume):
+        tell(line, err=end.outcome in (CRASHED, MISCONFIGURED))
+    return EXIT_CODES.get(end.outcome, EXIT_CRASHED)

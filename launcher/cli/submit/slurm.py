@@ -4,90 +4,149 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.show.job import describe, steps_in_words
-from launcher.cli.submit.launch import Asked, Planned
+from launcher.cli.show.submission import (
+    dry_run_json,
+    dry_run_lines,
+    estimate_json,
+    estimate_line,
+    submitted_json,
+    submitted_lines,
+)
+from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.job.draft import Draft, default_root, draft
 from launcher.job.run_directory import check
 from megatron_rl.contract.codes import EXIT_FINISHED
 
+if TYPE_CHECKING:
+    from launcher.job.submit import SubmittedJob
 
-def run_there(planned: Sequence[Planned], asked: Asked, profile: Profile) -> int:
-    """Returns the exit code. Raises BadInput."""
-    if len(planned) > 1 and (asked.follow or asked.in_allocation):
+
+def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profile) -> int:
+    """Do with these runs what was asked for; the exit code. Raises BadInput."""
+    if len(planned) > 1 and (request.follow or request.in_allocation):
         raise BadInput(f"a sweep of {len(planned)} jobs cannot be followed or run inside one allocation")
-    if len(planned) == 1 and asked.max_running is not None:
+    if len(planned) == 1 and request.max_running is not None:
         raise BadInput("--max-running: is for sweeps, such as training.seed=1,2,3")
-    drafts = [_draft(one, profile, asked.update_code) for one in planned]
-    if asked.dry_run or asked.test_only:
+    drafts = [_draft(one, profile, request.update_code) for one in planned]
+    if request.dry_run or request.test_only:
         for one, drafted in zip(planned, drafts, strict=True):
-            check(one.recipe, drafted.job.run_dir, asked.change)
-    if asked.dry_run:
-        explain(drafts, asked)
+            check(one.recipe, drafted.job.run_dir, request.change)
+    if request.dry_run:
+        _show(drafts, request)
         return EXIT_FINISHED
     # What follows talks to Slurm, through submitit, which is slow to import.
-    if asked.in_allocation:
+    if request.in_allocation:
         from launcher.cli.submit.allocation import run_in_allocation
 
-        return run_in_allocation(drafts[0], planned[0].given, asked.change)
-    from launcher.cli.submit.slurm_submit import job_to_wait_for, record, say_estimates, submit_all
-
-    after = list(dict.fromkeys(job_to_wait_for(text) for text in asked.after))
-    if asked.test_only:
-        say_estimates(drafts, after, asked)
+        return run_in_allocation(drafts[0], planned[0].given, request.change)
+    after = list(dict.fromkeys(_job_to_wait_for(text) for text in request.after))
+    if request.test_only:
+        _tell_estimates(drafts, after, request)
         return EXIT_FINISHED
-    submissions = submit_all(planned, drafts, after, asked)
-    if asked.as_json:
-        records = [record(one, drafted) for one, drafted in zip(submissions, drafts, strict=True)]
-        click.echo(json.dumps(records[0] if len(records) == 1 else {"runs": records}))
-    if not asked.follow or submissions[0].job_id is None:
+    submitted = _submit_all(planned, drafts, after, request)
+    if request.as_json:
+        _print_json([submitted_json(one, drafted) for one, drafted in zip(submitted, drafts, strict=True)])
+    if not request.follow or submitted[0].job_id is None:
         return EXIT_FINISHED
     from launcher.cli.submit.watch import watch
 
-    return watch(submissions[0].run)
+    return watch(submitted[0].run)
 
 
-def _draft(planned: Planned, profile: Profile, update_code: bool) -> Draft:
+def _draft(planned: PlannedRun, profile: Profile, update_code: bool) -> Draft:
     cluster = str(planned.recipe.config.cluster)
     root = planned.given.absolute() if planned.given else default_root(profile, planned.name)
     return draft(planned.recipe, cluster, profile, root, update_code)
 
 
-def explain(drafts: Sequence[Draft], asked: Asked) -> None:
-    """The dry run: the scripts on stdout; what they are about, below them, on stderr."""
-    if asked.as_json:
-        records = [_dry_record(one) for one in drafts]
-        click.echo(json.dumps(records[0] if len(records) == 1 else {"runs": records}))
+def _show(drafts: Sequence[Draft], request: Request) -> None:
+    """The dry run: the script on stdout, of a sweep none; what it is about, below it, on stderr."""
+    if request.as_json:
+        _print_json([dry_run_json(one) for one in drafts])
         return
-    if len(drafts) > 1 and asked.script:
+    if len(drafts) > 1 and request.script:
         raise BadInput(f"--script: this is a sweep of {len(drafts)} scripts; name one value a key, or use --json")
-    for drafted in drafts if len(drafts) == 1 else ():
-        click.echo(drafted.script, nl=False)
+    if len(drafts) == 1:
+        click.echo(drafts[0].script, nl=False)
     for drafted in drafts:
-        if not asked.script:
-            click.echo(f"would submit to {drafted.job.cluster}: {describe(drafted.job)}", err=True)
-            click.echo(f"  directory  {drafted.job.run_dir}", err=True)
-            for line in steps_in_words(drafted.job.plan):
-                click.echo(f"  {line}", err=True)
+        for line in () if request.script else dry_run_lines(drafted):
+            click.echo(line, err=True)
         for note in drafted.notes:
             click.echo(f"note: {note}", err=True)
         for obstacle in drafted.obstacles:
             click.echo(f"would be refused: {obstacle}", err=True)
 
 
-def _dry_record(drafted: Draft) -> dict[str, Any]:
-    job = drafted.job
-    return {
-        "cluster": job.cluster,
-        "run_dir": str(job.run_dir),
-        "plan": job.plan_json,
-        "resolved": job.recipe.config.model_dump(mode="json"),
-        "script": drafted.script,
-        "notes": list(drafted.notes),
-        "obstacles": list(drafted.obstacles),
-    }
+def _job_to_wait_for(text: str) -> str:
+    """The job id that --after means, known to Slurm: it takes a dependency on a job that never was for fulfilled."""
+    from launcher.backends.slurm.jobs import read_jobs
+    from launcher.runs.find import find
+    from launcher.runs.state import job_id_of
+
+    try:
+        job_id = text if text.isdigit() else job_id_of(find(text))
+    except BadInput as error:
+        raise BadInput(f"--after {text}: {problem}" for problem in error.problems) from error
+    if job_id is None:
+        raise BadInput(f"--after {text}: is a local run, which Slurm cannot wait for")
+    job = read_jobs([job_id])[job_id]
+    if job.kind == "gone":
+        raise BadInput(f"--after {text}: Slurm knows no job {job_id}; leave it out if it ended long ago")
+    return job_id
+
+
+def _submit_all(
+    planned: Sequence[PlannedRun], drafts: Sequence[Draft], after: Sequence[str], request: Request
+) -> list[SubmittedJob]:
+    """One after the other; when Slurm takes one of a sweep no more, those before it stay and are named."""
+    from launcher.job.sources import heavy
+    from launcher.job.submit import submit
+    from launcher.recipe.sweep import chains
+
+    done: list[SubmittedJob] = []
+    for one, drafted in zip(planned, drafts, strict=True):
+        waits = [*after, *chains([before.job_id for before in done if before.job_id], request.max_running)]
+        try:
+            submitted = submit(
+                drafted, given=one.given, change=request.change, after=waits, update_code=request.update_code
+            )
+        except BadInput as error:
+            if not done:
+                raise
+            left = f"{len(done)} of {len(planned)} jobs are submitted (`mrl ls`), these are not:"
+            names = [f"  {draft.job.run_dir.name}" for draft in drafts[len(done) :]]
+            raise type(error)([*error.problems, "\n".join([left, *names])]) from error
+        if submitted.fresh_code and (note := heavy(submitted.run.code)):
+            submitted = replace(submitted, notes=(*submitted.notes, note))
+        done.append(submitted)
+        if not request.as_json:
+            for note in submitted.notes:
+                click.echo(f"note: {note}", err=True)
+            for line in submitted_lines(submitted, drafted, waits, brief=len(planned) > 1):
+                click.echo(line)
+    return done
+
+
+def _tell_estimates(drafts: Sequence[Draft], after: Sequence[str], request: Request) -> None:
+    from launcher.job.submit import estimate
+
+    told = []
+    for drafted in drafts:
+        found = estimate(drafted, after)
+        told.append(estimate_json(drafted, *found))
+        if not request.as_json:
+            click.echo(estimate_line(drafted, *found))
+    if request.as_json:
+        _print_json(told)
+
+
+def _print_json(records: Sequence[object]) -> None:
+    """One run's object; of a sweep, all of them."""
+    click.echo(json.dumps(records[0] if len(records) == 1 else {"runs": records}))

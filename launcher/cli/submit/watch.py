@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 
-import click
-
 from launcher.backends.slurm.jobs import JobState, read_jobs
-from launcher.cli.show.ending import account
+from launcher.cli.show.ending import ending_lines
+from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.panel import View, choose_view
-from launcher.cli.show.progress import Reader
-from launcher.cli.submit.follow import Interruptions, mute
+from launcher.cli.show.terminal import Interruptions, mute, tell
 from launcher.errors import BadInput
-from launcher.runs.commands import mrl
-from launcher.runs.state import Standing, job_id_of, look
-from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from launcher.runs.find import pasteable_command
+from launcher.runs.state import UNSURE, RunStatus, job_id_of, last_line, read_status
+from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, MISCONFIGURED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
 
 TICK = 0.3  # seconds between looks at the run directory
 ASK_EVERY_S = 5.0  # seconds between questions to Slurm: many people ask the same controller
@@ -34,79 +32,82 @@ def watch(run: RunDir) -> int:
     interruptions = Interruptions()
     try:
         with interruptions.caught():
-            standing, reader = _until_the_end(run, job_id, view, interruptions)
+            status, reader = _until_the_end(run, job_id, view, interruptions)
     finally:
         view.close()
     if interruptions.names:
         if interruptions.names[0] == "SIGHUP":
             mute()
         name = run.root.name
-        offer = f"{mrl('status', name)}, {mrl('cancel --drain', name)}"
-        click.echo(f"stopped watching; job {job_id} goes on. {offer}")
+        offer = f"{pasteable_command('status', name)}, {pasteable_command('cancel --drain', name)}"
+        tell(f"stopped watching; job {job_id} goes on. {offer}")
         return EXIT_INTERRUPTED
-    return _say_end(standing, reader)
+    return _tell_end(status, reader)
 
 
-def _until_the_end(run: RunDir, job_id: str, view: View, interruptions: Interruptions) -> tuple[Standing, Reader]:
+def _until_the_end(
+    run: RunDir, job_id: str, view: View, interruptions: Interruptions
+) -> tuple[RunStatus, HistoryReader]:
     asked_at, gone_at = float("-inf"), None
     said: tuple[str, int, str] | None = None
     job = JobState(job_id, "", "pending")
-    reader = Reader(run, run.attempt(run.last_attempt()), look(run, job).steps)
+    reader = HistoryReader(run, run.attempt(run.last_attempt()), read_status(run, job).steps)
     while True:
         now = time.monotonic()
         if now >= asked_at + ASK_EVERY_S or run.last_attempt() != reader.attempt.number:
             asked_at, job = now, read_jobs([job_id])[job_id]
-        standing = look(run, job)
-        if standing.attempt and standing.attempt != reader.attempt.number:
-            reader = Reader(run, run.attempt(standing.attempt), standing.steps)
-        key = (standing.state, standing.attempt, standing.waits_for)  # a reason may count the seconds
-        text = _in_words(standing)
+        status = read_status(run, job)
+        if status.attempt and status.attempt != reader.attempt.number:
+            reader = HistoryReader(run, run.attempt(status.attempt), status.steps)
+        key = (status.state, status.attempt, status.waits_for)  # a reason may count the seconds
+        text = _news(status)
         if key != said and text:
             view.say(text)
         said = key
-        status = reader.poll()
-        if standing.state in ("queued", "requeued"):
-            status.phase = standing.state
-        view.show(status)
-        if standing.state == "finished" or interruptions.names:
-            return standing, reader
-        if not standing.alive:
+        history = reader.poll()
+        if status.state in ("queued", "requeued"):
+            history.phase = status.state
+        view.show(history)
+        if status.state == "finished" or interruptions.names:
+            return status, reader
+        if not status.alive:
             # The job may be over before the last lines of its record have crossed a network file system.
             gone_at = gone_at or now
-            if now >= gone_at + SETTLE_S or standing.state in ("failed", "stopped", "cancelled"):
-                return standing, reader
+            if now >= gone_at + SETTLE_S or status.state in ("failed", "stopped", "cancelled"):
+                return status, reader
         else:
             gone_at = None
         time.sleep(TICK)
 
 
-def _in_words(standing: Standing) -> str:
-    job = standing.job
-    if standing.state in ("queued", "requeued") and job:
-        waits = f", waits for {standing.waits_for}" if standing.waits_for else ""
-        why = f": {standing.reason}" if standing.reason else ""
-        return f"job {job.job_id} is {standing.state}{why}{waits}"
-    if standing.state == "unknown":
-        return f"{standing.reason}; still watching the files of the run"
-    if standing.state == "saving":
-        return f"saving ({standing.reason})"
-    if standing.state == "running" and job and standing.attempt:
-        return f"job {job.job_id} runs on {job.nodes}, attempt {standing.attempt}"
+def _news(status: RunStatus) -> str:
+    """What has become of the run, in a line; empty where that is no news."""
+    job = status.job
+    if status.state in ("queued", "requeued") and job:
+        waits = f", waits for {status.waits_for}" if status.waits_for else ""
+        why = f": {status.reason}" if status.reason else ""
+        return f"job {job.job_id} is {status.state}{why}{waits}"
+    if status.state in UNSURE:
+        return f"{status.reason}; still watching the files of the run"
+    if status.state == "saving":
+        return f"saving ({status.reason})"
+    if status.state == "running" and job and status.attempt:
+        return f"job {job.job_id} runs on {job.nodes}, attempt {status.attempt}"
     return ""
 
 
-def _say_end(standing: Standing, reader: Reader) -> int:
-    run = standing.run
-    resume = mrl("resume", run.root.name)
-    ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
-    mine = [line for line in ends if standing.job and line.get("job_id") == standing.job.job_id]
-    code = CODES.get(standing.state, EXIT_CRASHED)
-    if mine and mine[-1]["outcome"] == "misconfigured":
+def _tell_end(status: RunStatus, reader: HistoryReader) -> int:
+    run = status.run
+    resume = pasteable_command("resume", run.root.name)
+    last = last_line(run)
+    end = last if isinstance(last, AttemptEnd) and status.job and last.job_id == status.job.job_id else None
+    code = CODES.get(status.state, EXIT_CRASHED)
+    if end is not None and end.outcome == MISCONFIGURED:
         code = EXIT_USAGE
-    if not mine or standing.state in ("cancelled", "lost"):
-        lines = [f"{standing.state}: {standing.reason}", f"log: {run.batch_log}", f"resume:      {resume}"]
+    if end is None or status.state in ("cancelled", "lost"):
+        lines = [f"{status.state}: {status.reason}", f"log: {run.batch_log}", f"resume:      {resume}"]
     else:
-        lines = account(run, run.attempt(mine[-1]["attempt"]), mine[-1], reader.status, resume)
+        lines = ending_lines(run, run.attempt(end.attempt), end, reader.history, resume)
     for line in lines:
-        click.echo(line, err=code in (EXIT_CRASHED, EXIT_USAGE))
+        tell(line, err=code in (EXIT_CRASHED, EXIT_USAGE))
     return code

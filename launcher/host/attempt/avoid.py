@@ -5,57 +5,57 @@ as Slurm has enough others: a job that excludes too many waits for ever (seen on
 there to change its mind.
 """
 
-from typing import Any, Dict, List
+from typing import Dict, List
 
 from launcher.host.judge import policy
-from launcher.host.slurm import client
+from launcher.host.record.ledger import Line, ends_in, read_ledger_or_complain
+from launcher.host.slurm import ask
+from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
 
-EXCLUDED_FOR = 86400.0  # seconds
+EXCLUDED_FOR_S = 86400.0
 
 
-def nodes_to_avoid(run: RunDir, end: Dict[str, Any], listed: List[str], now: float) -> List[str]:
+def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: List[str], now: float) -> List[str]:
     """All nodes that the job is to avoid from now on. Raises SlurmRefused.
 
     Args:
-        end: the ledger's line of the attempt that has ended.
+        end: of the attempt that has ended.
         listed: nodes that the job avoids as it is.
     """
-    fresh = just_excluded(run, end)
-    since = dict(excluded_since(run), **dict.fromkeys(fresh, now))
+    history = read_ledger_or_complain(run)
+    fresh = just_excluded(history, end)
+    since = dict(excluded_since(history), **dict.fromkeys(fresh, now))
     theirs = [host for host in listed if host not in since]
     # One of ours that is not listed was taken off by somebody.
-    ours = [host for host in since if host in fresh or (host in listed and now < since[host] + EXCLUDED_FOR)]
+    ours = [host for host in since if host in fresh or (host in listed and now < since[host] + EXCLUDED_FOR_S)]
     if ours:
-        known = client.node_states(theirs + ours)  # one that the cluster has no more makes Slurm refuse them all
+        known = ask.node_states(theirs + ours)  # one that the cluster has no more makes Slurm refuse them all
         theirs, ours, fresh = ([host for host in hosts if host in known] for hosts in (theirs, ours, fresh))
-    for kept in (ours, fresh, []):
-        if not kept or client.could_start(str(run.script), theirs + kept):
+    for avoided in (ours, fresh, []):
+        if not avoided or ask.could_start(str(run.script), theirs + avoided):
             break
-    dropped = sorted(set(ours) - set(kept))
+    dropped = sorted(set(ours) - set(avoided))
     if dropped:
         print("not avoided, because without them too few nodes are left: {}".format(", ".join(dropped)))
-    return sorted(set(theirs + kept))
+    return sorted(set(theirs + avoided))
 
 
-def just_excluded(run: RunDir, end: Dict[str, Any]) -> List[str]:
+def just_excluded(history: List[Line], end: AttemptEnd) -> List[str]:
     """Nodes that failed the run since Slurm last chose its nodes: where the next attempt began in the same allocation,
     Slurm was not told of them.
 
     Args:
-        end: the ledger's line of the attempt that has ended.
+        end: of the attempt that has ended.
     """
-    ends = [line for line in read_json_lines(run.attempts_ledger) if line["event"] == "end"]
-    hosts = list(end["excluded"])
-    for earlier in reversed([line for line in ends if line["attempt"] < end["attempt"]]):
-        if earlier.get("then") != policy.HERE:
+    hosts = list(end.excluded)
+    for earlier in reversed([line for line in ends_in(history) if line.attempt < end.attempt]):
+        if earlier.then != policy.HERE:
             break
-        hosts += earlier.get("excluded", [])
+        hosts += earlier.excluded
     return sorted(set(hosts))
 
 
-def excluded_since(run: RunDir) -> Dict[str, float]:
+def excluded_since(history: List[Line]) -> Dict[str, float]:
     """Node -> when the run was last excluded from it, since somebody last had a look at the run."""
-    ends = policy.since_held(read_json_lines(run.attempts_ledger))
-    return {host: end["at"] for end in ends for host in end.get("excluded", [])}
+    return {host: end.at for end in policy.since_held(history) for host in end.excluded}

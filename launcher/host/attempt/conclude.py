@@ -1,154 +1,145 @@
-"""The end of an attempt: judge what it left, decide what becomes of the job, write both down. Nothing is done yet.
+"""The end of an attempt: decide what becomes of the job, and write it down. Nothing is done about it yet.
 
-Whoever comes first does it: the batch script that saw the end, or the next start, where the script was killed or could
-not write. Both go by the same files and so conclude the same.
+Whoever comes first does it: the process that saw the end, or the next start, where that one was killed or could not
+write. Both go by the same files and so conclude the same.
 """
 
-import math
+import socket
 import sys
-from typing import Any, Dict, List, Optional
+from typing import List, Optional
 
-from launcher.host.attempt.assignment import is_dead
-from launcher.host.attempt.context import Here
-from launcher.host.attempt.watch import LAST_MOMENT
+from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.slurm_job import dead_nodes
 from launcher.host.judge import policy
-from launcher.host.judge.causes import NODE_FAILURE, OF_ENDED, PREEMPTED, REQUEUE, SIGNALLED
-from launcher.host.judge.policy import Decision, Facts
-from launcher.host.judge.verdict import DRAINED, FINISHED, LOST, Verdict
-from launcher.host.record import ledger
-from launcher.host.record.evidence import Death, ended_by_slurm, read_errors, verdict_of
-from launcher.host.slurm import client
+from launcher.host.judge.causes import OF_ENDED
+from launcher.host.judge.policy import Decision, Facts, decide
+from launcher.host.judge.verdict import Verdict, judge
+from launcher.host.record.evidence import Observed, read_drain, read_evidence
+from launcher.host.record.ledger import (
+    newest_known_checkpoint,
+    read_ledger,
+    read_ledger_or_complain,
+    unended,
+    write_line,
+)
+from launcher.host.record.logs import ended_by_slurm
+from launcher.host.slurm import ask
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment
+from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, LOST, NODE_FAILURE, REQUEUE, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.run_dir import read_json, read_json_lines, write_json
+from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.run_records import Done
 
 UNSEEN = "its batch script was killed: its node died, it had no memory left, or it did not leave in time"
-
-
-def own_words(attempt: Attempt, death: Optional[Death] = None) -> Optional[Verdict]:
-    """The verdict by what the ranks wrote, and by what srun said of the first that ended badly; None without either."""
-    before = _ended_at(attempt)
-    if not (death or read_errors(attempt, before) or attempt.outcome.exists() or attempt.hang.exists()):
-        return None
-    verdict = verdict_of(attempt, {death.rank: death.code} if death else {}, before=before)
-    return verdict._replace(node=death.host) if death and verdict.rank == death.rank else verdict
-
-
-def _ended_at(attempt: Attempt) -> float:
-    """When ranks that were asked to leave are ended: those that go first leave the others without a peer."""
-    deadline = (read_json(attempt.drain) or {}).get("deadline")
-    return math.inf if deadline is None else float(deadline) - LAST_MOMENT
 
 
 def conclude(
     run: RunDir,
     attempt: Attempt,
     verdict: Verdict,
-    request: Optional[Dict[str, Any]],
+    request: Optional[Drain],
     facts: Facts,
     now: float,
-    **more: Any,
-) -> Dict[str, Any]:
+    host: str = "",
+    job_id: Optional[str] = None,
+    seconds: Optional[float] = None,
+) -> AttemptEnd:
     """Decide, and write it down: the ledger's line of this end. A disk that is full keeps nobody from acting on it:
     the next start comes to the same conclusion.
 
     Args:
-        more: further facts for the line.
+        request: to leave, where there was one.
+        host: that ran the attempt; default: this one.
+        seconds: of the attempt; None: whoever ran it could not say.
     """
-    history = [line for line in read_json_lines(run.attempts_ledger) if line["attempt"] != attempt.number]
-    decision = policy.decide(history, verdict, request, facts)
-    line = _line(verdict, decision, facts, now)
-    line.update(more)
+    history = [line for line in read_ledger_or_complain(run) if line.attempt != attempt.number]
+    decision = decide(history, verdict, request, facts)
+    end = _line(attempt.number, verdict, decision, facts, now)
+    end = end._replace(host=host or socket.gethostname(), job_id=job_id, seconds=seconds)
     try:
         if decision.outcome == FINISHED:
-            write_json(run.done, {"attempt": attempt.number, "step": verdict.step, "at": now})
-        ledger.end(run, attempt.number, now, verdict, **line)
+            write(run.done, Done(attempt.number, verdict.step, now))
+        write_line(run, end)
     except OSError as error:
         print("the end of attempt {} could not be recorded: {}".format(attempt.number, error), file=sys.stderr)
-    return dict(verdict._asdict(), attempt=attempt.number, **line)
+    return end
 
 
-def _line(verdict: Verdict, decision: Decision, facts: Facts, now: float) -> Dict[str, Any]:
+def _line(number: int, verdict: Verdict, decision: Decision, facts: Facts, now: float) -> AttemptEnd:
     error = verdict.error
     if decision.cause == NODE_FAILURE and decision.outcome == LOST and facts.dead:
         error = "{} went down".format(", ".join(sorted(facts.dead)))  # what the ranks said of it is a consequence
-    elif decision.outcome == policy.CRASHED and error is None:
+    elif decision.outcome == CRASHED and error is None:
         error = decision.message
-    return {
-        "outcome": decision.outcome,
-        "cause": decision.cause,
-        "error": error,
-        "then": decision.then,
-        "why": decision.message,
-        "crashes": decision.crashes,
-        "excluded": list(decision.exclude),
-        "not_before": now + decision.delay_s if decision.delay_s and decision.then in policy.STARTS_AGAIN else None,
-        "exit_code": decision.exit_code,
-    }
+    return AttemptEnd(
+        attempt=number,
+        at=now,
+        outcome=decision.outcome,
+        step=verdict.step,
+        error=error,
+        rank=verdict.rank,
+        node=verdict.node,
+        phase=verdict.phase,
+        hung=verdict.hung,
+        checkpoint=facts.checkpoint,
+        cause=decision.cause,
+        then=decision.then,
+        why=decision.message,
+        crashes=decision.crashes,
+        excluded=list(decision.exclude),
+        not_before=now + decision.delay_s if decision.delay_s and decision.then in policy.STARTS_AGAIN else None,
+        exit_code=decision.exit_code,
+    )
 
 
-def conclude_lost(run: RunDir, now: float, here: Optional[Here] = None, unseen: str = UNSEEN) -> None:
-    """End the attempts that started and whose end nobody has recorded. For the owner of the run only.
+def conclude_lost(run: RunDir, now: float, context: Optional[JobContext] = None, unseen: str = UNSEEN) -> None:
+    """End the attempts that started and whose end nobody has recorded. For the owner of the run only. Raises OSError
+    where the ledger cannot be read.
 
     Args:
-        here: the job that runs now; None on a machine without Slurm.
+        context: the job that runs now; None on a machine without Slurm.
         unseen: what is said of an attempt whose ranks left no word.
     """
-    for start in ledger.unended(run):
-        _conclude_unseen(run, start, now, here, unseen)
+    for start in unended(read_ledger(run)):
+        _conclude_unseen(run, start, now, context, unseen)
 
 
-def _conclude_unseen(run: RunDir, start: Dict[str, Any], now: float, here: Optional[Here], unseen: str) -> None:
-    attempt = run.attempt(start["attempt"])
-    request, verdict = read_json(attempt.drain), own_words(attempt)
-    dead = dead_nodes(start.get("nodes", []))
-    if verdict is None or verdict.outcome == DRAINED:
+def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: Optional[JobContext], unseen: str) -> None:
+    attempt = run.attempt(start.attempt)
+    request = read_drain(attempt)
+    evidence = read_evidence(attempt, Observed(unseen=unseen), request)
+    verdict = judge(evidence)
+    dead = dead_nodes(start.nodes)
+    if verdict.outcome in (LOST, DRAINED):
         cause = _cause_of_end(run, start, request, dead)
-        request = dict(request or {}, cause=cause) if cause else None
-    if verdict is None:
-        verdict = Verdict(LOST, None, unseen, None)
-    came_back = here is not None and start.get("job_id") == here.job_id and here.restarts > start.get("restart", 0)
-    succeeded = here is not None and here.succeeds is not None and start.get("job_id") == here.succeeds
+        request = (request or Drain(cause, "nobody who is known", now))._replace(cause=cause) if cause else None
+    came_back = context is not None and start.job_id == context.job_id and context.restarts > start.restart
+    succeeded = context is not None and context.succeeds is not None and start.job_id == context.succeeds
+    assignment = if_readable(read(NodeAssignment, attempt.nodes))
     facts = Facts(
-        checkpoint=ledger.newest_checkpoint(run),
+        checkpoint=newest_known_checkpoint(run),
         can_return=came_back or succeeded,
         requeueable=not succeeded,
         returning=came_back,
-        bad=sorted((read_json(attempt.nodes) or {}).get("bad", {})),
+        bad=sorted(assignment.bad) if assignment else [],
         dead=dead,
     )
-    reopened = run.changes.exists() and verdict.outcome == FINISHED and _newer(run.changes, attempt.outcome)
-    if reopened:  # with more steps than it had then
-        ledger.end(run, attempt.number, now, verdict, cause=None, then=policy.OVER, job_id=start.get("job_id"))
+    if verdict.outcome == FINISHED and _was_changed_since(run, attempt):  # to more steps than it had then
+        over = AttemptEnd(start.attempt, now, FINISHED, step=verdict.step, checkpoint=facts.checkpoint)
+        write_line(run, over._replace(host=start.host, then=policy.OVER, job_id=start.job_id))
         return
-    conclude(run, attempt, verdict, request, facts, now, host=start["host"], job_id=start.get("job_id"))
+    conclude(run, attempt, verdict, request, facts, now, host=start.host, job_id=start.job_id)
 
 
-def _cause_of_end(
-    run: RunDir, start: Dict[str, Any], request: Optional[Dict[str, Any]], dead: List[str]
-) -> Optional[str]:
+def _cause_of_end(run: RunDir, start: AttemptStart, request: Optional[Drain], dead: List[str]) -> Optional[str]:
     """Why the batch script was killed: who asked it to leave, or what Slurm has on record."""
-    asked = request["cause"] if request else None
-    job_id = start.get("job_id")
-    if asked not in (None, SIGNALLED, REQUEUE) or job_id is None:
+    asked = request.cause if request else None
+    if asked not in (None, SIGNALLED, REQUEUE) or start.job_id is None:
         return asked
-    told = ended_by_slurm(run, start) or OF_ENDED.get(client.ended_as(str(job_id), start["at"]) or "")
+    told = ended_by_slurm(run, start) or OF_ENDED.get(ask.ended_as(start.job_id, start.at) or "")
     return told or (NODE_FAILURE if dead else asked)
 
 
-def dead_nodes(hosts: List[str]) -> List[str]:
-    """Those of the nodes that Slurm has lost; none where it cannot be asked."""
-    try:
-        states = client.node_states(hosts) if hosts else {}
-    except client.SlurmRefused as error:
-        print(error, file=sys.stderr)
-        return []
-    return sorted(host for host, state in states.items() if is_dead(state))
-
-
-def preempted_by_cancelling(request: Optional[Dict[str, Any]], job: Dict[str, str]) -> bool:
-    """Whether Slurm will not requeue a job that it preempts."""
-    return bool(request and request["cause"] == PREEMPTED) and client.preemption_cancels(job)
-
-
-def _newer(path: Any, than: Any) -> bool:
-    return bool(path.stat().st_mtime_ns > than.stat().st_mtime_ns)
+def _was_changed_since(run: RunDir, attempt: Attempt) -> bool:
+    """Whether the recipe was changed after an attempt had recorded its outcome."""
+    return run.changes.exists() and run.changes.stat().st_mtime_ns > attempt.outcome.stat().st_mtime_ns

@@ -7,75 +7,83 @@ confirmed when the run starts again was cut short, and is done then.
 import os
 import sys
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
-from launcher.host.attempt.context import Here
+from launcher.host.attempt.job_context import JobContext
 from launcher.host.judge.policy import BY_SLURM, BY_US, SUCCESSOR
 from launcher.host.record import submissions
-from launcher.host.slurm import client
+from launcher.host.record.ledger import read_ledger_or_complain
+from launcher.host.slurm import ask, tell
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
+from megatron_rl.contract.attempt_records import AttemptEnd, Requeued
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.contract.records import ABSENT, read, write
+from megatron_rl.contract.run_records import Owner
 
-OUTAGE = 1800.0  # seconds: a controller that starts again or is updated; meanwhile nobody else gets the nodes either
-LIMIT = 25.0  # seconds: what a script has left after its own requeue is KillWait, 30 by default
-AGAIN = 0.5  # seconds between tries
-SOON = 5.0  # seconds for which nobody is sent back into the queue
+OUTAGE_S = 1800.0  # a controller that starts again or is updated; meanwhile nobody else gets the nodes either
+LIMIT_S = 25.0  # what a process has left after its own requeue is KillWait, 30 by default
+AGAIN_S = 0.5  # between tries
+SOON_S = 5.0  # for which nobody is sent back into the queue
 
 
-def bring_back(here: Here, attempt: Attempt, end: Dict[str, Any], returning: bool = False) -> None:
+def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False) -> None:
     """Start the job again if the end of its attempt says that this is ours to do, and note what came of it. Never
-    raises for Slurm or the disk: the script has to end either way.
+    raises for Slurm or the disk: this process has to end either way.
 
     Args:
-        end: the ledger's line.
         returning: Slurm has requeued the job already, which can be kept from nodes then.
     """
-    if end["then"] not in (BY_US, SUCCESSOR) and not (end["then"] == BY_SLURM and returning):
+    if end.then not in (BY_US, SUCCESSOR) and not (end.then == BY_SLURM and returning):
         return
-    told = start_again(here, end)
+    requeued = start_again(context, end)
     try:
-        write_json(attempt.requeued, dict(told, at=time.time()))
+        write(attempt.requeued, requeued)
     except OSError as error:
         print(error, file=sys.stderr)
 
 
-def start_again(here: Here, end: Dict[str, Any]) -> Dict[str, Any]:
-    """Have the job start again; the nodes that it avoids then (None: undecided), and what Slurm refused of all this."""
-    avoid = None  # type: Optional[List[str]]
-    problems = []  # type: List[Optional[str]]
+def start_again(context: JobContext, end: AttemptEnd, environment: Optional[Dict[str, str]] = None) -> Requeued:
+    """Have the job start again; the nodes that it avoids then (None: undecided), and what Slurm refused of all this.
+
+    Args:
+        environment: variables that a successor is to have beside ours.
+    """
+    avoid: Optional[List[str]] = None
+    problems: List[Optional[str]] = []
     try:
-        if end["then"] == SUCCESSOR:
-            _submit_successor(here, end)
+        if end.then == SUCCESSOR:
+            _submit_successor(context, end, environment or {})
         else:
-            # First, for once the job is requeued this script has seconds: Slurm sends SIGTERM to everything here, which
-            # we ignore, and then SIGKILL.
+            # First, for once the job is requeued this process has seconds: Slurm sends SIGTERM to everything here,
+            # which we ignore, and then SIGKILL.
             try:
-                listed, avoid = _nodes_to_avoid(here, end)
-            except (client.SlurmRefused, OSError) as error:  # it starts again all the same
+                listed, avoid = _nodes_to_avoid(context, end)
+            except (SlurmRefused, OSError) as error:  # it starts again all the same
                 problems.append(str(error))
-            if end["then"] == BY_US:
-                client.patiently(lambda: client.requeue(here.job_id), OUTAGE)
-            limit = time.monotonic() + LIMIT
-            if end["not_before"]:
-                problems.append(_until(limit, lambda: client.postpone(here.job_id, end["not_before"])))
-            if avoid is not None and set(avoid) != set(listed):
-                problems.append(_until(limit, lambda: client.exclude(here.job_id, avoid)))
-    except (client.SlurmRefused, OSError) as error:
+            if end.then == BY_US:
+                patiently(lambda: tell.requeue(context.job_id), OUTAGE_S)
+            limit = time.monotonic() + LIMIT_S
+            start, hosts = end.not_before, avoid
+            if start:
+                problems.append(_until(limit, lambda: tell.postpone(context.job_id, float(start or 0.0))))
+            if hosts is not None and set(hosts) != set(listed):
+                problems.append(_until(limit, lambda: tell.exclude(context.job_id, hosts or [])))
+    except (SlurmRefused, OSError) as error:
         problems.append(str(error))
     refused = [problem for problem in problems if problem]
     for problem in refused:
         print("the job could not be sent back as intended: {}".format(problem), file=sys.stderr)
-    return {"avoided": avoid, "problem": "; ".join(refused) or None}
+    return Requeued(time.time(), avoid, "; ".join(refused) or None)
 
 
-def _nodes_to_avoid(here: Here, end: Dict[str, Any]) -> Tuple[List[str], List[str]]:
-    """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused, OSError."""
-    if not end["excluded"] and not excluded_since(here.run):
+def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> Tuple[List[str], List[str]]:
+    """Those that the job avoids as it is, and those that it is to avoid from now on. Raises SlurmRefused."""
+    if not end.excluded and not excluded_since(read_ledger_or_complain(context.run)):
         return [], []
-    patience = LIMIT if end["then"] == BY_US else 0.0  # not for long: the job may be short of time
-    listed = client.patiently(lambda: client.avoided(client.show_job(here.job_id)), patience)
-    return listed, client.patiently(lambda: nodes_to_avoid(here.run, end, listed, time.time()), patience)
+    patience = LIMIT_S if end.then == BY_US else 0.0  # not for long: the job may be short of time
+    listed = patiently(lambda: ask.avoided_nodes(ask.show_job(context.job_id)), patience)
+    return listed, patiently(lambda: nodes_to_avoid(context.run, end, listed, time.time()), patience)
 
 
 def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
@@ -84,45 +92,44 @@ def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
         try:
             act()
             return None
-        except client.SlurmRefused as error:
-            if time.monotonic() + AGAIN >= limit:
+        except SlurmRefused as error:
+            if time.monotonic() + AGAIN_S >= limit:
                 return str(error)
-        time.sleep(AGAIN)
+        time.sleep(AGAIN_S)
 
 
-def _submit_successor(here: Here, end: Dict[str, Any]) -> None:
-    """Raises SlurmRefused."""
-    run = here.run
-    job = client.patiently(lambda: client.show_job(here.job_id), OUTAGE)
-    name = job.get("JobName") or os.environ.get("SLURM_JOB_NAME", run.root.name)
-    avoid = client.patiently(lambda: nodes_to_avoid(run, end, client.avoided(job), time.time()), OUTAGE)
-    before = set(client.waiting_for(here.job_id, name))  # those of a sweep, perhaps
+def _submit_successor(context: JobContext, end: AttemptEnd, environment: Dict[str, str]) -> None:
+    """Raises SlurmRefused, OSError."""
+    run = context.run
+    job = patiently(lambda: ask.show_job(context.job_id), OUTAGE_S)
+    name = job.get("JobName") or context.environ.get("SLURM_JOB_NAME", run.root.name)
     try:
-        job_id = client.succeed(here.job_id, str(run.script), name, end["not_before"], avoid)
-    except client.SlurmSilent:
-        fresh = sorted(set(client.patiently(lambda: client.waiting_for(here.job_id, name))) - before)
+        avoid = patiently(lambda: nodes_to_avoid(run, end, ask.avoided_nodes(job), time.time()), OUTAGE_S)
+    except OSError as error:  # it starts again all the same
+        print(error, file=sys.stderr)
+        avoid = ask.avoided_nodes(job)
+    before = set(ask.waiting_for(context.job_id, name))  # those of a sweep, perhaps
+    start = end.not_before
+    try:
+        job_id = tell.submit_successor(context.job_id, str(run.script), name, start, avoid, environment)
+    except SlurmSilent:
+        fresh = sorted(set(patiently(lambda: ask.waiting_for(context.job_id, name))) - before)
         if len(fresh) != 1:
             raise
         job_id = fresh[0]  # Slurm has taken it, and its answer was lost
     print("job {} goes on with the run".format(job_id))
-    write_owner(here, job_id, succeeds=here.job_id)
+    write_owner(context, job_id, succeeds=context.job_id)
 
 
-def write_owner(here: Here, job_id: str, **more: Any) -> None:
-    """Enter a job as the one that owns the run, and in the user's index."""
-    owner = {
-        "job_id": job_id,
-        "cluster": here.cluster,
-        "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-        "submitted_at": time.time(),
-        "by": os.environ.get("USER", ""),
-    }
-    write_json(here.run.job, dict(owner, **more))
-    submissions.note(here.run, here.cluster, job_id)
+def write_owner(context: JobContext, job_id: str, succeeds: Optional[str] = None) -> None:
+    """Enter a job as the one that owns the run, and in the user's index. Raises OSError."""
+    owner = Owner(job_id, context.cluster, time.time(), os.environ.get("USER", ""), context.slurm_cluster, succeeds)
+    write(context.run.job, owner)
+    submissions.note(context.run, context.cluster, job_id)
 
 
-def is_too_early(here: Here, attempt: Attempt, end: Dict[str, Any]) -> bool:
-    """Whether this job started before its back-off was over because the script was killed before it could say so. Not
-    when it did say so, and somebody then wanted it sooner."""
-    waits = end.get("then") == BY_US and end.get("job_id") == here.job_id and end.get("not_before")
-    return bool(waits and end["not_before"] > time.time() + SOON and read_json(attempt.requeued) is None)
+def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool:
+    """Whether this job started before its back-off was over because its last start was killed before it could say so.
+    Not when it did say so, and somebody then wanted it sooner."""
+    waits = end.then == BY_US and end.job_id == context.job_id and end.not_before
+    return bool(waits and float(waits) > time.time() + SOON_S and read(Requeued, attempt.requeued) is ABSENT)

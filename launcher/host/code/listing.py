@@ -34,7 +34,7 @@ def list_files(path: str, run: str) -> Listing:
             "{}: no such directory on {}; the code must lie where the compute nodes see it, "
             "or be copied by mrl-submit".format(path, socket.gethostname())
         )
-    notes = []  # type: List[str]
+    notes: List[str] = []
     tracked, untracked = _names(path, os.path.realpath(run), notes)
     sizes = {}
     for name in sorted(set(tracked + untracked)):
@@ -90,7 +90,7 @@ def _walk(path: str) -> List[str]:
 
 def _sensible(path: str, names: List[str], run: str, notes: List[str]) -> List[str]:
     """Those of the untracked files that are code."""
-    reasons = {}  # type: Dict[str, Optional[str]]
+    reasons: Dict[str, Optional[str]] = {}
     kept = []
     for name in names:
         if _is_byte_code(name):

@@ -17,135 +17,99 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Dict, List
 
 from launcher.host.code import git
 from launcher.host.code.listing import Listing, SnapshotError, ask_git, list_files, tree_of
 from launcher.host.process.processes import start_time
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.contract.files import names_in
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import ABSENT, Found, Unreadable, if_readable, read, write
+from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
-RECORD = "SNAPSHOT.json"
+RECORD = RunDir("").code_record.name
 LIMIT_BYTES = 200 * 10**6  # of all sources together: code, not data
-Source = Dict[str, Any]
-METADATA = (".dist-info", ".egg-info")
 
 
-def plan_sources(installed: List[str], include: List[str]) -> List[Source]:
-    """What a snapshot would hold: {path, name, kind, commit, dirty} per directory. Writes nothing.
-
-    Args:
-        installed: directories of importable packages, and of their `.dist-info`, which tells entry points.
-        include: the user's directories, in the order of PYTHONPATH.
-
-    Raises:
-        SnapshotError: one of them is no directory, or git refuses to look at it.
-    """
-    sources = []
-    for path in installed:
-        name = os.path.basename(os.path.realpath(path))
-        sources.append(_source(path, name, "metadata" if name.endswith(METADATA) else "package"))
-    paths = [os.path.realpath(path) for path in include]
-    for number, path in enumerate(sorted(set(paths), key=paths.index), 1):
-        name = re.sub("[^A-Za-z0-9._-]", "_", os.path.basename(path)) or "root"
-        sources.append(_source(path, "{}-{}".format(number, name), "included"))
-    return sources
-
-
-def compare(sources: List[Source]) -> List[str]:
-    """In words, where a planned source is no longer at the commit it was planned at."""
-    moved = []
-    for source in sources:
-        if source["commit"] is not None:
-            now = tree_of(source["path"])
-            if now is None or now.commit != source["commit"]:
-                commit = (now.commit if now else None) or "no commit"
-                said = "{}: was at {} when this was submitted, is at {}"
-                moved.append(said.format(source["path"], source["commit"][:12], commit[:12]))
-    return moved
-
-
-def take(sources: List[Source], target: Path) -> Dict[str, Any]:
+def take(sources: List[CodeSource], target: Path) -> CodeSnapshot:
     """Make the snapshot `target`, once: the record of the one that is there already is returned as it is.
 
     Of processes that do so at the same time one wins, whole.
 
+    Args:
+        sources: as `plan_sources` makes them.
+
     Raises:
-        SnapshotError: nothing was left behind, and `target` does not exist.
+        SnapshotError: nothing was left behind, and `target` does not exist or cannot be read.
     """
     target = Path(str(target))
-    record = _record_of(target)
-    if record is not None:
-        return record
-    if os.path.lexists(str(target)) and not target.is_symlink():
-        raise SnapshotError("{}: is there and is no snapshot of mrl; move it away".format(target))
-    number = _newest(target)
-    if number == 0:
-        number = 1
-        _publish(sources, target, number)
-    try:
-        os.symlink(_numbered(target, number).name, str(target))
-    except FileExistsError:
-        pass
-    record = _record_of(target)
-    if record is None:
+    found = _record_of(target)
+    if found is ABSENT:
+        _refuse_foreign(target)
+        _link(sources, target)
+        found = _record_of(target)
+    if found is ABSENT:
         raise SnapshotError("{}: leads to no snapshot; remove it and start again".format(target))
-    return record
+    if isinstance(found, Unreadable):
+        raise SnapshotError(str(found))
+    return found
 
 
-def update(sources: List[Source], target: Path) -> Dict[str, Any]:
+def update(sources: List[CodeSource], target: Path) -> CodeSnapshot:
     """Make a further snapshot and have `target` lead to it, in one step: until then the old one is untouched.
 
     Raises:
         SnapshotError: `target` is as it was.
     """
     target = Path(str(target))
-    if os.path.lexists(str(target)) and not target.is_symlink():
-        raise SnapshotError("{}: is there and is no snapshot of mrl; move it away".format(target))
-    number = _newest(target) + 1
+    _refuse_foreign(target)
+    number = max(_records(target), default=0) + 1
     while not _publish(sources, target, number):
         number += 1
-    fresh = str(target) + ".{}".format(os.urandom(4).hex())
+    fresh = "{}.{}".format(target, os.urandom(4).hex())
     os.symlink(_numbered(target, number).name, fresh)
     os.replace(fresh, str(target))
-    return dict(_record_of(_numbered(target, number)) or {})
+    return take(sources, target)
 
 
-def _source(path: str, name: str, kind: str) -> Source:
-    path = os.path.realpath(path)
-    if not os.path.isdir(path):
-        raise SnapshotError("{}: no such directory on {}".format(path, socket.gethostname()))
-    tree = None if kind == "metadata" else tree_of(path)  # starting git takes as long as much of a dry run
-    if kind == "included":
-        kind = "directory" if tree is None else "git"
-    return {
-        "path": path,
-        "name": name,
-        "kind": kind,
-        "commit": tree and tree.commit,
-        "dirty": tree is not None and ask_git(git.dirty, path),
-    }
+def _link(sources: List[CodeSource], target: Path) -> None:
+    """Have `target` lead to the newest whole snapshot, or to a first one that is made now."""
+    records = _records(target)
+    whole = [number for number, found in records.items() if if_readable(found) is not None]
+    for found in records.values():
+        if isinstance(found, Unreadable) and not whole:
+            raise SnapshotError(str(found))
+    if not whole:
+        _publish(sources, target, 1)
+    try:
+        os.symlink(_numbered(target, max(whole, default=1)).name, str(target))
+    except FileExistsError:
+        pass
+
+
+def _refuse_foreign(target: Path) -> None:
+    if os.path.lexists(str(target)) and not target.is_symlink():
+        raise SnapshotError("{}: is there and is no snapshot of mrl; move it away".format(target))
 
 
 def _numbered(target: Path, number: int) -> Path:
     return target.with_name("{}-{:03d}".format(target.name, number))
 
 
-def _newest(target: Path) -> int:
-    """Number of the newest whole snapshot, 0 where there is none."""
-    names = os.listdir(str(target.parent)) if target.parent.is_dir() else []
-    found = [re.match(re.escape(target.name) + r"-(\d{3,})$", name) for name in names]
-    numbers = sorted((int(match.group(1)) for match in found if match), reverse=True)
-    return next((number for number in numbers if _record_of(_numbered(target, number)) is not None), 0)
+def _records(target: Path) -> Dict[int, Found[CodeSnapshot]]:
+    """Number of each snapshot beside `target` -> its record, with those that cannot be read."""
+    names = names_in(target.parent)
+    matches = [re.match(re.escape(target.name) + r"-([0-9]{3,})$", name) for name in names]
+    numbers = [int(match.group(1)) for match in matches if match]
+    records = {number: _record_of(_numbered(target, number)) for number in numbers}
+    return {number: found for number, found in records.items() if found is not ABSENT}
 
 
-def _record_of(snapshot: Path) -> Optional[Dict[str, Any]]:
-    try:
-        return read_json(snapshot / RECORD)
-    except NotADirectoryError:
-        return None
+def _record_of(snapshot: Path) -> Found[CodeSnapshot]:
+    return read(CodeSnapshot, snapshot / RECORD)
 
 
-def _publish(sources: List[Source], target: Path, number: int) -> bool:
+def _publish(sources: List[CodeSource], target: Path, number: int) -> bool:
     """Whether the snapshot of this number is ours; False: somebody else's is there, whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target)
@@ -174,58 +138,54 @@ def _sweep(target: Path) -> None:
             shutil.rmtree(str(path), ignore_errors=True)
 
 
-def _fill(sources: List[Source], folder: str, number: int) -> None:
-    listings = [list_files(source["path"], os.path.dirname(folder)) for source in sources]
+def _fill(sources: List[CodeSource], folder: str, number: int) -> None:
+    listings = [list_files(source.path, os.path.dirname(folder)) for source in sources]
     _refuse_data(sources, listings)
-    entries = []
+    taken = []
     pythonpath = ["."]
     for source, listing in zip(sources, listings):
-        goal = os.path.join(folder, source["name"])
+        goal = os.path.join(folder, source.name)
         os.mkdir(goal)
         for name in listing.files:
-            _copy(os.path.join(source["path"], name), os.path.join(goal, name))
-        if source["kind"] in ("git", "directory"):
-            pythonpath.append(source["name"])
+            _copy(os.path.join(source.path, name), os.path.join(goal, name))
+        if source.kind in ("git", "directory"):
+            pythonpath.append(source.name)
             src = os.path.join(goal, "src")
             if os.path.isdir(src) and not os.path.exists(os.path.join(src, "__init__.py")):
-                pythonpath.append(source["name"] + "/src")
-        entries.append(_entry(source, listing, folder))
-    record = {"snapshot": number, "at": time.time(), "sources": entries, "pythonpath": pythonpath}
-    write_json(os.path.join(folder, RECORD), record)
+                pythonpath.append(source.name + "/src")
+        taken.append(_taken(source, listing, folder))
+    write(os.path.join(folder, RECORD), CodeSnapshot(number, time.time(), taken, pythonpath))
     _flush(folder)
 
 
-def _entry(source: Source, listing: Listing, folder: str) -> Dict[str, Any]:
-    """One source in the record, its uncommitted changes written beside it."""
-    tree = tree_of(source["path"])
+def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
+    """The record of a source as it was copied; its uncommitted changes are written beside it."""
+    tree = tree_of(source.path)
     commit = tree.commit if tree else None
-    text = ask_git(git.diff, source["path"]) if commit else b""
+    text = ask_git(git.diff, source.path) if commit else b""
     if text:
-        with open(os.path.join(folder, source["name"] + ".diff"), "wb") as file:
+        with open(os.path.join(folder, source.name + ".diff"), "wb") as file:
             file.write(text)
     notes = list(listing.notes)
-    if source["commit"] is not None and commit != source["commit"]:
-        notes.append("was at {} when this was submitted".format(source["commit"][:12]))
-    return {
-        "path": source["path"],
-        "name": source["name"],
-        "kind": source["kind"],
-        "commit": commit,
-        "dirty": bool(text or listing.untracked) or (tree is not None and commit is None),
-        "diff": source["name"] + ".diff" if text else None,
-        "untracked": listing.untracked,
-        "files": len(listing.files),
-        "bytes": sum(listing.sizes.values()),
-        "notes": notes,
-    }
+    if source.commit is not None and commit != source.commit:
+        notes.append("was at {} when this was submitted".format(source.commit[:12]))
+    return source._replace(
+        commit=commit,
+        dirty=bool(text or listing.untracked) or (tree is not None and commit is None),
+        diff=source.name + ".diff" if text else None,
+        untracked=listing.untracked,
+        files=len(listing.files),
+        bytes=sum(listing.sizes.values()),
+        notes=notes,
+    )
 
 
-def _refuse_data(sources: List[Source], listings: List[Listing]) -> None:
+def _refuse_data(sources: List[CodeSource], listings: List[Listing]) -> None:
     total = sum(sum(listing.sizes.values()) for listing in listings)
     if total <= LIMIT_BYTES:
         return
     files = [
-        (size, os.path.join(source["path"], name))
+        (size, os.path.join(source.path, name))
         for source, listing in zip(sources, listings)
         for name, size in listing.sizes.items()
     ]
@@ -247,7 +207,7 @@ def _copy(source: str, goal: str) -> None:
 
 def _flush(folder: str) -> None:
     """Have the file system that holds `folder` write out everything: one call instead of one fsync per file."""
-    import ctypes  # slow, and a dry run gets no further than `plan_sources`
+    import ctypes  # slow, and a dry run gets no further than planning the sources
 
     syncfs = getattr(ctypes.CDLL(None), "syncfs", None)
     if syncfs is None:

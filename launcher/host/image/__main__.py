@@ -1,8 +1,46 @@
-"""python3 -m launcher.host.image: see `cache`."""
+"""Import a container image once and print the path of its squashfs file; what happens meanwhile goes to stderr:
 
+    python3 -m launcher.host.image --reference nvcr.io#nvidia/pytorch:25.06-py3 --cache RUN_ROOT/cache/images
+
+A reference that is a path is checked and printed.
+"""
+
+import argparse
+import signal
 import sys
+from pathlib import Path
+from types import FrameType
+from typing import List, Optional
 
-from launcher.host.image.cache import main
+from launcher.host.image.cache import import_image
+from launcher.host.image.reference import ImageError
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher.host.image", description="Import a container image once; print its squashfs file."
+    )
+    parser.add_argument("--reference", required=True, help="[REGISTRY#]IMAGE[:TAG] or a path")
+    parser.add_argument("--cache", required=True, type=Path, help="shared directory, RUN_ROOT/cache/images")
+    parser.add_argument("--refresh", action="store_true", help="look up again what a tag stands for")
+    options = parser.parse_args(arguments)
+
+    def leave(signum: int, frame: Optional[FrameType]) -> None:
+        raise SystemExit(128 + signum)  # through every `finally`: enroot ends with us
+
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, leave)
+    try:
+        print(import_image(options.reference, options.cache, options.refresh))
+    except ImageError as error:
+        print("error: {}".format(error), file=sys.stderr)
+        return EXIT_CRASHED
+    except OSError as error:  # the cache cannot be written
+        print("error: {}: {}".format(error.filename or options.cache, error.strerror), file=sys.stderr)
+        return EXIT_CRASHED
+    return EXIT_FINISHED
+
 
 if __name__ == "__main__":
     sys.exit(main())

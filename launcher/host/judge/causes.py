@@ -1,16 +1,11 @@
 """Pure: why Slurm signals a job, or how it ended, as Slurm's record has it. Nothing is guessed from the clock."""
 
 import re
-import time
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Dict, NamedTuple, Optional
 
-CANCELLED = "cancelled"
-REQUEUE = "requeue"
-PREEMPTED = "preempted"
-TIME_LIMIT = "time limit"
-NODE_FAILURE = "node failure"
-BAD_NODES = "bad nodes"
-SIGNALLED = "signal"  # by somebody, and Slurm's record does not say why
+from launcher.host.slurm.words import CLOCK_S, seconds_of, time_of
+from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.codes import CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
 
 OF_ENDED = {
     "PREEMPTED": PREEMPTED,
@@ -33,8 +28,10 @@ OF_STEPD = {
 # `slurmstepd-node01: error: *** JOB 6 ON node01 CANCELLED AT 2026-11-21T14:45:00 DUE TO PREEMPTION ***`
 _ENDED_BY_STEPD = re.compile(r"\*\*\* JOB (\d+)\b.* CANCELLED AT (\S+)(?: DUE TO ([A-Z ]*[A-Z]))?")
 
-EARLY = 90.0  # seconds: Slurm may send the signal of --signal up to a minute early
-CLOCK = 5.0  # seconds by which times of one record may differ
+EARLY_S = 90.0  # Slurm may send the signal of --signal up to a minute early
+
+TO_BATCH_HOST = "{} to the batch host"  # Drain.by of a signal that the host side got itself
+TO_STEPS = "a signal to the steps"  # Drain.by of what the host side only saw the ranks leave for
 
 
 class Cause(NamedTuple):
@@ -68,7 +65,7 @@ def cause_of(
         return Cause(PREEMPTED if preempted else REQUEUE, end)  # or somebody's `scontrol requeue`
     # scancel moves the end of a job to now, and its state may already say no more than COMPLETING.
     over = end is not None and end <= now
-    earlier = over and end is not None and end_before is not None and end < end_before - CLOCK
+    earlier = over and end is not None and end_before is not None and end < end_before - CLOCK_S
     if state == "CANCELLED" or earlier:
         return Cause(CANCELLED, end)
     if state == "PREEMPTED":
@@ -76,8 +73,8 @@ def cause_of(
     if preempted:
         # The end of the grace time requeues a job, unless preemption cancels: then only the times tell the two apart.
         return Cause(PREEMPTED if state == "RUNNING" or cancels else CANCELLED, end)
-    if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK:
-        return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY else Cause(SIGNALLED, end)
+    if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK_S:
+        return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY_S else Cause(SIGNALLED, end)
     return Cause(CANCELLED if over else SIGNALLED, end)
 
 
@@ -86,12 +83,12 @@ def cause_in_log(text: str, job_id: str, since: float) -> Optional[str]:
     without grace leaves no trace in the job's record once that is requeued, and accounting is not everywhere.
 
     Args:
-        text: of the batch log.
+        text: of the batch log, whose times are in the zone of the host.
         since: when the attempt began; the log is one for all.
     """
     cause = None
     for told, at, why in _ENDED_BY_STEPD.findall(text):
-        if told == job_id and (time_of(at) or 0.0) >= since - CLOCK:
+        if told == job_id and (time_of(at) or 0.0) >= since - CLOCK_S:
             cause = OF_STEPD.get(why)
     return cause
 
@@ -107,34 +104,24 @@ def is_truer(cause: str, named: str) -> bool:
     return named == SIGNALLED or cause == CANCELLED or (named, cause) == (REQUEUE, PREEMPTED)
 
 
-def is_complete(request: Dict[str, Any]) -> bool:
-    """Whether a drain file says all there is to say."""
-    return request["cause"] != SIGNALLED and request["deadline"] is not None
+def is_complete(request: Drain) -> bool:
+    """Whether a request to leave says all there is to say."""
+    return request.cause != SIGNALLED and request.deadline is not None
 
 
-def completed(request: Dict[str, Any], cause: Cause, deadline: Optional[float]) -> Dict[str, Any]:
-    """A drain file with what Slurm's record adds to it: the cause where nobody named one, and the end.
+def is_unexplained(request: Drain) -> bool:
+    """Whether ranks alone know of a request to leave: a signal reached them, and nobody else says why."""
+    return request.cause == SIGNALLED and not request.by.endswith(TO_BATCH_HOST.format(""))
+
+
+def completed(request: Drain, cause: Cause, deadline: Optional[float]) -> Drain:
+    """A request to leave with what Slurm's record adds to it: the cause where nobody named one, and the end.
 
     Args:
         deadline: unix time at which the job will be gone.
     """
-    named = request["cause"] if request["cause"] != SIGNALLED else cause.cause
-    known = deadline if request["deadline"] is None else request["deadline"]
-    return dict(request, cause=named, deadline=known, end=request.get("end") or cause.end)
-
-
-def seconds_of(text: Optional[str]) -> Optional[float]:
-    """Seconds of Slurm's `1-02:00:00` or `04:00:00`; None for UNLIMITED."""
-    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", text or "")
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def time_of(text: Optional[str]) -> Optional[float]:
-    """Unix time of Slurm's `2026-11-21T07:00:00`; None for None, Unknown and N/A."""
-    try:
-        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
+    return request._replace(
+        cause=request.cause if request.cause != SIGNALLED else cause.cause,
+        deadline=deadline if request.deadline is None else request.deadline,
+        end=cause.end if request.end is None else request.end,
+    )

@@ -3,49 +3,71 @@
     finished                         DONE; nothing starts again
     configuration error              never started again: it would end the same way
     asked to stop by the user        not started again, whatever else went on; mrl resume goes on
-    preempted, requeue, signal       started again; uses up nothing
+    preempted, requeue               started again; uses up nothing
     node failure                     started again, without the dead nodes, in the same allocation where the others
                                      suffice; uses up nothing
-    time limit, bad nodes            started again, until several in a row have come to nothing: held
-    crash, hang, end without a word  started again after a while, which doubles; held after the same error at the same
-                                     step twice, or three without a new checkpoint
+    time limit, bad nodes, signal    started again, until several in a row have come to nothing: held
+    disk full                        started again after a quarter of an hour; uses up nothing
+    crash, hang, end without a word  started again after a while, which doubles; without the node where it happened
+                                     twice; held after the same error at the same step on two nodes, or three without a
+                                     new checkpoint
 
-Held: the job ends as failed, and waits for somebody to look and to `mrl resume`.
+What comes to nothing again and again starts again after a while too. Held: the job ends as failed, and waits for
+somebody to look and to `mrl resume`.
 """
 
 import re
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from launcher.host.judge.causes import BAD_NODES, CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
-from launcher.host.judge.verdict import CRASHED, FINISHED, LOST, MISCONFIGURED, Verdict
-from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
-
-STOPPED = "stopped"  # outcome of a drain that somebody wanted
+from launcher.host.judge.verdict import Verdict
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
+from megatron_rl.contract.codes import (
+    BAD_NODES,
+    CANCELLED,
+    CRASHED,
+    EXIT_CONFIG,
+    EXIT_CRASHED,
+    EXIT_DRAINED,
+    EXIT_FINISHED,
+    FINISHED,
+    LOST,
+    MISCONFIGURED,
+    NODE_FAILURE,
+    PREEMPTED,
+    REQUEUE,
+    SIGNALLED,
+    STOPPED,
+    TIME_LIMIT,
+)
 
 # What is done about the job: `then` of an end in the ledger
 BY_US = "requeue"  # scontrol requeue
 BY_SLURM = "slurm"  # it requeues the job by itself, or has
 SUCCESSOR = "successor"  # the job cannot be requeued: another one is submitted
-HERE = "here"  # the batch script goes on with the nodes that are left
+HERE = "here"  # the host side goes on with the nodes that are left
 HELD = "held"  # nobody starts it again before somebody has looked
 OVER = "over"  # nothing, and nothing is amiss with that
 STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, HERE)
 
 # Attempts in a row with nothing to show, after which somebody should look. Preemptions do not count: nobody made a
 # mistake, and they end.
-IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3}
+IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3, SIGNALLED: 5, None: 5}
+FREE_TRIES = 10  # attempts in a row with nothing to show, after which the next one waits a while
 CRASHES = 3  # without a new checkpoint
+HOST_TRIES = 5  # starts in a row that come to nothing because of the host side
 LOSSES = 5  # of nodes in a row with which one allocation goes on
-LONGEST_BACKOFF = 900.0  # seconds
-EXIT_AGAIN = 4  # between `close` and the batch script: begin another attempt
+LONGEST_BACKOFF_S = 900.0
+ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room
 REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
+
+History = Sequence[Union[AttemptStart, AttemptEnd]]
 
 
 class Facts(NamedTuple):
-    """What is known when an attempt has ended, beside its own files."""
+    """What is known when an attempt has ended, beside what it left behind."""
 
     checkpoint: int = 0  # step of the newest, 0: none
-    can_return: bool = True  # neither an allocation that somebody works in, nor a job that is over already
+    can_return: bool = True  # neither a local run or an allocation that somebody works in, nor a job that is over
     requeueable: bool = True
     returning: bool = False  # Slurm has it back in its queue already
     slurm: Sequence[int] = ()  # version; empty: not known
@@ -57,6 +79,8 @@ class Facts(NamedTuple):
 
 
 class Decision(NamedTuple):
+    """What becomes of the job."""
+
     outcome: str  # for the ledger
     cause: Optional[str]
     then: str
@@ -67,16 +91,14 @@ class Decision(NamedTuple):
     crashes: int = 0  # how many there were without a new checkpoint, this one included
 
 
-def decide(
-    history: Sequence[Dict[str, Any]], verdict: Verdict, drain: Optional[Dict[str, Any]], facts: Facts
-) -> Decision:
+def decide(history: History, verdict: Verdict, drain: Optional[Drain], facts: Facts) -> Decision:
     """What to do with the job of an attempt that ended.
 
     Args:
         history: the ledger's lines of earlier attempts, oldest first.
-        drain: the attempt's drain file.
+        drain: the request to leave, where there was one.
     """
-    cause = drain["cause"] if drain else None
+    cause = drain.cause if drain else None
     if verdict.outcome == FINISHED:
         return Decision(FINISHED, cause, OVER, EXIT_FINISHED, "")
     if verdict.outcome == MISCONFIGURED:
@@ -93,46 +115,57 @@ def decide(
     outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
     if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
-        return Decision(outcome, cause, HERE, EXIT_AGAIN, "goes on with the nodes that are left", exclude=exclude)
+        return Decision(outcome, cause, HERE, EXIT_DRAINED, "goes on with the nodes that are left", exclude=exclude)
     again = Decision(outcome, cause, who_starts_it(cause, facts), EXIT_DRAINED, "", exclude=exclude)
     if again.then == OVER:
         return again._replace(message="submit the run again to go on")
-    this = {"cause": cause, "step": verdict.step, "checkpoint": facts.checkpoint}
+    this = AttemptEnd(0, 0.0, outcome, step=verdict.step, checkpoint=facts.checkpoint, cause=cause)
     in_vain = _in_vain([*since_held(history), this])
-    if in_vain >= IN_VAIN.get(str(cause), in_vain + 1):
-        said = "{} attempts in a row ended with nothing new saved".format(in_vain)
-        return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=said)
-    return again
+    if in_vain >= IN_VAIN.get(cause, in_vain + 1):
+        message = "{} attempts in a row ended with nothing new saved".format(in_vain)
+        return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=message)
+    return again._replace(delay_s=_backoff(facts, in_vain - FREE_TRIES))
 
 
-def _after_crash(history: List[Dict[str, Any]], verdict: Verdict, cause: Optional[str], facts: Facts) -> Decision:
+def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[str], facts: Facts) -> Decision:
     before = [end for end in history if is_crash(end)]
-    crashes = 1 + len([end for end in before if end.get("checkpoint", 0) >= facts.checkpoint])
-    last = before[-1] if before else {}
-    again = bool(verdict.node and verdict.node == last.get("node"))
-    suspects = {str(verdict.node)} if again else set()
+    crashes = 1 + len([end for end in before if end.checkpoint >= facts.checkpoint])
+    last = before[-1] if before else None
+    same_node = bool(last and verdict.node and verdict.node == last.node)
+    suspects = {str(verdict.node)} if same_node else set()
     decision = Decision(
         verdict.outcome,
         cause,
         who_starts_it(cause, facts),
         EXIT_CRASHED,
         "",
-        delay_s=min(facts.backoff_s * 2 ** (crashes - 1), LONGEST_BACKOFF),
+        delay_s=_backoff(facts, crashes),
         exclude=tuple(sorted(suspects | set(facts.bad) | set(facts.dead))),
         crashes=crashes,
     )
     if decision.then == OVER:
         return decision
-    if verdict.step is not None and verdict.step == last.get("step") and _same(verdict.error, last.get("error")):
-        return decision._replace(then=HELD, message="the same error at the same step twice")
+    if found_disk_full(verdict.error):
+        return decision._replace(delay_s=ROOM_AGAIN_S, crashes=0, message="the disk is full: make room")
+    same_step = last is not None and verdict.step is not None and verdict.step == last.step
+    if last is not None and same_step and _same(verdict.error, last.error):
+        elsewhere = not same_node or str(verdict.node) in last.excluded  # it was to be avoided, and could not be
+        if elsewhere:
+            return decision._replace(then=HELD, message="the same error at the same step twice")
     if crashes >= CRASHES:
         return decision._replace(then=HELD, message="{} crashes without a new checkpoint".format(crashes))
     return decision
 
 
-def is_crash(end: Dict[str, Any]) -> bool:
+def is_crash(end: AttemptEnd) -> bool:
     """Whether the end of an attempt, as the ledger has it, is one that the run itself has to answer for."""
-    return end["outcome"] == CRASHED or (end["outcome"] == LOST and end.get("cause") is None)
+    crashed = end.outcome == CRASHED or (end.outcome == LOST and end.cause is None)
+    return crashed and not found_disk_full(end.error)
+
+
+def found_disk_full(error: Optional[str]) -> bool:
+    """Whether this is the error of something that found no room on a disk."""
+    return re.search(r"No space left on device|Disk quota exceeded", error or "") is not None
 
 
 def who_starts_it(cause: Optional[str], facts: Facts) -> str:
@@ -147,30 +180,35 @@ def who_starts_it(cause: Optional[str], facts: Facts) -> str:
     return BY_SLURM if cause == PREEMPTED and by_itself else BY_US
 
 
-def since_held(history: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+def since_held(history: History) -> List[AttemptEnd]:
     """The ends since somebody last had a look: whoever resumes a run grants it all its tries again."""
-    ends = [line for line in history if line["event"] == "end"]
-    final = [number for number, end in enumerate(ends) if end.get("then") not in STARTS_AGAIN]
+    ends = [line for line in history if isinstance(line, AttemptEnd)]
+    final = [number for number, end in enumerate(ends) if end.then not in STARTS_AGAIN]
     return ends[final[-1] + 1 :] if final else ends
 
 
-def _in_vain(ends: List[Dict[str, Any]]) -> int:
+def _backoff(facts: Facts, failures: int) -> float:
+    """Seconds to wait after so many failures in a row; they double."""
+    return min(facts.backoff_s * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF_S) if failures > 0 else 0.0
+
+
+def _in_vain(ends: List[AttemptEnd]) -> int:
     """Attempts at the end of these that ended for the same cause with nothing new saved. Ranks that did not leave in
     time name no step, though they may have saved before."""
-    cause = ends[-1]["cause"]
-    checkpoints = [end.get("checkpoint", 0) for end in ends]
-    older = [checkpoints[0]] + checkpoints  # what was there before the first is not known
+    cause = ends[-1].cause
+    checkpoints = [end.checkpoint for end in ends]
+    older = [checkpoints[0], *checkpoints]  # what was there before the first is not known
     vain = [
-        end.get("cause") == cause and end.get("step") is None and newest <= before
+        end.cause == cause and end.step is None and newest <= before
         for end, newest, before in zip(ends, checkpoints, older)
     ]
-    return (vain[::-1] + [False]).index(False)
+    return [*reversed(vain), False].index(False)
 
 
-def _losses(history: Sequence[Dict[str, Any]]) -> int:
+def _losses(history: History) -> int:
     """Attempts just before this one after which the same allocation went on."""
-    here = [end.get("then") == HERE for end in reversed(history) if end["event"] == "end"]
-    return (here + [False]).index(False)
+    here = [line.then == HERE for line in reversed(history) if isinstance(line, AttemptEnd)]
+    return [*here, False].index(False)
 
 
 def _same(error: Optional[str], other: Optional[str]) -> bool:

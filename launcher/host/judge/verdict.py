@@ -6,16 +6,13 @@ else error files are believed first, then rank 0's outcome, and the codes only s
 """
 
 import signal
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import NamedTuple, Optional
 
-from launcher.host.judge.hang import accused
-from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, EXIT_FINISHED
-
-FINISHED = "finished"
-DRAINED = "drained"
-CRASHED = "crashed"
-MISCONFIGURED = "misconfigured"
-LOST = "lost"  # whoever had to record the end was killed, and the ranks have left no word of it
+from launcher.host.judge.causes import is_unexplained
+from launcher.host.judge.evidence import AttemptEvidence, RankExit
+from launcher.host.judge.hang import absent_rank
+from megatron_rl.contract.attempt_records import Heartbeat
+from megatron_rl.contract.codes import CRASHED, DRAINED, EXIT_CONFIG, LOST, MISCONFIGURED
 
 # Signals that end a rank before it can say a word, and that no other rank's failure brings about (SIGABRT may be one:
 # communication libraries abort when a peer is gone).
@@ -24,85 +21,134 @@ MUTE_ENDS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 # What a rank dies of, once in a while, that is asked for the stacks of threads which go on meanwhile (seen).
 ASKED_FOR_STACKS = signal.SIGSEGV
 
-EXIT_CODES = {
-    FINISHED: EXIT_FINISHED,
-    DRAINED: EXIT_DRAINED,
-    CRASHED: EXIT_CRASHED,
-    MISCONFIGURED: EXIT_CONFIG,
-}
-
 
 class Verdict(NamedTuple):
     """How an attempt ended."""
 
-    outcome: str
-    step: Optional[int]  # safe on disk (finished, drained), or where it happened
-    error: Optional[str]  # one line
-    rank: Optional[int]  # whose error it is
+    outcome: str  # one of codes
+    step: Optional[int] = None  # safe on disk (finished, drained), or where it happened
+    error: Optional[str] = None  # one line
+    rank: Optional[int] = None  # whose error it is
     node: Optional[str] = None  # where that rank was
     phase: Optional[str] = None  # what it was doing
     hung: bool = False  # it said nothing any more, and the ranks were ended for it
 
 
-def judge(
-    errors: List[Dict[str, Any]],
-    outcome: Optional[Dict[str, Any]],
-    exits: Dict[int, int],
-    ended_by_us: Optional[str],
-    hang: Optional[Dict[str, Any]] = None,
-    heartbeats: Sequence[Dict[str, Any]] = (),
-) -> Verdict:
-    """
-    Args:
-        errors: the ranks' error files, oldest first: the later ones are usually its consequences.
-        outcome: rank 0's outcome file.
-        exits: rank -> exit code of those that ended by themselves, in that order; negative: a signal.
-        ended_by_us: why the supervisor ended the ranks, where it did.
-        hang: hang.json: the rank whose silence the ranks were ended for. What they said of it came afterwards.
-        heartbeats: the last ones of the ranks: where those were that could not say a word.
-    """
-    if hang is not None and outcome is None:
-        silent = "silent for {:.0f} s".format(hang["silent_s"])
-        return Verdict(CRASHED, hang.get("step"), silent, hang.get("rank"), hang.get("host"), hang.get("phase"), True)
-    last = {heartbeat["rank"]: heartbeat for heartbeat in heartbeats}
-    reported = {error.get("rank") for error in errors}
-    asked = bool(errors and errors[0].get("waited"))  # then every rank was, because one did not come
-    for rank, code in exits.items():
-        if asked and -code == ASKED_FOR_STACKS:
+def judge(evidence: AttemptEvidence) -> Verdict:
+    """How the attempt ended: by the first of these that tells."""
+    return (
+        _hung(evidence)
+        or _killed_without_a_word(evidence)
+        or _reported(evidence)
+        or _died_before_a_signal_was_taken_for_a_request(evidence)
+        or _left_in_order(evidence)
+        or _died(evidence)
+        or _unrecorded(evidence)
+    )
+
+
+def _hung(evidence: AttemptEvidence) -> Optional[Verdict]:
+    hang = evidence.hang
+    if hang is None or evidence.outcome is not None:
+        return None
+    silent = "silent for {:.0f} s".format(hang.silent_s) + _stacks(evidence, hang.rank)
+    return Verdict(CRASHED, hang.step, silent, hang.rank, hang.host, hang.phase, hung=True)
+
+
+def _killed_without_a_word(evidence: AttemptEvidence) -> Optional[Verdict]:
+    """Sisters of a rank that was killed write errors about lost connections: it is the cause, not they."""
+    if not evidence.errors and evidence.outcome is not None:
+        return None
+    reported = {error.rank for error in evidence.errors}
+    asked = bool(evidence.errors and evidence.errors[0].waited)  # then every rank was, because one did not come
+    for ended in evidence.exits:
+        if asked and -ended.code == ASKED_FOR_STACKS:
             continue
-        # The sisters of a rank that was killed write errors about lost connections: it is the cause, not they.
-        if -code in MUTE_ENDS and rank not in reported and (errors or outcome is None):
-            where = last.get(rank, {})
-            step = where.get("step", errors[0].get("step") if errors else None)
-            return Verdict(CRASHED, step, _unreported(code), rank, where.get("host"), where.get("phase"))
-    if errors:
-        first = errors[0]
-        kind = MISCONFIGURED if first.get("exit_code") == EXIT_CONFIG else CRASHED
-        said = str(first.get("error", "no reason given"))
-        waited = {error["rank"] for error in errors if error.get("waited")}
-        absent = accused(heartbeats, waited) if first.get("waited") else None
+        if -ended.code in MUTE_ENDS and ended.rank not in reported:
+            verdict = _by_exit(evidence, ended)
+            known = evidence.errors[0].step if evidence.errors else None
+            return verdict if verdict.step is not None else verdict._replace(step=known)
+    return None
+
+
+def _reported(evidence: AttemptEvidence) -> Optional[Verdict]:
+    if evidence.errors:
+        first = evidence.errors[0]
+        waited = {error.rank for error in evidence.errors if error.waited}
+        absent = absent_rank(evidence.heartbeats, waited) if first.waited else None
         if absent is not None:
-            silent = "silent for {:.0f} s while rank {} waited for it: {}".format(absent.silent_s, first["rank"], said)
-            return Verdict(CRASHED, absent.step, silent, absent.rank, absent.host, absent.phase, True)
-        return Verdict(kind, first.get("step"), said, first.get("rank"), first.get("host"), first.get("phase"))
-    if outcome is not None and outcome.get("outcome") in (FINISHED, DRAINED):
-        return Verdict(outcome["outcome"], outcome.get("step"), None, None)
-    for rank, code in exits.items():
-        if code not in (EXIT_FINISHED, EXIT_DRAINED):
-            kind = MISCONFIGURED if code == EXIT_CONFIG else CRASHED
-            where = last.get(rank, {})
-            return Verdict(kind, where.get("step"), _unreported(code), rank, where.get("host"), where.get("phase"))
-    if ended_by_us:
-        return Verdict(CRASHED, None, "stopped before it had saved: {}".format(ended_by_us), None)
-    codes = sorted(set(exits.values()))
-    return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes), None)
+            silent = "silent for {:.0f} s while rank {} waited for it: {}"
+            error = silent.format(absent.silent_s, first.rank, first.error) + _stacks(evidence, absent.rank)
+            return Verdict(CRASHED, absent.step, error, absent.rank, absent.host, absent.phase, hung=True)
+        kind = MISCONFIGURED if first.exit_code == EXIT_CONFIG else CRASHED
+        return Verdict(kind, first.step, first.error, first.rank, first.host, first.phase)
+    for rank, why in sorted(evidence.unreadable_errors.items()):
+        beat = _beat(evidence, rank)
+        where = Verdict(CRASHED, None, "its error report cannot be read: {}".format(why), rank)
+        return where._replace(step=beat.step, node=beat.host, phase=beat.phase) if beat else where
+    return None
 
 
-def _unreported(code: int) -> str:
-    return "it {} without an error report".format(in_words(code))
+def _died_before_a_signal_was_taken_for_a_request(evidence: AttemptEvidence) -> Optional[Verdict]:
+    """srun's --kill-on-bad-exit ends all ranks with the first by SIGTERM, which those take for a request to leave. Then
+    they have nothing to save, and nobody else knows of a request."""
+    outcome = evidence.outcome
+    saved = outcome is not None and (outcome.outcome != DRAINED or outcome.step is not None)
+    first = evidence.exits[0] if evidence.exits else None
+    if saved or first is None or not first.bad or evidence.drain is None or not is_unexplained(evidence.drain):
+        return None
+    return _by_exit(evidence, first)
 
 
-def in_words(code: int) -> str:
+def _left_in_order(evidence: AttemptEvidence) -> Optional[Verdict]:
+    if evidence.outcome is not None:
+        return Verdict(evidence.outcome.outcome, evidence.outcome.step)
+    if evidence.unreadable_outcome is not None:  # only ranks that left in order record one
+        return Verdict(DRAINED, None, "what rank 0 recorded cannot be read: {}".format(evidence.unreadable_outcome))
+    return None
+
+
+def _died(evidence: AttemptEvidence) -> Optional[Verdict]:
+    bad = [ended for ended in evidence.exits if ended.bad]
+    return _by_exit(evidence, bad[0]) if bad else None
+
+
+def _unrecorded(evidence: AttemptEvidence) -> Verdict:
+    """Of ranks that left no word."""
+    if evidence.unseen is not None:
+        return Verdict(LOST, None, evidence.unseen)
+    if evidence.late is not None:
+        return Verdict(CRASHED, None, "stopped before it had saved: {}".format(evidence.late))
+    if evidence.drain is not None and (evidence.code is None or evidence.code < 0):
+        return Verdict(DRAINED)  # asked to leave, and gone before anything could be saved
+    if evidence.code is None and not evidence.exits:
+        return Verdict(CRASHED, None, evidence.unready or "the steps could not be started")
+    if evidence.exits:
+        codes = sorted({ended.code for ended in evidence.exits})
+        return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes))
+    ended = describe_exit(evidence.code or 0)
+    return Verdict(CRASHED, None, "the training step {} and recorded no outcome".format(ended))
+
+
+def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
+    kind = MISCONFIGURED if ended.code == EXIT_CONFIG else CRASHED
+    error = "it {} without an error report".format(describe_exit(ended.code))
+    line = evidence.last_lines.get(ended.rank)  # it may have died before it could do more: of an import, for example
+    error += "; its log ends: {}".format(line) if line else ""
+    beat = _beat(evidence, ended.rank)
+    host = ended.host or (beat.host if beat else None)
+    return Verdict(kind, beat.step if beat else None, error, ended.rank, host, beat.phase if beat else None)
+
+
+def _beat(evidence: AttemptEvidence, rank: int) -> Optional[Heartbeat]:
+    return next((beat for beat in evidence.heartbeats if beat.rank == rank), None)
+
+
+def _stacks(evidence: AttemptEvidence, rank: int) -> str:
+    return " (stacks: {})".format(evidence.stacks[rank]) if rank in evidence.stacks else ""
+
+
+def describe_exit(code: int) -> str:
     """How a process ended: `left with exit code 3`, `was killed by SIGKILL (often: out of memory)`."""
     if code >= 0:
         return "left with exit code {}".format(code)

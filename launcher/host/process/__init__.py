@@ -1,1 +1,1 @@
-"""Locks, processes that leave nothing behind, output that may come to nothing."""
+"""The only lock, processes that leave nothing behind, signals that are remembered, output that may come to nothing."""

@@ -1,34 +1,83 @@
-"""One owner of a run directory at a time: a flock that the kernel releases however its holder ends."""
+"""The only place that takes locks: a flock, which the kernel releases however its holder ends.
 
+Some file systems are mounted without flock. There a lock keeps nobody out: whoever can tell the owner by other means
+does (job.json, the text of the lock file), and `Lock.works` says so to the others.
+"""
+
+import errno
 import fcntl
-import json
 import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Optional
+
+from launcher.host.process.processes import start_time
+from megatron_rl.contract.records import Unreadable, decode, encode_line
+from megatron_rl.contract.run_records import LockOwner
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+LOOK_S = 0.05  # seconds between tries
 
 
-class RunIsOwned(Exception):
-    """Another process holds the run directory. `owner` is what it wrote about itself."""
-
-    def __init__(self, owner: Dict[str, Any]) -> None:
-        self.owner = owner
-        super().__init__(
-            "it is in use by {} (pid {} on {}, since {})".format(
-                owner.get("what", "another process"),
-                owner.get("pid", "unknown"),
-                owner.get("host", "an unknown host"),
-                owner.get("since", "an unknown time"),
-            )
-        )
+class IsLocked(Exception):
+    """Another process holds the lock."""
 
 
-class RunLock:
-    """Held from construction until `release` or the end of the process.
+class Lock:
+    """A locked file, held until `release`, or until this process and all that inherited `descriptor` have ended.
 
     The file is never removed: a second file of the same name would be a second lock.
     """
+
+    def __init__(self, path: Path, patience: float = 0.0) -> None:
+        """
+        Args:
+            path: the lock file, made if missing.
+            patience: seconds to wait for the present holder.
+
+        Raises:
+            IsLocked: it was still held after that time.
+            OSError: the file cannot be made or opened.
+        """
+        self.works = True
+        self.descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT, 0o644)
+        give_up = time.monotonic() + patience
+        try:
+            while not self._try():
+                if time.monotonic() >= give_up:
+                    raise IsLocked("{} is locked".format(path))
+                time.sleep(LOOK_S)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        os.close(self.descriptor)
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            self.works = False
+        return True
+
+
+class RunIsOwned(Exception):
+    """Another process holds the run directory. `owner` is what it wrote about itself, where that can be read."""
+
+    def __init__(self, owner: Optional[LockOwner]) -> None:
+        self.owner = owner
+        what, pid, host, since = owner or LockOwner("another process", 0, "an unknown host", "an unknown time")
+        super().__init__("it is in use by {} (pid {} on {}, since {})".format(what, pid or "unknown", host, since))
+
+
+class RunLock:
+    """The right to a run directory, or to one import of an image: a Lock whose file says who holds it."""
 
     def __init__(self, path: Path, what: str, patience: float = 0.0) -> None:
         """
@@ -39,51 +88,46 @@ class RunLock:
 
         Raises:
             RunIsOwned: it was still held after that time.
+            OSError: the file cannot be made or written.
         """
-        self._fd = os.open(str(path), os.O_RDWR | os.O_CREAT, 0o644)
-        give_up = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= give_up:
-                    owner = _read_owner(self._fd)
-                    os.close(self._fd)
-                    raise RunIsOwned(owner) from None
-                time.sleep(0.05)
-        owner = {
-            "what": what,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, (json.dumps(owner) + "\n").encode(), 0)
+        try:
+            self._lock = Lock(path, patience)
+        except IsLocked:
+            raise RunIsOwned(_read_owner(path)) from None
+        self.works = self._lock.works
+        if not self.works:
+            other = _read_owner(path)
+            if other is not None and _lives_here(other):
+                self._lock.release()
+                raise RunIsOwned(other)
+        ours = LockOwner(what, os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"))
+        os.ftruncate(self._lock.descriptor, 0)
+        os.pwrite(self._lock.descriptor, (encode_line(ours) + "\n").encode("utf-8"), 0)
 
     def release(self) -> None:
-        os.close(self._fd)
+        self._lock.release()
 
 
-def owner_of(path: Path) -> Optional[Dict[str, Any]]:
-    """What the present owner wrote about itself; None when nobody holds the run."""
-    try:
-        fd = os.open(str(path), os.O_RDWR)
-    except FileNotFoundError:
+def owner_of(path: Path) -> Optional[LockOwner]:
+    """Who holds a RunLock now; None when nobody does. Raises OSError."""
+    if not path.exists():
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return _read_owner(fd)
-    finally:
-        os.close(fd)
+        lock = Lock(path)
+    except IsLocked:
+        return _read_owner(path) or LockOwner("another process", 0, "an unknown host", "an unknown time")
+    lock.release()
+    owner = None if lock.works else _read_owner(path)
+    return owner if owner is not None and _lives_here(owner) else None
 
 
-def _read_owner(fd: int) -> Dict[str, Any]:
-    text = os.pread(fd, 4096, 0).decode("utf-8", "replace")
-    try:
-        owner = json.loads(text)
-    except ValueError:
-        return {}  # read between its truncation and its writing
-    return owner if isinstance(owner, dict) else {}
+def _read_owner(path: Path) -> Optional[LockOwner]:
+    """None where it is read between its truncation and its writing."""
+    with open(str(path), "rb") as file:
+        found = decode(LockOwner, file.read(4096), path)
+    return None if isinstance(found, Unreadable) else found
+
+
+def _lives_here(owner: LockOwner) -> bool:
+    """Whether the process that wrote this is one of this host's, other than ours, that still runs."""
+    return owner.host == socket.gethostname() and owner.pid != os.getpid() and start_time(owner.pid) is not None

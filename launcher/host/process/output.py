@@ -4,8 +4,8 @@ import io
 from typing import TextIO
 
 
-class Saying(io.TextIOBase):
-    """Text for a stream, as long as that takes it. What is said is told beside what is done, and never keeps it from
+class QuietStream(io.TextIOBase):
+    """Text for a stream, as long as that takes it. What is printed is told beside what is done, and never keeps it from
     being done."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -14,9 +14,13 @@ class Saying(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
+            self._stream.flush()  # for those who watch the log
         except OSError:
             pass
         return len(text)

@@ -1,9 +1,15 @@
-"""Whether a process is still the one we mean, and rank processes that leave nothing behind."""
+"""Whether a process is still the one we mean, and children that leave nothing behind."""
 
+import ctypes
 import os
+import select
 import signal
 import subprocess
-from typing import Dict, List, Optional
+import time
+import traceback
+from typing import Callable, Dict, List, Optional, Sequence
+
+_PR_SET_PDEATHSIG = 1
 
 
 def start_time(pid: int) -> Optional[int]:
@@ -20,25 +26,53 @@ def start_time(pid: int) -> Optional[int]:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-class RankProcess:
-    """One rank in a session of its own, so that no terminal signal reaches it.
+class Child:
+    """A child in a session of its own, so that no signal of a terminal or to our process group reaches it.
 
-    An ended rank is not reaped before `close`: until then its pid, which also names its process group, cannot
-    be given to a stranger, and `close` can safely end whatever the rank itself started.
+    It is not reaped before `close`: until then its pid, which also names its process group, cannot be given to a
+    stranger, and `close` can safely end whatever the child itself started.
     """
 
-    def __init__(self, rank: int, command: List[str], env: Dict[str, str], log: str) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        command: List[str],
+        env: Dict[str, str],
+        output: Optional[str] = None,
+        errors: Optional[str] = None,
+        folder: Optional[str] = None,
+        inherited: Sequence[int] = (),
+        ends_with_us: Optional[int] = None,
+    ) -> None:
+        """
+        Args:
+            output: file that its output is added to; default: ours.
+            errors: file that its standard error is added to; default: that of `output`.
+            folder: it works in; default: ours.
+            inherited: descriptors that it keeps open, such as that of a lock.
+            ends_with_us: signal that it gets where this process ends before it.
+
+        Raises:
+            OSError: it could not be started.
+        """
         self._code: Optional[int] = None
-        with open(log, "ab") as output:
+        descriptors: List[int] = []
+        try:
+            files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (output, errors) if path]
+            descriptors += files
             self._process = subprocess.Popen(
                 command,
                 env=env,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdout=files[0] if output else None,
+                stderr=files[-1] if errors else subprocess.STDOUT if output else None,
                 start_new_session=True,
+                pass_fds=inherited,
+                preexec_fn=None if ends_with_us is None else _when_parent_dies(ends_with_us),
             )
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     @property
     def pid(self) -> int:
@@ -54,11 +88,11 @@ class RankProcess:
         return self._code
 
     def send(self, signum: int) -> None:
-        """To the rank alone; nothing happens when it has ended."""
+        """Signal the child alone; nothing happens when it has ended."""
         os.kill(self.pid, signum)
 
     def close(self) -> None:
-        """End the rank and everything in its process group, and reap it."""
+        """End the child and everything in its process group, and reap it."""
         self.exit_code()
         try:
             os.killpg(self.pid, signal.SIGKILL)
@@ -66,3 +100,108 @@ class RankProcess:
             pass  # between fork and setsid there is no group yet
         self._process.kill()
         self._process.wait()
+
+
+class Fork:
+    """A child that does a piece of Python work, which cannot be trusted to end, without another interpreter."""
+
+    def __init__(self, work: Callable[[], str]) -> None:
+        """
+        Args:
+            work: its result is text. What it raises is text too. SIGTERM ends it through every `finally`.
+        """
+        reader, writer = os.pipe()
+        die_too = _when_parent_dies(signal.SIGTERM)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _do(work, writer, die_too)
+        os.close(writer)
+        self._reader: Optional[int] = reader
+        self._told = b""
+        self._status: Optional[int] = None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the work, but no longer; whether it has come. Sleeps through signals."""
+        give_up = time.monotonic() + seconds
+        while not self.has_ended():
+            left = give_up - time.monotonic()
+            if left <= 0 or self._reader is None:
+                return self._status is not None
+            select.select([self._reader], [], [], left)
+        return True
+
+    def has_ended(self) -> bool:
+        """Whether the work is done, or failed."""
+        while self._reader is not None and select.select([self._reader], [], [], 0)[0]:
+            data = os.read(self._reader, 65536)
+            self._told += data
+            if not data:
+                os.close(self._reader)
+                self._reader = None
+        if self._reader is None and self._status is None:
+            self._status = os.waitpid(self.pid, 0)[1]
+        return self._status is not None
+
+    @property
+    def text(self) -> str:
+        """The result of the work, or why there is none."""
+        return self._told.decode("utf-8", "replace")
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without a result."""
+        return self._status is not None and self._status != 0
+
+    def end(self, patience: float = 0.0) -> None:
+        """End the work. One that hangs in the kernel is left behind, for nothing can end it.
+
+        Args:
+            patience: seconds that it has for its `finally` blocks.
+        """
+        if not self.has_ended() and patience > 0:
+            os.kill(self.pid, signal.SIGTERM)
+            self.wait(patience)
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, os.WNOHANG)
+            self._status = -signal.SIGKILL
+        if self._reader is not None:
+            os.close(self._reader)
+            self._reader = None
+
+
+def _do(work: Callable[[], str], writer: int, die_too: Callable[[], None]) -> None:
+    """Do the work of a Fork, in its process, which ends here."""
+    code = 1
+    try:
+        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)  # what they ask for is the parent's business
+        signal.signal(signal.SIGTERM, _raise_exit)
+        die_too()
+        os.write(writer, work().encode("utf-8"))
+        code = 0
+    except OSError as error:
+        os.write(writer, str(error.strerror or error).encode("utf-8"))
+    except SystemExit:
+        pass
+    except BaseException:  # noqa: BLE001 - a fork of ours must not return into the caller's code
+        os.write(writer, traceback.format_exc(limit=-3).encode("utf-8", "replace"))
+    finally:
+        os._exit(code)
+
+
+def _raise_exit(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _when_parent_dies(signum: int) -> Callable[[], None]:
+    """What a child calls between fork and exec to get a signal when this process has ended."""
+    parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
+
+    def ask() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signum)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return ask

@@ -1,118 +1,138 @@
-"""What an attempt left behind, read from its files and judged."""
+"""What an attempt left behind, read from its files once. What cannot be read is told, and never taken for absent."""
 
 import math
-import re
-import signal
-from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+import sys
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from launcher.host.judge.causes import cause_in_log
-from launcher.host.judge.verdict import CRASHED, Verdict, judge
+from launcher.host.judge.causes import is_unexplained
+from launcher.host.judge.evidence import AttemptEvidence, RankExit
+from launcher.host.judge.nodes import NodeReports
 from launcher.host.record.heartbeats import read_heartbeats
-from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.run_dir import read_json
-
-LINE_LIMIT = 300  # characters of a log's last line
-TAIL = 4096  # bytes of a log that are read for it
-LONG_TAIL = 1 << 20  # bytes of the batch log in which Slurm's last words are looked for
-SIGNAL_BASE = 128  # a shell reports a process that a signal ended as this plus the signal
-
-# `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
-_TASK = re.compile(r"^srun: error: (\S+): tasks? (\d+)[-,0-9]*: (.*?)(?: \(core dumped\))?$", re.MULTILINE)
-# Lines after which tasks end through no fault of theirs.
-_ENDED_BY_SLURM = re.compile(r"Node failure|Force Terminated|CANCELLED|Job step aborted", re.IGNORECASE)
-_SIGNALS = {
-    "Killed": signal.SIGKILL,
-    "Out Of Memory": signal.SIGKILL,
-    "Terminated": signal.SIGTERM,
-    "Segmentation fault": signal.SIGSEGV,
-    "Bus error": signal.SIGBUS,
-    "Illegal instruction": signal.SIGILL,
-    "Aborted": signal.SIGABRT,
-    "Floating point exception": signal.SIGFPE,
-}
+from launcher.host.record.logs import first_exit, last_line
+from launcher.host.record.reading import PATIENCE_S
+from megatron_rl.contract.attempt_records import Drain, FabricReport, Hang, Heartbeat, NodeHealth, Outcome, RankError
+from megatron_rl.contract.codes import LAST_MOMENT_S, SIGNALLED
+from megatron_rl.contract.files import names_in
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.records import ABSENT, Unreadable, if_readable, read
 
 
-class Death(NamedTuple):
-    """The first rank of a step that ended badly."""
+class Observed(NamedTuple):
+    """What the process that ran an attempt saw of its end."""
 
-    rank: int
-    host: str
-    code: int  # negative: the signal that ended it
+    exits: Optional[List[RankExit]] = None  # None: srun's words have to tell
+    code: Optional[int] = None  # of the training step
+    unready: Optional[str] = None
+    late: Optional[str] = None
+    unseen: Optional[str] = None
+    hang: Optional[Hang] = None
+    heartbeats: List[Heartbeat] = []
 
 
-def read_errors(attempt: Attempt, before: float = math.inf) -> List[Dict[str, Any]]:
-    """The ranks' error files, oldest first.
+def read_drain(attempt: Attempt, patience: float = PATIENCE_S) -> Optional[Drain]:
+    """The request to leave. That there is one is the request, also where it cannot be read."""
+    found = read(Drain, attempt.drain, patience)
+    if isinstance(found, Unreadable):
+        return Drain(SIGNALLED, "somebody ({})".format(found), 0.0)
+    return None if found is ABSENT else found
+
+
+def read_evidence(attempt: Attempt, observed: Observed, drain: Optional[Drain]) -> AttemptEvidence:
+    """All that there is to judge an attempt by.
+
+    Args:
+        observed: by the process that ran it.
+        drain: the request to leave, as far as it is known by now.
+    """
+    # When ranks that were asked to leave are ended: those that go first leave the others without a peer.
+    ended = math.inf if drain is None or drain.deadline is None else drain.deadline - LAST_MOMENT_S
+    errors, unreadable = _read_errors(attempt, ended)
+    outcome, hang = read(Outcome, attempt.outcome, PATIENCE_S), if_readable(read(Hang, attempt.hang, PATIENCE_S))
+    exits = observed.exits
+    if exits is None:
+        # Ranks that were asked to leave and did not are killed: that says nothing about them.
+        first = first_exit(attempt) if drain is None or is_unexplained(drain) else None
+        exits = [first] if first is not None and observed.unseen is None else []
+    return AttemptEvidence(
+        errors=errors,
+        unreadable_errors=unreadable,
+        outcome=if_readable(outcome),
+        unreadable_outcome=str(outcome) if isinstance(outcome, Unreadable) else None,
+        heartbeats=observed.heartbeats or _heartbeats(attempt),
+        stacks=_stacks(attempt),
+        last_lines={ended.rank: last_line(attempt, ended.rank) for ended in exits if ended.bad},
+        drain=drain,
+        hang=observed.hang or hang,
+        exits=exits,
+        code=observed.code,
+        unready=observed.unready,
+        late=observed.late,
+        unseen=observed.unseen,
+    )
+
+
+def read_node_reports(attempt: Attempt) -> NodeReports:
+    """What the checks of the nodes have found so far. Raises OSError."""
+    folder = attempt.health("x").parent
+    nodes: Dict[str, NodeHealth] = {}
+    unreadable: Dict[str, str] = {}
+    for name in names_in(folder):
+        if name.endswith(".json") and not name.startswith("."):
+            found = read(NodeHealth, folder / name, 0.0 if unreadable else PATIENCE_S)
+            if isinstance(found, Unreadable):
+                unreadable[name[: -len(".json")]] = "cannot be used: {}".format(found.why)
+            elif found is not ABSENT:
+                nodes[name[: -len(".json")]] = found
+    return NodeReports(nodes, unreadable, if_readable(read(FabricReport, attempt.fabric, PATIENCE_S)))
+
+
+def _read_errors(attempt: Attempt, before: float) -> Tuple[List[RankError], Dict[int, str]]:
+    """The ranks' error reports, oldest first, and of those that cannot be read what is wrong with them.
 
     Args:
         before: unix time at which the ranks were ended: what they reported from then on came of that.
     """
-    errors = [read_json(path) for path in sorted(attempt.errors(), key=lambda path: path.stat().st_mtime_ns)]
-    return [error for error in errors if error.get("at", 0.0) < before]
-
-
-def verdict_of(
-    attempt: Attempt, exits: Dict[int, int], ended_by_us: Optional[str] = None, before: float = math.inf
-) -> Verdict:
-    """How the attempt ended. See verdict.judge, and `read_errors` for `before`."""
-    outcome, hang = read_json(attempt.outcome), read_json(attempt.hang)
-    verdict = judge(read_errors(attempt, before), outcome, exits, ended_by_us, hang, read_heartbeats(attempt))
-    if verdict.outcome != CRASHED or verdict.rank is None:
-        return verdict
-    stacks = attempt.stacks(verdict.rank)
-    if verdict.hung and stacks.exists() and stacks.stat().st_size:
-        shown = "{}/{}/{}".format(stacks.parent.parent.name, stacks.parent.name, stacks.name)
-        return verdict._replace(error="{} (stacks: {})".format(verdict.error, shown))
-    if verdict.hung or attempt.error(verdict.rank).exists():
-        return verdict
-    said = last_line(attempt, verdict.rank)  # it may have died before it could do more: of an import, for example
-    return verdict._replace(error="{}; its log ends: {}".format(verdict.error, said)) if said else verdict
-
-
-def first_death(attempt: Attempt) -> Optional[Death]:
-    """By what srun said of the training step: nothing else names a rank that was killed."""
+    errors: List[Tuple[int, RankError]] = []
+    unreadable: Dict[int, str] = {}
     try:
-        with open(str(attempt.srun), encoding="utf-8", errors="replace") as file:
-            return parse_death(file.read())
-    except FileNotFoundError:
-        return None
+        paths = attempt.errors()
+    except OSError as error:
+        print("the error reports of the ranks cannot be listed: {}".format(error), file=sys.stderr)
+        return [], {}
+    for path in paths:
+        found = read(RankError, path, 0.0 if unreadable else PATIENCE_S)
+        if isinstance(found, Unreadable):
+            unreadable[int(path.name.split(".")[1])] = found.why
+        elif found is not ABSENT and found.at < before:
+            errors.append((_changed(attempt, found), found))
+    return [error for _, error in sorted(errors, key=lambda pair: pair[0])], unreadable
 
 
-def parse_death(text: str) -> Optional[Death]:
-    """Of srun's standard error. None where Slurm itself ended the step, and where it is not said."""
-    found = _TASK.search(text)
-    if found is None or _ENDED_BY_SLURM.search(text[: found.start()]):
-        return None
-    host, rank, how = found.groups()
-    if how in _SIGNALS:
-        return Death(int(rank), host, -int(_SIGNALS[how]))
-    left = re.match(r"Exited with exit code (\d+)$", how)
-    if left is None:
-        return None
-    code = int(left.group(1))
-    return Death(int(rank), host, SIGNAL_BASE - code if code > SIGNAL_BASE else code)
-
-
-def ended_by_slurm(run: RunDir, start: Dict[str, Any]) -> Optional[str]:
-    """The cause for which Slurm ended an attempt's batch script, by its own words in the batch log; None without any.
-
-    Args:
-        start: the ledger's line of the attempt's start.
-    """
-    return cause_in_log(_tail(run.batch_log, LONG_TAIL), str(start.get("job_id")), start["at"])
-
-
-def last_line(attempt: Attempt, rank: int) -> str:
-    """The last line with anything in it of a rank's log; empty where there is none."""
-    lines = _tail(attempt.log(rank), TAIL).split("\n")
-    return ([line.strip() for line in lines if line.strip()] or [""])[-1][:LINE_LIMIT]
-
-
-def _tail(path: Path, size: int) -> str:
-    """The last `size` bytes of a log; empty where there is none."""
+def _changed(attempt: Attempt, error: RankError) -> int:
+    """When an error was reported, by the one clock of the file system."""
     try:
-        with open(str(path), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - size))
-            return file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
+        return attempt.error(error.rank).stat().st_mtime_ns
+    except OSError:
+        return int(error.at * 1e9)
+
+
+def _heartbeats(attempt: Attempt) -> List[Heartbeat]:
+    try:
+        return read_heartbeats(attempt)
+    except OSError as error:
+        print("the heartbeats cannot be listed: {}".format(error), file=sys.stderr)
+        return []
+
+
+def _stacks(attempt: Attempt) -> Dict[int, str]:
+    """Rank of the training step -> where its stacks are, below the run directory."""
+    stacks = {}
+    try:
+        for name in names_in(attempt.logs):
+            role, _, rest = name.partition(".")
+            rank, _, kind = rest.partition(".")
+            if (role, kind) == ("train", "stacks") and rank.isdigit() and (attempt.logs / name).stat().st_size:
+                stacks[int(rank)] = "{}/{}/{}".format(attempt.logs.parent.name, attempt.logs.name, name)
+    except OSError as error:
+        print("the stacks of the ranks cannot be listed: {}".format(error), file=sys.stderr)
+    return stacks

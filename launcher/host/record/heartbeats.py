@@ -1,17 +1,26 @@
-"""Reads the heartbeats of an attempt's ranks, from time to time."""
+"""The heartbeats of an attempt's ranks, read from time to time."""
 
-import sys
-import time
-from typing import Any, Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
-from launcher.host.judge import hang
+from launcher.host.judge.hang import by_clock_of_reader, silent_rank
+from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import HEARTBEAT_S
+from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.contract.records import if_readable, read
 
 
-class Vigil:
-    """Of whoever owns the ranks.
+def read_heartbeats(attempt: Attempt) -> List[Heartbeat]:
+    """The newest of each rank that has sent one that can be read. Raises OSError."""
+    files = [attempt.heartbeats / name for name in sorted(names_in(attempt.heartbeats)) if name.endswith(".json")]
+    found = [if_readable(read(Heartbeat, file)) for file in files if not file.name.startswith(".")]
+    return [beat for beat in found if beat is not None]
+
+
+class HangWatch:
+    """Looks for a rank that hangs, for the process that owns the ranks.
+
+    Times are by the clock of this process: `newest` are the heartbeats as they were seen here.
 
     Args:
         limit: seconds of silence that are held against a rank; 0: none.
@@ -20,39 +29,25 @@ class Vigil:
     def __init__(self, attempt: Attempt, limit: float) -> None:
         self._attempt, self._limit = attempt, limit
         self._every = min(HEARTBEAT_S, limit / 5)
-        self._began = None  # type: Optional[float]
+        self._began: Optional[float] = None
         self._looked = 0.0
+        self._seen: Dict[int, Tuple[float, float]] = {}
+        self.newest: List[Heartbeat] = []
 
-    def look(self, now: float) -> Optional[hang.Silence]:
-        """The rank that hangs. Called as often as you like from when the ranks are started."""
+    def look(self, now: float) -> Optional[Hang]:
+        """The rank that hangs. Called as often as you like from when the ranks are started. Raises OSError."""
         if self._limit <= 0 or now < self._looked + self._every:
             return None
         asleep = now > self._looked + self._limit / 2  # this process was: a laptop was closed, perhaps
         self._looked = now
         if self._began is None:
             self._began = now
-        if asleep:
-            return None
-        return hang.judge(read_heartbeats(self._attempt), self._began, now, self._limit)
+        self.newest = [self._by_our_clock(beat, now) for beat in read_heartbeats(self._attempt)]
+        return None if asleep else silent_rank(self.newest, self._began, now, self._limit)
 
-
-def read_heartbeats(attempt: Attempt) -> List[Dict[str, Any]]:
-    """The newest of each rank that has sent one."""
-    found = []
-    for path in sorted(attempt.heartbeats.glob("*.json")):
-        try:
-            heartbeat = read_json(path)
-        except ValueError:  # the power failed while it was written
-            continue
-        if heartbeat is not None:
-            found.append(heartbeat)
-    return found
-
-
-def record_hang(attempt: Attempt, silence: hang.Silence) -> None:
-    """Say in hang.json and on the standard output whom the ranks will be ended for."""
-    write_json(attempt.hang, dict(silence._asdict(), at=time.time()))
-    where = " on {}".format(silence.host) if silence.host else ""
-    facts = (silence.rank, where, silence.silent_s, silence.phase, silence.step)
-    print("rank {}{} has been silent for {:.0f} s ({}, step {}): ending the ranks".format(*facts))
-    sys.stdout.flush()
+    def _by_our_clock(self, beat: Heartbeat, now: float) -> Heartbeat:
+        written, first_seen = self._seen.get(beat.rank, (None, now))
+        if written != beat.written:
+            first_seen = now
+            self._seen[beat.rank] = (beat.written, now)
+        return by_clock_of_reader(beat, first_seen)

@@ -1,57 +1,73 @@
-"""attempts.jsonl: one line per start and end of an attempt."""
+"""attempts.jsonl: a line for each start and end of an attempt."""
 
-import socket
-from typing import Any, Dict, List, Optional
+import sys
+from typing import List, Optional, Union
 
-from launcher.host.judge.verdict import Verdict
+from launcher.host.record.reading import PATIENCE_S, UnreadableRecord
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.run_dir import append_json_line, read_json_lines
+from megatron_rl.contract.records import Unreadable, append, read_lines
+
+Line = Union[AttemptStart, AttemptEnd]
 
 
-def record(run: RunDir, attempt: int, event: str, at: float, **facts: Any) -> None:
-    line = {"attempt": attempt, "event": event, "at": at, "host": socket.gethostname()}
-    line.update(facts)
-    append_json_line(run.attempts_ledger, line)
+def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> List[Line]:
+    """All lines that can be read, oldest first; a torn one costs itself. Raises UnreadableRecord.
 
-
-def end(run: RunDir, attempt: int, at: float, verdict: Verdict, **facts: Any) -> None:
-    """The line of an attempt's end. `facts` come on top of the verdict, and count for more.
-
-    `checkpoint` is the newest step that had a checkpoint then: whether an attempt got on shows in the lines alone.
+    Args:
+        patience: seconds for which a ledger that cannot be read at all is looked at again.
     """
-    line: Dict[str, Any] = {
-        "outcome": verdict.outcome,
-        "step": verdict.step,
-        "error": verdict.error,
-        "rank": verdict.rank,
-        "node": verdict.node,
-        "phase": verdict.phase,
-        "hung": verdict.hung,
-        "checkpoint": newest_checkpoint(run),
-    }
-    record(run, attempt, "end", at, **dict(line, **facts))
+    found = read_lines(LEDGER, run.attempts_ledger, patience)
+    if isinstance(found, Unreadable):
+        raise UnreadableRecord(str(found))
+    return found.records
 
 
-def newest_checkpoint(run: RunDir) -> int:
-    """Step of the newest checkpoint, 0 before the first."""
-    return (run.checkpoint_steps() or [0])[0]
+def read_ledger_or_complain(run: RunDir) -> List[Line]:
+    """All lines that can be read; none, with a word in the log, where the ledger cannot be read at all. For what has to
+    be done in any case."""
+    try:
+        return read_ledger(run)
+    except UnreadableRecord as error:
+        print(error, file=sys.stderr)
+        return []
 
 
-def start_of(run: RunDir, attempt: int) -> Optional[Dict[str, Any]]:
-    """The line of an attempt's start."""
-    lines = read_json_lines(run.attempts_ledger)
-    return next((line for line in lines if line["event"] == "start" and line["attempt"] == attempt), None)
+def write_line(run: RunDir, line: Line) -> None:
+    """Add a line. Raises OSError."""
+    append(run.attempts_ledger, line, durable=True)
 
 
-def unended(run: RunDir) -> List[Dict[str, Any]]:
+def starts_in(lines: List[Line]) -> List[AttemptStart]:
+    return [line for line in lines if isinstance(line, AttemptStart)]
+
+
+def ends_in(lines: List[Line]) -> List[AttemptEnd]:
+    return [line for line in lines if isinstance(line, AttemptEnd)]
+
+
+def start_of(lines: List[Line], attempt: int) -> Optional[AttemptStart]:
+    """The start of an attempt; None where there is none on record."""
+    return next((start for start in starts_in(lines) if start.attempt == attempt), None)
+
+
+def unended(lines: List[Line]) -> List[AttemptStart]:
     """The starts of attempts whose end nobody has recorded."""
-    lines = read_json_lines(run.attempts_ledger)
-    ended = {line["attempt"] for line in lines if line["event"] == "end"}
-    return [line for line in lines if line["event"] == "start" and line["attempt"] not in ended]
+    ended = {end.attempt for end in ends_in(lines)}
+    return [start for start in starts_in(lines) if start.attempt not in ended]
+
+
+def newest_known_checkpoint(run: RunDir) -> int:
+    """Step of the newest checkpoint, 0 before the first; where the folder cannot be listed, of the newest on record."""
+    try:
+        return (run.checkpoint_steps() or [0])[0]
+    except OSError as error:
+        print("{}: {}".format(run.checkpoints, error.strerror), file=sys.stderr)
+    return max([end.checkpoint for end in ends_in(read_ledger_or_complain(run))] or [0])
 
 
 def point_latest(attempt: Attempt, tag: str) -> None:
-    """Have logs/latest lead to this attempt's logs.
+    """Have logs/latest lead to this attempt's logs. Raises OSError.
 
     Args:
         tag: tells this process from others that do the same.

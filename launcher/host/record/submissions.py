@@ -1,4 +1,4 @@
-"""The list of runs that this account submitted. It only helps to find them, and may be deleted."""
+"""The index of the runs that this account submitted. It only helps to find them, and may be deleted."""
 
 import os
 import time
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Mapping, Optional
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line
+from megatron_rl.contract.records import append
+from megatron_rl.contract.run_records import Submission
 
 
 def index_file(environ: Mapping[str, str] = os.environ) -> Path:
@@ -16,10 +17,10 @@ def index_file(environ: Mapping[str, str] = os.environ) -> Path:
 
 def note(run: RunDir, cluster: str, job_id: Optional[str]) -> Optional[str]:
     """Add a submission; the reason where that was not possible, which stops no run."""
-    line = {"run_dir": os.path.abspath(str(run.root)), "cluster": cluster, "job_id": job_id, "at": time.time()}
+    line = Submission(os.path.abspath(str(run.root)), cluster, time.time(), job_id)
     try:
         index_file().parent.mkdir(parents=True, exist_ok=True)
-        append_json_line(index_file(), line)
+        append(index_file(), line)
     except OSError as error:
         return "{}: {}; mrl finds this run by its path only".format(index_file(), error.strerror)
     return None

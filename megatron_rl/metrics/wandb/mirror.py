@@ -49,11 +49,11 @@ class Mirror:
         self._command = [*program, "--limit", str(FINISH_S), str(run_dir.root)]
         self._log = attempt.log(0, role="wandb")
         self._process: subprocess.Popen[bytes] | None = None
-        self._said = False
+        self._warned = False
         self._start()
 
-    def keep(self) -> None:
-        """Look after the child, now and then. Returns at once."""
+    def restart_if_ended(self) -> None:
+        """Start the child again where it has ended, now and then. Returns at once."""
         if self._process is not None and self._process.poll() is not None:
             self._end(self._process)
         if self._process is None and time.monotonic() >= self._again:
@@ -92,15 +92,15 @@ class Mirror:
                 process.wait(LONGER_S)
             self._miss("did not end in time and was killed")
         elif code != 0:
-            self._miss(f"ended: {self._last_words()}")
+            self._miss(f"ended: {self._last_line()}")
         self._process = None
 
     def _miss(self, why: str) -> None:
-        if not self._said:
+        if not self._warned:
             logger.warning("W&B is behind; the run goes on, and will tell it everything later. Its process %s", why)
-        self._said = True
+        self._warned = True
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         try:
             lines = self._log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
         except OSError as error:

@@ -33,12 +33,15 @@ from typing import NoReturn
 import yaml
 
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import EXIT_CRASHED
+from megatron_rl.contract.attempt_records import Outcome
+from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, FINISHED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.metrics.wandb.rows import Record
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.contract.records import Unreadable, if_readable, read, write
+from megatron_rl.contract.run_records import Fork, WandbRun
+from megatron_rl.metrics.wandb.rows import RecordReader
 
 LOOK_EVERY_S = 5.0
+PATIENCE_S = 30.0
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}
 """No telemetry of its own, from nodes that may reach nobody; in the log what went wrong, and nothing else."""
 DECIDED_HERE = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_DIR", "WANDB_MODE", "WANDB_SERVICE")
@@ -52,14 +55,17 @@ def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     recipe = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
     asked = RunConfig.model_validate(recipe).logging.wandb
     assert asked is not None  # or nobody would have started this
-    known = read_json(run.wandb) or {"id": secrets.token_hex(8)}
-    write_json(run.wandb, known)  # before W&B hears of it
+    found = read(WandbRun, run.wandb, PATIENCE_S)
+    if isinstance(found, Unreadable):
+        leave(f"{found}: to begin a second W&B run for this one is not for me to decide")
+    known = found if isinstance(found, WandbRun) else WandbRun(secrets.token_hex(8))
+    write(run.wandb, known)  # before W&B hears of it
     shutil.rmtree(run.wandb_files, ignore_errors=True)  # an earlier attempt's, which this one repeats
-    at_wandb = known.get("url") is not None
-    fork = read_json(run.fork)
+    at_wandb = known.url is not None
+    fork = if_readable(read(Fork, run.fork))
     try:
         told = wandb.init(
-            id=known["id"],
+            id=known.id,
             resume="allow" if asked.mode == "online" else None,
             name=None if at_wandb else run.root.resolve().name,  # somebody may have changed it there
             project=asked.project,
@@ -68,7 +74,7 @@ def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
             tags=None if at_wandb else asked.tags,
             mode=asked.mode,
             dir=str(run.root),
-            config=recipe | ({"fork": {"from": fork["from"], "step": fork["step"]}} if fork else {}),
+            config=recipe | ({"fork": {"from": fork.source, "step": fork.step}} if fork else {}),
             settings=wandb.Settings(
                 console="off",  # logs/ has it, of every rank
                 disable_git=True,  # the code that runs is the snapshot, not the current directory
@@ -79,23 +85,24 @@ def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
         )
     except wandb.Error as error:
         leave(" ".join(str(error).split()))
-    write_json(run.wandb, known | {"url": told.url})
-    record = Record(run, attempt)
+    write(run.wandb, known._replace(url=told.url))
+    record = RecordReader(run, attempt)
     outcome = None
     while True:
         ended = over.is_set()  # before the look at the record, which then holds all there is
         if ended:
-            outcome = (read_json(attempt.outcome) or {}).get("outcome")
-        for row in record.rows(complete=outcome == "finished"):
+            left = if_readable(read(Outcome, attempt.outcome))
+            outcome = left and left.outcome
+        for row in record.rows(complete=outcome == FINISHED):
             if row.step >= told.starting_step:
                 at = {"_timestamp": row.at} if row.at else {}
                 told.log(row.values | at, step=row.step)
         if ended:
             break
         over.wait(LOOK_EVERY_S)
-    if outcome == "drained":
+    if outcome == DRAINED:
         told.mark_preempting()  # shown as preempted then, and not as failed
-    told.finish(exit_code=0 if outcome == "finished" else 1)
+    told.finish(exit_code=0 if outcome == FINISHED else 1)
 
 
 def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:

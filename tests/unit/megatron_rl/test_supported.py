@@ -60,13 +60,16 @@ def test_what_is_honoured_is_not_refused(overrides: list[str]) -> None:
 
 
 def test_a_rank_refuses_before_it_builds_anything(tmp_path: Any) -> None:
-    from core_helpers import quiet_safe_points
-
     from launcher.recipe.load import dump_resolved
+    from megatron_rl.attempt import run_attempt
     from megatron_rl.contract.paths import RunDir
-    from megatron_rl.train_rl import World, run_rank
+    from megatron_rl.metrics.timeline import Timeline
+    from megatron_rl.rank.activity import Activity
+    from megatron_rl.rank.drain import DrainListener
+    from megatron_rl.rank.world import World
 
     run_dir = RunDir(tmp_path)
     run_dir.resolved.write_text(dump_resolved(load_recipe("demo", ["placement.training.tp=2"]).config))
     with pytest.raises(ConfigurationError, match=r"placement\.training\.tp 2"):
-        run_rank(run_dir, run_dir.attempt(1), World(0, 1, 0), quiet_safe_points())
+        files = run_dir.attempt(1)
+        run_attempt(run_dir, files, World(0, 1, 0), Activity(files, published=False), DrainListener(files), Timeline())

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.backends.slurm.call import SlurmSilent, call
-from launcher.backends.slurm.jobs import SQUEUE_FIELDS, moment, parse_sacct, parse_squeue, read_jobs, read_recorded
+from launcher.backends.slurm.jobs import SQUEUE_FIELDS, moment, parse_sacct, parse_squeue, read_jobs, read_owners
+from megatron_rl.contract.run_records import Owner
 
 BLANK = {
     "JobID": "7",
@@ -176,7 +177,7 @@ def test_a_job_of_another_cluster_is_unknown_whatever_has_its_id_here(fake, tmp_
     (tmp_path / "listed").write_text(squeue_line())
     fake("squeue", f"cat {tmp_path}/listed")
     fake("scontrol", "echo 'Configuration data as of now'; echo 'ClusterName             = west'")
-    records = [{"job_id": "7", "slurm_cluster": "west"}, {"job_id": "7", "slurm_cluster": "east"}, {"job_id": "7"}]
-    here, there, unsaid = read_recorded(records)
+    owners = [Owner("7", "lab", 0.0, slurm_cluster=name) for name in ("west", "east", None)]
+    here, there, unsaid = read_owners(owners)
     assert (here.kind, unsaid.kind) == ("running", "running")
     assert (there.kind, there.reason) == ("unknown", "it is a job of east, and this is west")

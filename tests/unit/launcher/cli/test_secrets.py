@@ -82,7 +82,9 @@ def test_a_plan_has_no_value(login):
 
 def test_the_script_names_them_to_the_container(login):
     script = login.run("demo", "--cluster", "lab", "--dry-run", "--script").stdout
-    (names,) = {line.split("=")[1].split()[0] for line in script.splitlines() if "--container-env=" in line}
+    (names,) = {
+        line.split("=")[1].split()[0] for line in script.splitlines() if line.strip().startswith("--container-env=")
+    }
     assert {"LAB_TOKEN", "WANDB_API_KEY"} <= set(names.split(","))
     assert "set -x" not in script
     assert "--export" not in script, "the default hands the whole environment on"

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,10 +22,14 @@ from launcher.errors import BadInput
 from launcher.job.script import Job, header, render
 from launcher.plan.placement import place, rank_rows
 from launcher.recipe.load import load_recipe, shipped_recipes
+from megatron_rl.contract.attempt_records import AttemptStart
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append
+from megatron_rl.contract.run_records import CodeSource
 
 GOLDEN = Path(__file__).parent / "scripts"
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
-SOURCES = [{"path": "/opt/mrl/launcher", "name": "launcher", "kind": "package", "commit": None, "dirty": False}]
+SOURCES = [CodeSource("/opt/mrl/launcher", "launcher", "package")]
 NASTY = 'it\'s "$(touch broken)" `id` 100% \\ é'
 
 
@@ -81,10 +86,15 @@ def test_bash_and_shellcheck_have_nothing_to_say(recipe, cluster, tmp_path):
     assert [run.stdout + run.stderr for run in said if run.returncode] == []
 
 
+def without_start(script: str) -> str:
+    """A script without its last command, which starts it."""
+    return script[: script.rindex("\ncase ${1:-} in")] + "\n"
+
+
 def values_in_bash(script: str, *names: str) -> list[str]:
-    """What the variables of a script hold once bash has read it, all but its last line, which starts it."""
+    """What the variables of a script hold once bash has read it."""
     shown = "\n".join(f'printf "%s\\0" "${name}"' for name in names)
-    text = script.rstrip().removesuffix("main") + shown
+    text = without_start(script) + shown
     run = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=10, check=True)
     return run.stdout.split("\0")[:-1]
 
@@ -105,8 +115,10 @@ def test_no_value_can_break_out_of_its_quotes(tmp_path, monkeypatch):
 
 def test_the_embedded_documents_come_out_as_they_went_in(tmp_path):
     job = a_job("demo", "training.seed=7")
-    script = render(job).rstrip().removesuffix("main")
-    shown = subprocess.run(["bash", "-c", script + "recipe_yaml"], capture_output=True, text=True, check=True).stdout
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(job))
+    command = ["bash", script, "document", "recipe_yaml"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("# override: training.seed=7\n")
     assert shown.endswith(job.recipe.text)
 
@@ -185,7 +197,8 @@ def test_a_range_is_not_pinned_to_the_count_of_its_first_start():
 
 def test_the_ranks_of_a_range_are_counted_when_they_start():
     script = render(a_job("qwen2.5-32b-dapo", "job.nodes=4-8"))
-    (geometry,) = re.findall(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", script)
+    train = script.partition("\ntrain()")[2]
+    geometry = re.search(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", train)[0]
     ask = f"nodes=n1,n2,n5; IFS=, read -ra hosts <<<$nodes; echo {geometry}"
     shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout
     assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24\n"
@@ -193,16 +206,14 @@ def test_the_ranks_of_a_range_are_counted_when_they_start():
 
 def test_processes_on_cpus_ask_for_no_gpus_and_see_none():
     script = render(a_job("demo"))
-    assert "gpus-per-node" not in script.partition("\nmain()")[0]
+    assert "gpus-per-node" not in script.partition("\ntrain()")[0]
     assert "export CUDA_VISIBLE_DEVICES=''" in script
 
 
-def test_a_partitioned_job_outlives_a_lost_node_and_starts_a_step_for_each_replica():
+def test_a_partitioned_job_outlives_a_lost_node():
     job = a_job("qwen2.5-32b-dapo-partitioned")
-    script = render(job)
     assert "--no-kill" in header(job)
-    replicas = [step.name for step in job.plan.steps if step.replica is not None]
-    assert f"for name in {' '.join(replicas)}; do" in script
+    assert "--outlives-nodes" in render(job)
 
 
 def test_replicas_that_share_a_node_see_their_own_gpus():
@@ -231,11 +242,67 @@ def test_what_the_ranks_cannot_do_yet_takes_no_nodes(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_prepared_run_is_not_made_anew_on_a_node_that_does_not_see_it(tmp_path):
-    script, root = tmp_path / "job.sbatch", tmp_path / "run"
-    script.write_text(render(a_job("demo", on=profile("plain"), run_dir=str(root))))
-    environ = {**os.environ, "MRL_PREPARED": str(root)}
-    run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=10, check=False)
-    assert run.returncode == 2
-    assert "not the same file system" in run.stderr
-    assert not root.exists()
+class TestElsewhere:
+    """A host on which the script cannot become Python is left by bash alone."""
+
+    SCONTROL = """#!/bin/sh
+echo "$*" >>"$TOLD"
+case "$1" in
+    show) echo "JobId=7 JobName=it ExcNodeList=node[04-05] Restarts=1" ;;
+    update) [ -e "$TOLD.pending" ] || { touch "$TOLD.pending"; exit 1; } ;;
+esac
+"""
+
+    @pytest.fixture
+    def start(self, tmp_path):
+        root, tools = tmp_path / "run", tmp_path / "bin"
+        tools.mkdir()
+        (tools / "scontrol").write_text(self.SCONTROL)
+        (tools / "scontrol").chmod(0o755)
+        root.mkdir()
+
+        def start(restarts: int, *, installed: Path = Path(__file__).parents[4], python: str = "no-such-python"):
+            script = tmp_path / "job.sbatch"
+            on = profile("plain", host_python=python)
+            script.write_text(render(replace(a_job("demo", on=on, run_dir=str(root)), installed=installed)))
+            slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURMD_NODENAME": "node02"}
+            environ = {**os.environ, **slurm, "TOLD": str(tmp_path / "told")}
+            environ["PATH"] = f"{tools}:{environ['PATH']}"
+            run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
+            told = (tmp_path / "told").read_text().splitlines() if (tmp_path / "told").exists() else []
+            return run, told
+
+        start.root = root
+        return start
+
+    @pytest.mark.parametrize(
+        "missing", [{}, {"installed": Path("/no/such/code")}, {"python": "/bin/false-python"}], ids=str
+    )
+    def test_the_job_is_requeued_without_it(self, start, missing):
+        run, told = start(0, **missing)
+        assert run.returncode == 75
+        assert "nothing is lost: the job comes back without this host" in run.stderr
+        assert told[1] == "requeue 7"
+        assert told[2:] == ["update JobId=7 ExcNodeList=node[04-05],node02"] * 2, "again, until it is pending"
+
+    def test_but_not_for_ever(self, start):
+        run, told = start(4)
+        assert (run.returncode, told) == (1, [])
+        assert "5 starts in a row came to nothing, mrl resume goes on" in run.stderr
+
+    def test_where_attempts_have_begun_since_it_has_all_its_tries_again(self, start):
+        lines = [AttemptStart(number, 0.0, job_id="7", restart=number - 1) for number in (1, 2, 3, 4)]
+        for line in lines:
+            append(RunDir(start.root).attempts_ledger, line)
+        assert start(7)[0].returncode == 75
+        assert start(8)[0].returncode == 1
+
+    def test_outside_a_job_it_says_so(self, tmp_path):
+        script = tmp_path / "job.sbatch"
+        installed = Path(__file__).parents[4]
+        job = a_job("demo", on=profile("plain", host_python=sys.executable), run_dir=str(tmp_path / "run"))
+        script.write_text(render(replace(job, installed=installed)))
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
+        assert run.returncode == 2
+        assert run.stderr == "error: this script is one for Slurm: sbatch it, or run it in an allocation (salloc)\n"

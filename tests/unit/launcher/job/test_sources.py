@@ -29,18 +29,18 @@ def asked(recipe: Path | None, here: Path, *overrides: str, text: str = "") -> d
         recipe.parent.mkdir(parents=True, exist_ok=True)
         recipe.write_text(load_recipe("demo").text + text)
     with contextlib.chdir(here):
-        return {one["name"]: one for one in code_sources(load_recipe(str(recipe or "demo"), overrides), here)}
+        return {one.name: one for one in code_sources(load_recipe(str(recipe or "demo"), overrides), here)}
 
 
 def included(found: dict[str, dict[str, Any]]) -> list[str]:
-    return [source["path"] for name, source in found.items() if name[0].isdigit()]
+    return [source.path for name, source in found.items() if name[0].isdigit()]
 
 
 def test_mrl_travels_with_its_entry_points(tmp_path):
     found = asked(None, tmp_path)
     assert {"launcher", "megatron_rl"} < set(found)
     (metadata,) = set(found) - {"launcher", "megatron_rl"}
-    assert "mrl.environments" in (Path(found[metadata]["path"]) / "entry_points.txt").read_text()
+    assert "mrl.environments" in (Path(found[metadata].path) / "entry_points.txt").read_text()
 
 
 def test_the_repository_around_a_recipe_travels_by_default(tmp_path):

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,96 @@ def test_one_that_would_stay_for_good_goes_with_its_line(run_dir: RunDir) -> Non
     assert run_dir.checkpoint_steps() == [50, 20]
 
 
-def test_a_damaged_one_does_not_count_among_those_kept(run_dir: RunDir) -> None:
+def test_a_damaged_one_does_not_count_among_those_kept_and_goes_once_it_is_superseded(run_dir: RunDir) -> None:
     make(run_dir, 20)
     (make(run_dir, 40) / "__0_0.distcp").unlink()
-    make(run_dir, 60, keep=2)
-    assert names(run_dir) == ["latest", "step-000020", "step-000060"]
+    make(run_dir, 60, parent=40, keep=2)
+    assert run_dir.checkpoint_steps() == [60, 40, 20]
+    make(run_dir, 80, keep=2)
+    assert run_dir.checkpoint_steps() == [80, 60]
+
+
+@pytest.fixture
+def bad_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, OSError | None], None]:
+    """Has every look at a checkpoint's files fail, or see a size that is no longer true."""
+
+    def arrange(step: int, error: OSError | None) -> None:
+        original = Path.stat
+
+        def stat(path: Path, **options: bool) -> os.stat_result:
+            if path.parent.name == f"step-{step:06d}" and path.name.startswith("__0_0"):
+                if error is not None:
+                    raise error
+                return original(path.parent / "manifest.json", **options)
+            return original(path, **options)
+
+        monkeypatch.setattr(Path, "stat", stat)
+
+    return arrange
+
+
+LOOKS = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle"), None]
+
+
+@pytest.mark.parametrize("error", LOOKS)
+def test_no_look_has_the_one_just_published_deleted(run_dir: RunDir, bad_look, error: OSError | None) -> None:
+    make(run_dir, 20)
+    bad_look(40, error)
+    make(run_dir, 40, keep=1)
+    assert run_dir.checkpoint_steps() == [40]
+    assert run_dir.latest_checkpoint.read_text() == "step-000040\n"
+
+
+@pytest.mark.parametrize("error", LOOKS)
+def test_no_look_has_one_deleted_that_stays_for_good(run_dir: RunDir, bad_look, error: OSError | None) -> None:
+    for step in (20, 30):
+        make(run_dir, step, keep=1, keep_every=20)
+    bad_look(20, error)
+    make(run_dir, 40, parent=30, keep=1, keep_every=20)
+    assert run_dir.checkpoint_steps() == [40, 20]
+
+
+@pytest.mark.parametrize("error", LOOKS)
+def test_one_that_looks_bad_stays_beside_the_good_ones_that_are_kept(run_dir: RunDir, bad_look, error) -> None:
+    for step in (10, 20, 30):
+        make(run_dir, step, keep=3)
+    bad_look(30, error)
+    make(run_dir, 40, parent=30, keep=2)
+    assert run_dir.checkpoint_steps() == [40, 30, 20]
+
+
+def test_a_file_system_that_fails_after_the_rename_leaves_a_checkpoint_and_the_older_ones(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(run_dir, 20)
+    original = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        if path.name == "latest":
+            raise OSError(errno.EIO, "Input/output error")
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    make(run_dir, 40, keep=1)
+    assert run_dir.checkpoint_steps() == [40, 20]
+    assert "step 40 is published, but what it supersedes stays" in caplog.text
+
+
+def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(run_dir, 40, content=b"one")
+    original = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="Input/output"):
+        make(run_dir, 40, content=b"another", save_id="a-2")
+    assert (run_dir.checkpoint(40) / "__0_0.distcp").read_bytes() == b"one"
 
 
 def test_later_ones_of_a_line_that_was_left_are_dropped(run_dir: RunDir) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.checkpoint.interval import Cost, History, best_interval_s, history
+from megatron_rl.checkpoint.interval import Cost, FailureHistory, best_interval_s, failure_history
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 
 DAY = 86400.0
 
@@ -47,35 +48,29 @@ def test_dearer_saves_and_rarer_failures_never_shorten_it(blocked: float, factor
         assert best_interval_s(Cost(blocked * factor, 0.0), between) >= best * (1 - 1e-9)
 
 
-def start(attempt: int, at: float) -> dict[str, object]:
-    return {"attempt": attempt, "event": "start", "at": at}
-
-
-def end(attempt: int, at: float, outcome: str) -> dict[str, object]:
-    return {"attempt": attempt, "event": "end", "at": at, "outcome": outcome}
-
-
 def test_before_anything_is_known_one_failure_a_day_is_expected() -> None:
-    assert history([], 0.0).mean_time_between_failures_s == DAY
+    assert failure_history([], 0.0).mean_time_between_failures_s == DAY
 
 
 def test_every_end_but_the_finish_is_a_failure_and_only_running_time_counts() -> None:
     ledger = [
-        start(1, 100.0),
-        end(1, 400.0, "drained"),
-        start(2, 5000.0),  # it waited in the queue before
-        end(2, 5100.0, "crashed"),
-        start(3, 6000.0),
-        end(3, 6050.0, "finished"),
+        AttemptStart(1, 100.0),
+        AttemptEnd(1, 400.0, "drained"),
+        AttemptStart(2, 5000.0),  # it waited in the queue before
+        AttemptEnd(2, 5100.0, "crashed"),
+        AttemptStart(3, 6000.0),
+        AttemptEnd(3, 6050.0, "finished"),
     ]
-    assert history(ledger, 9999.0) == History(failures=2, running_s=450.0)
+    assert failure_history(ledger, 9999.0) == FailureHistory(failures=2, running_s=450.0)
 
 
 def test_the_attempt_that_asks_is_running_until_now() -> None:
-    assert history([start(1, 100.0), end(1, 200.0, "lost"), start(2, 300.0)], 350.0) == History(1, 150.0)
+    assert failure_history(
+        [AttemptStart(1, 100.0), AttemptEnd(1, 200.0, "lost"), AttemptStart(2, 300.0)], 350.0
+    ) == FailureHistory(1, 150.0)
 
 
 def test_what_was_seen_outweighs_what_was_expected() -> None:
     """Thirty failures in thirty hours: the prior day hardly counts."""
-    assert History(30, 30 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.75)
-    assert History(300, 300 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.08)
+    assert FailureHistory(30, 30 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.75)
+    assert FailureHistory(300, 300 * 3600.0).mean_time_between_failures_s == pytest.approx(3600.0, rel=0.08)

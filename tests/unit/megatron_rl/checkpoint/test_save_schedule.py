@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from checkpoint_helpers import run_ranks
+from checkpoint_helpers import run_ranks, world
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.interval import Cost
 from megatron_rl.checkpoint.schedule import SaveSchedule
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
+from megatron_rl.contract.codes import LOST
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -37,7 +39,7 @@ def saved_steps(
         then: as known from the first save on.
     """
     now = 0.0
-    saver = SimpleNamespace(run_dir=RunDir(folder), config=SaveConfig(**save), cost=cost)
+    saver = SimpleNamespace(run_dir=RunDir(folder), config=SaveConfig(**save), control=world(), cost=cost)
     schedule = SaveSchedule(saver, first, last, clock=lambda: now)  # type: ignore[arg-type]
     found = []
     for step in range(first + 1, last + 1):
@@ -75,12 +77,9 @@ def test_auto_knows_the_cost_from_the_checkpoint_that_was_restored(tmp_path: Pat
 
 def test_auto_saves_more_often_where_the_run_fails_more_often(tmp_path: Path) -> None:
     calm = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
-    lines = [
-        {"attempt": attempt, "event": event, "at": 1000.0 * attempt + late, "outcome": "lost"}
-        for attempt in range(1, 100)
-        for event, late in (("start", 0.0), ("end", 900.0))
-    ]
-    RunDir(tmp_path).attempts_ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for attempt in range(1, 100):
+        append(RunDir(tmp_path).attempts_ledger, AttemptStart(attempt, 1000.0 * attempt))
+        append(RunDir(tmp_path).attempts_ledger, AttemptEnd(attempt, 1000.0 * attempt + 900.0, LOST))
     assert len(saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))) > 5 * len(calm)
 
 

@@ -228,13 +228,16 @@ def test_the_keys_on_disk_are_those_that_people_know():
 
 
 def test_a_plan_keeps_what_only_people_read():
+    step = {"name": "train", "nodes": [0, 1], "tasks_per_node": 8, "srun": ["-N2"], "command": ["true"]}
     plan = {
         "version": 1,
         "mode": "colocated",
         "nodes": 2,
         "gpus_per_node": 8,
         "spare_nodes": 0,
-        "steps": [{"name": "train", "role": "colocated", "nodes": [0, 1], "tasks_per_node": 8, "replica": None}],
+        "steps": [{**step, "role": "colocated", "replica": None}],
+        "container": ["--container-image={image}"],
+        "environment": {"HF_HOME": "/cache"},
         "alternatives": [{"nodes": 1, "steps": [], "memory": [{"bytes": 5}]}],
         "checkpoint": {"bytes": 5, "seconds": 2.5},
         "ranks": [{"rank": 0}],

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from launcher.host.attempt.conclude import conclude_lost
 from launcher.host.record import ledger
-from launcher.host.record.submissions import index_file, note
-from launcher.runs.find import submissions
 from megatron_rl import run_dir
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
@@ -59,19 +57,6 @@ def test_a_ledger_torn_by_a_dead_node_ends_no_run(tmp_path):
     ledger.record(run, 2, "start", 30.0)
     said = [(line["attempt"], line["event"]) for line in read_json_lines(run.attempts_ledger)]
     assert said == [(1, "start"), (1, "end"), (2, "start")]
-
-
-def test_a_torn_index_still_finds_the_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    runs = [RunDir(tmp_path / name) for name in ("one", "two")]
-    for run in runs:
-        run.root.mkdir()
-        run.resolved.write_text("")
-    note(runs[0], "lab", "7")
-    with index_file().open("a") as file:
-        file.write('{"run_d')
-    note(runs[1], "lab", "8")
-    assert [(entry.name, entry.job_id) for entry in submissions()] == [("one", "7"), ("two", "8")]
 
 
 def test_two_nodes_with_the_same_process_id_may_write_one_file_at_once(tmp_path, monkeypatch):

@@ -12,10 +12,9 @@ from core_helpers import END, VOCAB, answer_logprobs, full_forward, tiny_model, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import InferenceConfig, Sampling
-from megatron_rl.inference.engine import Engine, PromptTooLong
+from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
@@ -208,7 +207,6 @@ def test_a_prompt_too_long_is_one_clear_error_and_costs_the_others_nothing(polic
 
     first, error, last = asyncio.run(together())
     assert isinstance(error, PromptTooLong)
-    assert isinstance(error, ConfigurationError)
     for part in ("40 tokens", "max_new_tokens 12", "max_position_embeddings 48"):
         assert part in str(error)
     assert tokens_of(first) == [greedy_without_cache(policy, PROMPTS[0], 12)]
@@ -251,7 +249,7 @@ def test_new_weights_are_used_at_once_and_said(platform: Any, groups: Any) -> No
         policy.embedding.word_embeddings.weight.mul_(-1)
     engine.policy_version = 7
     (after,) = answer(engine, ask(PROMPTS[0]))
-    assert (before[0].policy_version, after[0].policy_version) == (0, 7)
+    assert (set(before[0].versions), set(after[0].versions)) == ({0}, {7})
     assert tokens_of(after) == [greedy_without_cache(policy, PROMPTS[0], 12)] != tokens_of(before)
 
 

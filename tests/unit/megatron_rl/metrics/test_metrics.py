@@ -12,21 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import trajectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Unreadable, read_lines
+from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import STEP_METRICS, TIMED, Step, check_name, metrics_of
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats, reductions
 from megatron_rl.metrics.tally import Reduction, Tally
-from megatron_rl.metrics.writer import MetricsWriter, NoRecord, cut_back
-from megatron_rl.run_dir import read_json_lines
+from megatron_rl.metrics.writer import MetricsWriter, NoMetrics, Writer, cut_back
 
 
 def line(**metrics: Any) -> dict[str, Any]:
     return {"mean_reward": 0.5, "loss": 0.1, "grad_norm": 1.0, "throughput/tokens_per_s": 10.0, **metrics}
+
+
+def lines(path: Path) -> list[MetricsLine]:
+    found = read_lines(MetricsLine, path)
+    assert not isinstance(found, Unreadable)
+    return found.records
 
 
 def writer(folder: Path, resumed_from: int = 0, evaluated: int = -1) -> MetricsWriter:
@@ -42,7 +48,7 @@ def writer(folder: Path, resumed_from: int = 0, evaluated: int = -1) -> MetricsW
 def test_a_name_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'rewards' is not registered"):
         writer(tmp_path).step(1, line(rewards=1.0))
-    assert read_json_lines(RunDir(tmp_path).metrics) == []
+    assert lines(RunDir(tmp_path).metrics) == []
 
 
 def test_every_registered_name_has_a_meaning() -> None:
@@ -59,8 +65,8 @@ def test_a_number_that_is_not_finite_is_absent(tmp_path: Path) -> None:
     record = writer(tmp_path)
     record.step(1, line(loss=math.nan, grad_norm=math.inf, kl=0.0, skipped_updates=1))
     record.close()
-    (written,) = read_json_lines(RunDir(tmp_path).metrics)
-    assert written.keys() == {"step", "mean_reward", "throughput/tokens_per_s", "kl", "skipped_updates"}
+    (written,) = lines(RunDir(tmp_path).metrics)
+    assert written.values.keys() == {"mean_reward", "throughput/tokens_per_s", "kl", "skipped_updates"}
     assert "NaN" not in RunDir(tmp_path).metrics.read_text()
     tags = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload().Tags()["scalars"]
     assert "loss" not in tags
@@ -72,6 +78,14 @@ def test_a_record_is_cut_back_to_the_checkpoint_and_its_torn_line_dropped(tmp_pa
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 8)) + '{"step": 8, "lo')
     cut_back(path, next_step=6)
     assert path.read_text() == "".join(json.dumps({"step": step}) + "\n" for step in range(1, 6))
+
+
+def test_a_record_that_cannot_be_read_is_not_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To take it for empty would be to lose it."""
+    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.0)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError, match="cannot be used"):
+        cut_back(tmp_path / "metrics.jsonl", next_step=6)
 
 
 def test_cutting_back_what_does_not_exist_makes_nothing(tmp_path: Path) -> None:
@@ -91,8 +105,8 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
         second.step(step, line(mean_reward=10.0 * step))
     second.close()
     run_dir = RunDir(tmp_path)
-    assert [each["step"] for each in read_json_lines(run_dir.metrics)] == list(range(1, 10))
-    assert [each["step"] for each in read_json_lines(run_dir.evaluations)] == [0]
+    assert [each.step for each in lines(run_dir.metrics)] == list(range(1, 10))
+    assert [each.step for each in lines(run_dir.evaluations)] == [0]
     events = EventAccumulator(str(run_dir.tensorboard), size_guidance={"scalars": 0}).Reload().Scalars("mean_reward")
     assert [(event.step, event.value) for event in events] == [
         *((step, float(step)) for step in range(1, 5)),
@@ -100,28 +114,32 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
     ]
 
 
-def test_samples_are_whole_groups_as_text(tmp_path: Path) -> None:
-    answers = [trajectory([1], [2], reward, text=text) for reward, text in [(1.0, "5"), (0.0, "-1")]]
-    groups = [
-        TrajectoryGroup(7, Problem("2+3=", {}), answers, {}),
-        TrajectoryGroup(8, Problem("1+1=", {}), answers, {}),
-    ]
+class View:
+    """Stands in for the rollouts of a step."""
+
+    def histograms(self) -> dict[str, list[float]]:
+        return {"histograms/rewards": [0.0, 1.0], "histograms/group_means": []}
+
+    def texts(self, limit: int) -> list[str]:
+        return ["one group\n", "another\n"][:limit]
+
+
+def test_samples_and_histograms_are_written_now_and_then(tmp_path: Path) -> None:
     record = writer(tmp_path)
-    record.look(2, groups)
-    record.look(3, groups)
+    for step in (1, 2, 3):
+        record.rollouts(step, View())
     record.close()
-    assert (
-        RunDir(tmp_path).samples(2).read_text() == "prompt 7: '2+3='\n  reward 1  stop  '5'\n  reward 0  stop  '-1'\n\n"
-    )
+    assert RunDir(tmp_path).samples(2).read_text() == "one group\n"
     assert not RunDir(tmp_path).samples(3).exists()
+    assert EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload().Tags()["histograms"] == ["histograms/rewards"]
 
 
 def test_the_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    record = NoRecord()
+    record: Writer = NoMetrics()
     record.step(1, line())
     record.evaluation(1, {})
-    record.look(1, [])
+    record.rollouts(1, View())
     record.sync()
     record.close()
     assert list(tmp_path.iterdir()) == []
@@ -243,8 +261,8 @@ def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
     record = writer(tmp_path)
     record.evaluation(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})
     record.close()
-    (row,) = read_json_lines(RunDir(tmp_path).evaluations)
-    assert row == {"step": 3, "eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"}
+    (row,) = lines(RunDir(tmp_path).evaluations)
+    assert row == MetricsLine(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})
     accumulator = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload()
     assert accumulator.Tags()["scalars"] == ["eval/aime/greedy_accuracy"]
 
@@ -263,12 +281,12 @@ def test_the_record_waits_for_room_and_what_is_only_looked_at_is_left_out(
         while True:
             file.write(bytes(4096))
     threading.Timer(1.5, ballast.unlink).start()
-    record.look(2, [TrajectoryGroup(7, Problem("2+3=", {}), [trajectory([1], [2])], {})])
-    record.stretch({"at": 1.0, "step": 2, "seconds": {}})
+    record.rollouts(2, View())
+    record.timeline(TimelineLine(1.0, 2, {}))
     record.step(2, line(mean_reward=0.75, reward_std="x" * 5000))
     record.sync()
     record.close()
-    assert [each["step"] for each in read_json_lines(RunDir(small_disk).metrics)] == [1, 2]
+    assert [each.step for each in lines(RunDir(small_disk).metrics)] == [1, 2]
     assert "waits for room" in caplog.text
     assert "a sample of the rollouts is left out" in caplog.text
 

@@ -1,11 +1,10 @@
-"""Every second of a rank is booked once."""
+"""Every second of a rank is counted once, in one category."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from megatron_rl.contract.attempt_records import TimelineLine
 from megatron_rl.metrics import timeline as module
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import CATEGORIES, Timeline
@@ -20,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def line(timeline: Timeline, step: int = 1) -> dict[str, Any]:
+def line(timeline: Timeline, step: int = 1) -> TimelineLine:
     """Of two ranks that are alike."""
     tally = Tally()
     timeline.tally(tally)
@@ -37,8 +36,8 @@ def test_an_inner_phase_has_its_seconds_and_the_outer_one_goes_on(clock: list[fl
         clock[0] += 8
     clock[0] += 16
     told = line(timeline)
-    assert told["seconds"] == {"start-up": 34, "train": 20, "wait": 8}
-    assert (told["began"], told["at"], told["ranks"], told["step"]) == (1000, 1031, 2, 1)
+    assert told.seconds == {"start-up": 34, "train": 20, "wait": 8}
+    assert (told.began, told.at, told.ranks, told.step) == (1000, 1031, 2, 1)
 
 
 def test_the_seconds_of_a_line_are_those_since_the_line_before(clock: list[float]) -> None:
@@ -49,9 +48,9 @@ def test_the_seconds_of_a_line_are_those_since_the_line_before(clock: list[float
             clock[0] += 0.1 * number
         clock[0] += 0.3
         told = line(timeline, number)
-        assert sum(told["seconds"].values()) == pytest.approx(2 * (told["at"] - before), abs=1e-9)
-        assert ("began" in told) is (number == 1)
-        before = told["at"]
+        assert sum(told.seconds.values()) == pytest.approx(2 * (told.at - before), abs=1e-9)
+        assert (told.began is not None) is (number == 1)
+        before = told.at
 
 
 def test_an_error_ends_a_phase(clock: list[float]) -> None:
@@ -60,7 +59,7 @@ def test_an_error_ends_a_phase(clock: list[float]) -> None:
         clock[0] += 1
         raise RuntimeError
     clock[0] += 2
-    assert line(timeline)["seconds"] == {"start-up": 4, "train": 2}
+    assert line(timeline).seconds == {"start-up": 4, "train": 2}
 
 
 def test_no_more_is_moved_than_there_is(clock: list[float]) -> None:
@@ -69,7 +68,7 @@ def test_no_more_is_moved_than_there_is(clock: list[float]) -> None:
         clock[0] += 3
     timeline.move("generate", "reward", 1.0)
     timeline.move("generate", "wait", 99.0)
-    assert line(timeline)["seconds"] == {"reward": 2, "wait": 4}
+    assert line(timeline).seconds == {"reward": 2, "wait": 4}
 
 
 def test_the_names_are_those_of_the_record() -> None:

@@ -13,7 +13,7 @@ from megatron_rl.platform import megatron_core
 def test_a_rank_loads_neither_compilers_nor_wandb_which_can_still_be_imported() -> None:
     names = ["megatron.core", "torch._inductor", "torch._dynamo", "wandb", "transformers"]
     program = (
-        f"import sys, megatron_rl.train_rl; print(*[name for name in {names} if name in sys.modules])\n"
+        f"import sys, megatron_rl.attempt; print(*[name for name in {names} if name in sys.modules])\n"
         "import wandb; print(wandb.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer
+from checkpoint_helpers import checkpointer, world
 from core_helpers import tiny_model, tiny_policy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,7 +136,7 @@ def state_of(optimizer: PolicyOptimizer) -> dict[str, Any]:
 def resumed(platform: Any, folder: Path, **config: Any) -> PolicyOptimizer:
     """A new process's optimizer, made from the checkpoint of step 3 and brought to update 6."""
     optimizer = a_run(platform, **config)
-    state, _ = load(RunDir(folder).checkpoint(3), state_of(optimizer))
+    state, _ = load(RunDir(folder).checkpoint(3), state_of(optimizer), world())
     optimizer.ddp.module.load_state_dict(state["model"])
     optimizer.load_state(state["optimizer"])
     for number in range(3, 6):

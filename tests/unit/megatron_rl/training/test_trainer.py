@@ -128,7 +128,7 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
         training={"tokens_per_microbatch": 40},  # several micro-batches
     )
     run = build_run(config, platform, groups)
-    twin = witness(run.policy, config.model)
+    twin = witness(run.trainer.policy, config.model)
     reference = witness(run.trainer.reference, config.model) if run.trainer.reference is not None else None
     expected = naive_loss(twin, reference, GROUPS, config)
     expected.backward()
@@ -136,7 +136,7 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
     stats = trained(run, GROUPS)
     assert of_loss(stats).loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     theirs = {name: weight.grad for name, weight in twin.named_parameters()}
-    ours = in_their_names(run.policy, config.model, lambda weight: weight.main_grad)
+    ours = in_their_names(run.trainer.policy, config.model, lambda weight: weight.main_grad)
     norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in theirs.values()))
     assert stats.update.grad_norm == pytest.approx(norm, rel=1e-4)
     for name, gradient in theirs.items():
@@ -146,9 +146,9 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
 def test_the_first_update_is_adams(platform: Any, groups: Any) -> None:
     """Its size is the learning rate wherever there is a gradient (1412.6980, section 2.1); its sign is downhill."""
     run = build_run(tiny_run(optimizer={"learning_rate": 1e-3, "epsilon": 1e-12}), platform, groups)
-    before = [weight.detach().clone() for weight in run.policy.parameters()]
+    before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
     trained(run, GROUPS)
-    for weight, old in zip(run.policy.parameters(), before, strict=True):
+    for weight, old in zip(run.trainer.policy.parameters(), before, strict=True):
         there = weight.main_grad.abs() > 1e-6
         torch.testing.assert_close((weight - old)[there], -1e-3 * weight.main_grad.sign()[there], rtol=0, atol=2e-6)
 
@@ -159,7 +159,7 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
 
     def advantage_weighted() -> float:
         with torch.no_grad():
-            logprobs, mask = padded_logprobs(witness(run.policy, config.model), GROUPS, 1.0)
+            logprobs, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
         return float(((logprobs * mask).sum(1) * training_batch(GROUPS, config, 0, CPU).advantages).sum())
 
     before = advantage_weighted()
@@ -190,7 +190,7 @@ def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, g
     run = build_run(tiny_run(), platform, groups)
     assert run.trainer.reference is None
     forwards = []
-    hook = run.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    hook = run.trainer.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     stats = trained(run, GROUPS)
     hook.remove()
     assert forwards == [True]  # one micro-batch, forward for backward, and nothing else
@@ -208,10 +208,10 @@ def test_the_reference_stays_what_it_was(platform: Any, groups: Any) -> None:
 def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: Any) -> None:
     equal = [replace(each, trajectories=[replace(r, reward=0.5) for r in each.trajectories]) for each in GROUPS]
     run = build_run(tiny_run(), platform, groups)
-    before = [weight.detach().clone() for weight in run.policy.parameters()]
+    before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
     stats = trained(run, equal)
     assert stats.batch.groups_with_signal == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, run.policy.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.policy.parameters(), strict=True))
 
 
 def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: Any) -> None:
@@ -233,15 +233,15 @@ def test_a_non_finite_gradient_skips_the_update(platform: Any, groups: Any, dist
     disturbed, undisturbed = (build_run(config, platform, groups) for _ in range(2))
     for run in (disturbed, undisturbed):
         trained(run, GROUPS, 1)
-    before = [weight.detach().clone() for weight in disturbed.policy.parameters()]
+    before = [weight.detach().clone() for weight in disturbed.trainer.policy.parameters()]
     update = poisoned(disturbed).update
     assert (update.updates, update.applied, update.grad_norm) == (1, 0, 0)
     assert disturbed.trainer.policy_version == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, disturbed.policy.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, disturbed.trainer.policy.parameters(), strict=True))
     for run in (disturbed, undisturbed):
         trained(run, GROUPS, 2)
-    assert not all(torch.equal(a, b) for a, b in zip(before, disturbed.policy.parameters(), strict=True))
-    pairs = zip(disturbed.policy.parameters(), undisturbed.policy.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in zip(before, disturbed.trainer.policy.parameters(), strict=True))
+    pairs = zip(disturbed.trainer.policy.parameters(), undisturbed.trainer.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -258,7 +258,7 @@ def test_too_many_in_a_row_stop_the_run(platform: Any, groups: Any) -> None:
 
 def poisoned(run: Run) -> StepStats:
     """A training step whose gradient has one element that is not a number."""
-    weight = run.policy.decoder.layers[0].mlp.linear_fc1.weight
+    weight = run.trainer.policy.decoder.layers[0].mlp.linear_fc1.weight
     hook = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), math.nan))
     try:
         return run.trainer.train(batch_of(GROUPS, 0, 4), 1)

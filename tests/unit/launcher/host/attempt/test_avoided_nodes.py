@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from run_helpers import begin, end, make_run
 
 from launcher.backends.slurm.jobs import JobState
-from launcher.cli.show import report
+from launcher.cli.show import status as show
 from launcher.host.attempt.avoid import EXCLUDED_FOR, nodes_to_avoid
 from launcher.host.slurm import client
-from launcher.runs.state import look
+from launcher.runs.state import read_status
 from megatron_rl.contract.paths import RunDir
 
 NOW = 1e6
@@ -132,13 +132,13 @@ def test_slurm_itself_says_whether_enough_nodes_are_left(monkeypatch, answer: st
 
 def test_status_says_which_and_since_when(tmp_path: Path, monkeypatch) -> None:
     record = {"ExcNodeList": "n2,n8,n9", "PreemptTime": "None"}
-    for module in (client, report):
+    for module in (client, show):
         monkeypatch.setattr(module, "show_job", lambda job_id: record)
     monkeypatch.setattr(client, "hostnames", lambda nodelist: nodelist.split(","))
     run = make_run(tmp_path / "run", job_id="7", cluster="lab")
     begin(run, 1, job_id="7", at=NOW)
     at = time.mktime(time.strptime("2026-11-21T14:03:00", "%Y-%m-%dT%H:%M:%S"))
     end(run, 1, "drained", at=at, job_id="7", cause="bad nodes", then="requeue", excluded=["n2"])
-    told = report.report(look(run, JobState("7", "PENDING", "pending", restarts=1)))
+    told = show.status_json(read_status(run, JobState("7", "PENDING", "pending", restarts=1)))
     assert told["job"]["avoids"] == {"n2": at, "n8": None, "n9": None}
-    assert "  avoids     n2 since 21 November 14:03, 2 nodes as submitted" in report.lines(told)
+    assert "  avoids     n2 since 21 November 14:03, 2 nodes as submitted" in show.status_lines(told)

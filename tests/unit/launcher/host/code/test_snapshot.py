@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,13 +9,15 @@ import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
-from launcher.host.code.snapshot import compare, plan_sources, take, update
+from launcher.host.code.snapshot import take, update
+from launcher.host.code.sources import moved_sources, plan_sources, sources_text
+from megatron_rl.contract.records import read
+from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
 OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.6.15" / "bin" / "python3"
 
@@ -44,7 +45,7 @@ def repository(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def shot(tmp_path: Path, *include: Path, installed: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Path]:
+def shot(tmp_path: Path, *include: Path, installed: tuple[Path, ...] = ()) -> tuple[CodeSnapshot, Path]:
     """The record and the directory of a new snapshot."""
     sources = plan_sources([str(path) for path in installed], [str(path) for path in include])
     target = tmp_path / "run" / "code"
@@ -58,12 +59,12 @@ def names(folder: Path) -> set[str]:
 def test_a_clean_repository_is_copied_with_its_commit(tmp_path):
     mine = repository(tmp_path / "mine", {"pkg/mod.py": "x = 1\n"})
     record, code = shot(tmp_path, mine)
-    (source,) = record["sources"]
+    (source,) = record.sources
     assert names(code) == {"SNAPSHOT.json", "1-mine/pkg/mod.py"}
-    assert (source["kind"], source["dirty"], source["diff"]) == ("git", False, None)
-    assert source["commit"] == git(mine, "rev-parse", "HEAD")
-    assert record["pythonpath"] == [".", "1-mine"]
-    assert json.loads((code / "SNAPSHOT.json").read_text()) == record
+    assert (source.kind, source.dirty, source.diff) == ("git", False, None)
+    assert source.commit == git(mine, "rev-parse", "HEAD")
+    assert record.pythonpath == [".", "1-mine"]
+    assert read(CodeSnapshot, code / "SNAPSHOT.json") == record
 
 
 def test_what_was_not_committed_is_taken_and_said(tmp_path):
@@ -71,13 +72,13 @@ def test_what_was_not_committed_is_taken_and_said(tmp_path):
     write(mine, {"changed.py": "x = 2\n", "new.py": "y = 1\n", "data.bin": "weights"})
     (mine / "deleted.py").unlink()
     record, code = shot(tmp_path, mine)
-    (source,) = record["sources"]
+    (source,) = record.sources
     assert (code / "1-mine" / "changed.py").read_text() == "x = 2\n"
     assert {"1-mine/new.py", "1-mine/changed.py"} <= names(code)
     assert not names(code) & {"1-mine/data.bin", "1-mine/deleted.py"}
-    assert source["dirty"]
-    assert source["untracked"] == ["new.py"]
-    assert "+x = 2" in (code / source["diff"]).read_text()
+    assert source.dirty
+    assert source.untracked == ["new.py"]
+    assert "+x = 2" in (code / source.diff).read_text()
 
 
 def test_names_are_arbitrary_bytes_and_links_stay_links(tmp_path):
@@ -95,7 +96,7 @@ def test_names_are_arbitrary_bytes_and_links_stay_links(tmp_path):
     assert names(copied) == {*odd, "a.py", "inside", "outside", "broken", "script"}
     assert (copied / "inside").readlink() == Path("a.py")
     assert os.access(copied / "script", os.X_OK)
-    assert record["sources"][0]["notes"] == ["link outside leads outside, to /etc/hostname"]
+    assert record.sources[0].notes == ["link outside leads outside, to /etc/hostname"]
 
 
 def test_credentials_environments_runs_and_byte_code_stay_out(tmp_path):
@@ -104,7 +105,7 @@ def test_credentials_environments_runs_and_byte_code_stay_out(tmp_path):
     write(mine, {"runs/one/resolved.yaml": "", "runs/one/recipe.yaml": "", "runs/one/checkpoints/big": "x"})
     record, code = shot(tmp_path, mine)
     assert names(code / "1-mine") == {"tracked.py"}
-    assert record["sources"][0]["notes"] == [
+    assert record.sources[0].notes == [
         "left out: .env (its name says credentials)",
         "left out: runs/one/ (a run directory)",
         "left out: venv/ (a virtual environment)",
@@ -124,9 +125,9 @@ def test_a_directory_outside_git_is_taken_whole(tmp_path):
     write(plain, {"a.py": "", "sub/b.py": ""})
     (plain / "sub" / "link").symlink_to("../sub")
     record, code = shot(tmp_path, plain)
-    (source,) = record["sources"]
+    (source,) = record.sources
     assert names(code / "1-plain") == {"a.py", "sub/b.py", "sub/link"}
-    assert (source["kind"], source["commit"], source["dirty"], source["untracked"]) == ("directory", None, False, [])
+    assert (source.kind, source.commit, source.dirty, source.untracked) == ("directory", None, False, [])
 
 
 def test_a_repository_without_a_commit_is_all_uncommitted(tmp_path):
@@ -135,8 +136,8 @@ def test_a_repository_without_a_commit_is_all_uncommitted(tmp_path):
     git(mine, "init", "-q")
     write(mine, {"a.py": "x = 1\n"})
     record, code = shot(tmp_path, mine)
-    (source,) = record["sources"]
-    assert (source["kind"], source["commit"], source["dirty"], source["diff"]) == ("git", None, True, None)
+    (source,) = record.sources
+    assert (source.kind, source.commit, source.dirty, source.diff) == ("git", None, True, None)
     assert (code / "1-mine" / "a.py").exists()
 
 
@@ -145,8 +146,8 @@ def test_a_part_of_a_repository_can_be_named_and_an_ignored_part_is_a_plain_dire
     write(mine, {".gitignore": "ignored/\n", "ignored/c.py": ""})
     record, code = shot(tmp_path, mine / "part", mine / "ignored")
     assert names(code) == {"SNAPSHOT.json", "1-part/a.py", "2-ignored/c.py"}
-    assert [source["kind"] for source in record["sources"]] == ["git", "directory"]
-    assert not record["sources"][0]["dirty"]
+    assert [source.kind for source in record.sources] == ["git", "directory"]
+    assert not record.sources[0].dirty
 
 
 def test_submodules_and_repositories_inside_are_taken_too(tmp_path):
@@ -161,17 +162,17 @@ def test_submodules_and_repositories_inside_are_taken_too(tmp_path):
     record, code = shot(tmp_path, mine)
     assert {"1-mine/sub/i.py", "1-mine/nested/n.py"} <= names(code)
     assert not [name for name in names(code) if "/.git/" in name or name.endswith("/.git")]
-    assert "submodule absent is not checked out" in record["sources"][0]["notes"]
+    assert "submodule absent is not checked out" in record.sources[0].notes
 
 
 def test_without_git_everything_is_taken_and_said(tmp_path, monkeypatch):
     mine = repository(tmp_path / "mine", {"a.py": ""})
     monkeypatch.setenv("PATH", str(tmp_path))
     record, code = shot(tmp_path, mine)
-    (source,) = record["sources"]
+    (source,) = record.sources
     assert names(code / "1-mine") == {"a.py"}
-    assert source["kind"] == "directory"
-    assert source["notes"] == ["git is not on PATH: no commit recorded, ignored files taken too"]
+    assert source.kind == "directory"
+    assert source.notes == ["git is not on PATH: no commit recorded, ignored files taken too"]
 
 
 def test_a_hook_that_submits_is_not_mistaken_for_its_repository(tmp_path, monkeypatch):
@@ -224,7 +225,7 @@ def test_an_update_moves_to_a_new_snapshot_and_keeps_the_old(tmp_path):
     _, code = shot(tmp_path, mine)
     write(mine, {"a.py": "x = 2\n"})
     record = update(plan_sources([], [str(mine)]), code)
-    assert record["snapshot"] == 2
+    assert record.snapshot == 2
     assert (code / "1-mine" / "a.py").read_text() == "x = 2\n"
     assert (code.with_name("code-001") / "1-mine" / "a.py").read_text() == "x = 1\n"
     assert sorted(path.name for path in code.parent.iterdir()) == ["code", "code-001", "code-002"]
@@ -237,7 +238,7 @@ def test_an_update_that_fails_changes_nothing(tmp_path, monkeypatch):
     write(mine, {"a.py": "x = 2\n"})
     with pytest.raises(SnapshotError):
         update(plan_sources([], [str(mine)]), code)
-    assert json.loads((code / "SNAPSHOT.json").read_text()) == before
+    assert read(CodeSnapshot, code / "SNAPSHOT.json") == before
     assert sorted(path.name for path in code.parent.iterdir()) == ["code", "code-001"]
 
 
@@ -245,9 +246,9 @@ def test_of_two_at_once_one_wins_whole(tmp_path):
     versions = [repository(tmp_path / str(n) / "mine", {f"m{m}.py": f"v = {n}\n" for m in range(30)}) for n in (1, 2)]
     plans = [plan_sources([], [str(path)]) for path in versions]
     gate = threading.Barrier(len(plans))
-    records: list[dict[str, Any]] = []
+    records: list[CodeSnapshot] = []
 
-    def taker(plan: list[dict[str, Any]]) -> None:
+    def taker(plan: list[CodeSource]) -> None:
         gate.wait(timeout=30)
         records.append(take(plan, tmp_path / "run" / "code"))
 
@@ -267,8 +268,9 @@ def test_a_killed_taker_leaves_debris_that_the_next_one_removes(tmp_path):
     program = f"""
 import os, signal
 from launcher.host.code import snapshot
+from launcher.host.code.sources import plan_sources
 snapshot._flush = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-snapshot.take(snapshot.plan_sources([], [{str(mine)!r}]), {str(tmp_path / "run" / "code")!r})
+snapshot.take(plan_sources([], [{str(mine)!r}]), {str(tmp_path / "run" / "code")!r})
 """
     killed = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
     assert killed.returncode == -9
@@ -286,17 +288,27 @@ def test_a_directory_that_is_no_snapshot_is_not_touched(tmp_path):
     assert (tmp_path / "run" / "code" / "precious.py").exists()
 
 
+def test_a_snapshot_that_cannot_be_read_is_not_made_anew(tmp_path):
+    mine = repository(tmp_path / "mine", {"a.py": "x = 1\n"})
+    _, code = shot(tmp_path, mine)
+    for torn in (lambda: (code / "SNAPSHOT.json").write_text("{"), code.unlink):
+        torn()
+        with pytest.raises(SnapshotError, match=r"SNAPSHOT\.json cannot be used: is torn"):
+            shot(tmp_path, mine)
+    assert update(plan_sources([], [str(mine)]), code).snapshot == 2
+
+
 def test_a_moved_commit_is_said(tmp_path):
     mine = repository(tmp_path / "mine", {"a.py": ""})
     sources = plan_sources([], [str(mine)])
-    assert compare(sources) == []
+    assert moved_sources(sources) == []
     git(mine, "commit", "-q", "--allow-empty", "-m", "second")
-    (said,) = compare(sources)
-    assert sources[0]["commit"][:12] in said
+    (said,) = moved_sources(sources)
+    assert sources[0].commit[:12] in said
     assert git(mine, "rev-parse", "HEAD")[:12] in said
     record = take(sources, tmp_path / "run" / "code")
-    assert record["sources"][0]["commit"] == git(mine, "rev-parse", "HEAD")
-    assert record["sources"][0]["notes"] == [f"was at {sources[0]['commit'][:12]} when this was submitted"]
+    assert record.sources[0].commit == git(mine, "rev-parse", "HEAD")
+    assert record.sources[0].notes == [f"was at {sources[0].commit[:12]} when this was submitted"]
 
 
 def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
@@ -306,7 +318,7 @@ def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
     record, code = shot(tmp_path, mine, installed=tuple(installed))
     modules = "launcher.host.process.lock as a, megatron_rl.config as b, riddles as c"
     program = f"import {modules}; print(*(m.__file__ for m in (a, b, c)))"
-    path = os.pathsep.join(str(code / name) for name in record["pythonpath"])
+    path = os.pathsep.join(str(code / name) for name in record.pythonpath)
     ran = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": path},
@@ -325,11 +337,12 @@ def test_the_oldest_python_takes_the_same_snapshot(tmp_path):
     mine = repository(tmp_path / "mine", {"a.py": "", "b/c.py": ""})
     sources = plan_sources([], [str(mine)])
     program = (
-        "import json, sys; from launcher.host.code.snapshot import take; take(json.loads(sys.argv[1]), sys.argv[2])"
+        "import sys; from launcher.host.code.snapshot import take; "
+        "from launcher.host.code.sources import read_sources; take(read_sources(sys.argv[1]), sys.argv[2])"
     )
     target = tmp_path / "old" / "code"
-    subprocess.run([str(OLDEST_PYTHON), "-c", program, json.dumps(sources), str(target)], check=True, timeout=60)
+    subprocess.run([str(OLDEST_PYTHON), "-c", program, sources_text(sources), str(target)], check=True, timeout=60)
     here, code = shot(tmp_path, mine)
-    there = json.loads((target / "SNAPSHOT.json").read_text())
+    there = read(CodeSnapshot, target / "SNAPSHOT.json")
     assert names(target) == names(code)
-    assert there["sources"] == here["sources"]
+    assert there.sources == here.sources

@@ -5,6 +5,7 @@ enroot and unsquashfs are stand-ins on PATH: they are not on a machine that has 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import struct
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.image import cache
-from launcher.host.image.cache import import_image, kept
+from launcher.host.image import cache, enroot
+from launcher.host.image.cache import find, import_image
 from launcher.host.image.reference import ImageError, parse
 
 DIGEST = "sha256:" + "4d5b" * 16
@@ -72,7 +73,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{made.bin}:{os.environ['PATH']}")
     monkeypatch.setenv("SQUASHFS", str(tmp_path / "squashfs"))
     monkeypatch.delenv("ENROOT_SQUASH_OPTIONS", raising=False)
-    monkeypatch.setattr(cache, "TICK", 0.01)
+    monkeypatch.setattr(enroot, "TICK", 0.01)
     return made
 
 
@@ -108,7 +109,7 @@ def test_an_image_is_imported_once_and_keyed_by_its_digest(machine):
     (call,) = machine.calls("import")
     assert call.endswith(f"docker://nvcr.io#nvidia/pytorch:{DIGEST}"), "what is imported is what the key says"
     assert len(machine.calls("digest")) == 1
-    assert kept(REFERENCE, machine.cache) == file
+    assert find(REFERENCE, machine.cache) == file
 
 
 def test_a_moved_tag_is_seen_only_when_asked_for(machine):
@@ -139,11 +140,11 @@ def test_an_old_enroot_that_cannot_resolve_tags_still_imports(machine, capsys):
 def test_squashfs_options_are_fast_unless_the_user_has_some(machine, monkeypatch):
     machine.importing(f'echo "$ENROOT_SQUASH_OPTIONS"; {WELL}')
     said: list[str] = []
-    import_image("a:1", machine.cache, say=said.append)
-    assert cache.SQUASH_OPTIONS in said
+    import_image("a:1", machine.cache, tell=said.append)
+    assert enroot.SQUASH_OPTIONS in said
     monkeypatch.setenv("ENROOT_SQUASH_OPTIONS", "-comp lz4")
     machine.tag_is("sha256:" + "1" * 64)
-    import_image("a:2", machine.cache, say=said.append)
+    import_image("a:2", machine.cache, tell=said.append)
     assert "-comp lz4" in said
 
 
@@ -164,11 +165,11 @@ def test_a_failed_import_says_why_and_leaves_no_file(machine, script, words):
     with pytest.raises(ImageError, match=f"(?s){words}"):
         import_image(REFERENCE, machine.cache)
     assert machine.files() == []
-    assert kept(REFERENCE, machine.cache) is None
+    assert find(REFERENCE, machine.cache) is None
 
 
 def test_an_import_that_takes_too_long_is_ended_with_its_children(machine, monkeypatch):
-    monkeypatch.setattr(cache, "IMPORT_LIMIT", 0.3)
+    monkeypatch.setattr(enroot, "IMPORT_LIMIT", 0.3)
     machine.importing('sleep 300 & echo $! > "$0.child"; wait')
     with pytest.raises(ImageError, match="took longer than"):
         import_image(REFERENCE, machine.cache)
@@ -191,7 +192,7 @@ def test_a_missing_enroot_is_said(machine, monkeypatch):
 def test_a_damaged_file_in_the_cache_is_imported_again(machine):
     file = import_image(REFERENCE, machine.cache)
     file.write_bytes(SQUASHFS[:100])
-    assert kept(REFERENCE, machine.cache) is None
+    assert find(REFERENCE, machine.cache) is None
     assert import_image(REFERENCE, machine.cache).read_bytes() == SQUASHFS
 
 
@@ -211,7 +212,7 @@ def test_of_many_at_once_one_imports_and_the_others_wait(machine, monkeypatch):
     said: list[str] = []
 
     def ask() -> None:
-        found.append(import_image(REFERENCE, machine.cache, say=said.append))
+        found.append(import_image(REFERENCE, machine.cache, tell=said.append))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -254,8 +255,33 @@ def test_a_killed_importer_leaves_nothing_that_the_next_one_could_take_for_an_im
 def test_the_command_line_prints_the_path_alone_and_fails_with_one_error(machine):
     command = [sys.executable, "-m", "launcher.host.image", "--cache", str(machine.cache), "--reference"]
     done = subprocess.run([*command, REFERENCE], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == f"{kept(REFERENCE, machine.cache)}\n"
+    assert done.stdout == f"{find(REFERENCE, machine.cache)}\n"
     failed = subprocess.run([*command, "No Image"], capture_output=True, text=True, timeout=60, check=False)
     assert failed.returncode != 0
     assert failed.stderr.startswith("error: image 'No Image'")
     assert failed.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_only_a_lock_allows_to_remove_what_another_importer_may_be_writing(machine, monkeypatch, locks):
+    def no_locks(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    import_image("a:1", machine.cache)
+    (record,) = machine.cache.glob("a+1.*.json")
+    theirs = record.with_name(f".{record.stem}.othernode.7.tmp")
+    theirs.write_text("half an image")
+    if not locks:
+        monkeypatch.setattr(cache, "RunLock", no_locks)
+    machine.tag_is("sha256:" + "0" * 64)
+    import_image("a:1", machine.cache, refresh=True)
+    assert theirs.exists() == (not locks)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 9, "reference": "a:1", "file": "x", "at": 1}'])
+def test_a_record_that_cannot_be_read_is_made_anew(machine, damage):
+    import_image("a:1", machine.cache)
+    (record,) = machine.cache.glob("a+1.*.json")
+    record.write_text(damage)
+    assert find("a:1", machine.cache) is None
+    assert import_image("a:1", machine.cache) == find("a:1", machine.cache)

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from launcher.host.judge.causes import Cause, cause_of, completed, is_complete
-from launcher.host.slurm.client import parse_fields
+from launcher.host.slurm.words import parse_fields
+from megatron_rl.contract.attempt_records import Drain
 
 NOW = time.mktime(time.strptime("2026-11-21T08:00:00", "%Y-%m-%dT%H:%M:%S"))
 NOTICE = 120.0
@@ -89,20 +90,20 @@ def test_where_preemption_cancels_only_an_early_end_tells_a_scancel_from_it():
     assert cause_of(SCANCELLED, NOW + 2, NOTICE, end_before=NOW + 20, cancels=True).cause == "cancelled"
 
 
-BY_A_RANK = {"cause": "signal", "by": "rank 0", "at": NOW, "deadline": None}
+BY_A_RANK = Drain("signal", "rank 0", NOW)
 
 
 def test_what_a_rank_could_not_know_of_a_request_is_added():
     assert not is_complete(BY_A_RANK)
     fuller = completed(BY_A_RANK, Cause("preempted", NOW + 20), NOW + 20)
-    assert fuller == BY_A_RANK | {"cause": "preempted", "deadline": NOW + 20, "end": NOW + 20}
+    assert fuller == BY_A_RANK._replace(cause="preempted", deadline=NOW + 20, end=NOW + 20)
     assert is_complete(fuller)
 
 
 def test_a_cause_that_somebody_named_stays():
-    asked = BY_A_RANK | {"cause": "cancelled", "by": "ada"}
-    assert completed(asked, Cause("time limit", NOW + 90), NOW + 90)["cause"] == "cancelled"
-    assert completed(asked | {"deadline": NOW + 5}, Cause("time limit", NOW + 90), NOW + 90)["deadline"] == NOW + 5
+    asked = BY_A_RANK._replace(cause="cancelled", by="ada")
+    assert completed(asked, Cause("time limit", NOW + 90), NOW + 90).cause == "cancelled"
+    assert completed(asked._replace(deadline=NOW + 5), Cause("time limit", NOW + 90), NOW + 90).deadline == NOW + 5
 
 
 def test_a_record_that_knows_no_more_adds_nothing():

@@ -7,14 +7,13 @@ seconds, without which nodes, and the exit code of the job.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.policy import HELD, LONGEST_BACKOFF, STARTS_AGAIN, Decision, Facts, decide
+from launcher.host.judge.policy import HELD, LONGEST_BACKOFF_S, STARTS_AGAIN, Decision, Facts, decide
 from launcher.host.judge.verdict import Verdict
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain
 
 SAVED = Verdict("drained", 40, None, None)
 EMPTY = Verdict("drained", None, None, None)
@@ -31,9 +30,9 @@ def hang(step: int = 47, node: str = "n3") -> Verdict:
     return Verdict("crashed", step, "silent for 1800 s", 3, node, "generating", hung=True)
 
 
-def ended(verdict: Verdict, checkpoint: int = 40, cause: str | None = None, then: str = "requeue") -> dict[str, Any]:
-    line = {"event": "end", "outcome": verdict.outcome, "step": verdict.step, "error": verdict.error}
-    return line | {"node": verdict.node, "cause": cause, "checkpoint": checkpoint, "then": then}
+def ended(verdict: Verdict, checkpoint: int = 40, cause: str | None = None, then: str = "requeue") -> AttemptEnd:
+    line = AttemptEnd(1, 0.0, verdict.outcome, step=verdict.step, error=verdict.error, node=verdict.node)
+    return line._replace(cause=cause, checkpoint=checkpoint, then=then)
 
 
 OTHER = crash(44, "ValueError: another one", "n7")
@@ -41,16 +40,19 @@ OTHER = crash(44, "ValueError: another one", "n7")
 # Earlier ends, all with the checkpoint of step 40
 PREEMPTED = ended(SAVED, cause="preempted")
 EMPTY_OUT = ended(EMPTY, cause="preempted")
+UNKNOWN = ended(EMPTY, cause="signal")
 TOO_SHORT = ended(EMPTY, cause="time limit")
 TOO_LATE = [ended(EMPTY, checkpoint, cause="time limit") for checkpoint in (20, 40)]  # saved, and then did not leave
 ANOTHER = ended(OTHER)
 THE_SAME = ended(crash())
+WITHOUT_N3 = ended(crash())._replace(excluded=["n3"])
+NO_ROOM = crash(error="OSError: [Errno 28] No space left on device: 'metrics.jsonl'")
 MISNAMED = ended(crash(error="Other"))
 HUNG = ended(hang())
 UNSEEN = ended(LOST)
 
 # fmt: off
-TABLE: list[tuple[Verdict, str, list[dict[str, Any]], int, str, str, float, str, int]] = [
+TABLE: list[tuple[Verdict, str, list[AttemptEnd], int, str, str, float, str, int]] = [
     # ended          cause           before                          ckpt  outcome          then     delay  without exit
     (DONE,           "-",            [],                              300, "finished",      "over",      0, "",    0),
     (DONE,           "preempted",    [],                              300, "finished",      "over",      0, "",    0),
@@ -58,9 +60,14 @@ TABLE: list[tuple[Verdict, str, list[dict[str, Any]], int, str, str, float, str,
     # Somebody wants the nodes back: it comes back, as often as it takes.
     (SAVED,          "preempted",    [],                               40, "drained",       "requeue",   0, "",   75),
     (EMPTY,          "preempted",    [],                                0, "drained",       "requeue",   0, "",   75),
-    (EMPTY,          "preempted",    [EMPTY_OUT] * 99,                  0, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "preempted",    [EMPTY_OUT] * 9,                   0, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "preempted",    [EMPTY_OUT] * 10,                  0, "drained",       "requeue",  30, "",   75),
+    (EMPTY,          "preempted",    [EMPTY_OUT] * 99,                  0, "drained",       "requeue", 900, "",   75),
     (SAVED,          "requeue",      [],                               40, "drained",       "requeue",   0, "",   75),
-    (SAVED,          "signal",       [],                               40, "drained",       "requeue",   0, "",   75),
+    (SAVED,          "signal",       [UNKNOWN] * 9,                    40, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "signal",       [UNKNOWN] * 3,                    40, "drained",       "requeue",   0, "",   75),
+    (EMPTY,          "signal",       [UNKNOWN] * 4,                    40, "crashed",       "held",      0, "",    1),
+    (crash(),        "signal",       [],                               40, "crashed",       "requeue",  30, "",    1),
     (LOST,           "preempted",    [],                               40, "lost",          "requeue",   0, "",   75),
     # The user wants it to stop: it stays away, whatever else happens.
     (SAVED,          "cancelled",    [],                               40, "stopped",       "over",      0, "",    0),
@@ -81,8 +88,11 @@ TABLE: list[tuple[Verdict, str, list[dict[str, Any]], int, str, str, float, str,
     (crash(),        "-",            [ANOTHER] * 2,                    40, "crashed",       "held",    120, "",    1),
     (crash(),        "-",            [ANOTHER] * 2,                    46, "crashed",       "requeue",  30, "",    1),
     (crash(),        "-",            [ANOTHER] * 2 + [PREEMPTED] * 9,  40, "crashed",       "held",    120, "",    1),
-    (crash(),        "-",            [THE_SAME],                       40, "crashed",       "held",     60, "n3",  1),
-    (crash(),        "-",            [THE_SAME],                       46, "crashed",       "held",     30, "n3",  1),
+    (crash(),        "-",            [THE_SAME],                       40, "crashed",       "requeue",  60, "n3",  1),
+    (crash(),        "-",            [THE_SAME],                       46, "crashed",       "requeue",  30, "n3",  1),
+    (crash(),        "-",            [WITHOUT_N3],                     46, "crashed",       "held",     30, "n3",  1),
+    (crash(node="4"), "-",           [THE_SAME],                       46, "crashed",       "held",     30, "",    1),
+    (crash(node=None), "-",          [THE_SAME],                       46, "crashed",       "held",     30, "",    1),
     (crash(48),      "-",            [THE_SAME],                       46, "crashed",       "requeue",  30, "n3",  1),
     (crash(),        "-",            [MISNAMED],                       46, "crashed",       "requeue",  30, "n3",  1),
     (crash(None),    "-",            [ended(crash(None))],             40, "crashed",       "requeue",  60, "n3",  1),
@@ -94,7 +104,11 @@ TABLE: list[tuple[Verdict, str, list[dict[str, Any]], int, str, str, float, str,
     (hang(),         "-",            [],                               40, "crashed",       "requeue",  30, "",    1),
     (hang(48),       "-",            [HUNG],                           46, "crashed",       "requeue",  30, "n3",  1),
     (hang(48, "n4"), "-",            [HUNG],                           46, "crashed",       "requeue",  30, "",    1),
-    (hang(),         "-",            [HUNG],                           46, "crashed",       "held",     30, "n3",  1),
+    (hang(),         "-",            [HUNG],                           46, "crashed",       "requeue",  30, "n3",  1),
+    (hang(node="4"), "-",            [HUNG],                           46, "crashed",       "held",     30, "",    1),
+    # A full disk is nobody's fault and may take a while.
+    (NO_ROOM,        "-",            [ended(NO_ROOM)] * 9,             40, "crashed",       "requeue", 900, "",    1),
+    (crash(),        "-",            [ended(NO_ROOM)] * 9,             40, "crashed",       "requeue",  30, "",    1),
     # The batch script was killed and nobody knows why: as a crash without a word.
     (LOST,           "-",            [],                               40, "lost",          "requeue",  30, "",    1),
     (LOST,           "-",            [UNSEEN],                         40, "lost",          "requeue",  60, "",    1),
@@ -117,15 +131,15 @@ def test_what_becomes_of_the_job(verdict, cause, before, checkpoint, outcome, th
     assert decision.message if then == "held" else True, "whoever has to look is told why"
 
 
-def asked(cause: str) -> dict[str, Any] | None:
-    return None if cause == "-" else {"cause": cause}
+def asked(cause: str | None) -> Drain | None:
+    return None if cause in ("-", None) else Drain(cause, "somebody", 0.0)
 
 
 BAD = ended(EMPTY, 40, "bad nodes")
 HERE = ended(LOST, 40, "node failure", then="here")
 
 # fmt: off
-NODES: list[tuple[Verdict, str, list[dict[str, Any]], Facts, str, str | None, str, str]] = [
+NODES: list[tuple[Verdict, str, list[AttemptEnd], Facts, str, str | None, str, str]] = [
     # ended    cause        before     nodes                    outcome     cause           then       without
     (EMPTY,   "bad nodes", [],        Facts(40, bad=["n2"]),   "drained", "bad nodes",    "requeue", "n2"),
     (EMPTY,   "bad nodes", [BAD] * 3, Facts(40, bad=["n2"]),   "drained", "bad nodes",    "requeue", "n2"),
@@ -170,7 +184,7 @@ def test_nodes_that_are_bad_or_dead_are_left_behind(verdict, cause, before, fact
     ],
 )
 def test_who_starts_it_again(cause, facts, then):
-    assert decide([], SAVED, {"cause": cause}, facts).then == then
+    assert decide([], SAVED, asked(cause), facts).then == then
 
 
 def test_in_somebodys_own_allocation_a_crash_is_told_and_left_to_them():
@@ -187,14 +201,14 @@ def test_in_somebodys_own_allocation_a_crash_is_told_and_left_to_them():
     ],
 )
 def test_the_same_error_need_not_have_the_same_numbers(one, other, same):
-    decision = decide([ended(crash(error=one), 40)], crash(error=other), None, Facts(46))
+    decision = decide([ended(crash(error=one), 40)], crash(error=other, node="n4"), None, Facts(46))
     assert (decision.then == HELD) is same
 
 
 def test_the_pause_doubles_up_to_a_quarter_of_an_hour():
     assert decide([], crash(), None, Facts(backoff_s=2.0)).delay_s == 2.0
     assert decide([ended(OTHER, 0)], crash(), None, Facts(backoff_s=2.0)).delay_s == 4.0
-    assert decide([ended(OTHER, 0)], crash(), None, Facts(backoff_s=600.0)).delay_s == LONGEST_BACKOFF
+    assert decide([ended(OTHER, 0)], crash(), None, Facts(backoff_s=600.0)).delay_s == LONGEST_BACKOFF_S
 
 
 ENDS = st.sampled_from(
@@ -205,12 +219,12 @@ ENDS = st.sampled_from(
 @given(ends=st.lists(ENDS, max_size=30), checkpoints=st.lists(st.booleans(), min_size=30, max_size=30))
 def test_a_run_is_held_only_for_its_own_faults_and_soon_when_it_has_any(ends, checkpoints):
     """Whatever the order of preemptions, lost nodes, crashes and checkpoints."""
-    history: list[dict[str, Any]] = []
+    history: list[AttemptEnd] = []
     newest, without = 0, 0
     for (verdict, cause), saves in zip(ends, checkpoints, strict=False):
         if saves:
             newest, without = newest + 1, 0
-        decision = decide(history, verdict, cause and {"cause": cause}, Facts(newest))
+        decision = decide(history, verdict, asked(cause), Facts(newest))
         own_fault = cause is None
         without += own_fault
         assert own_fault or decision.then in STARTS_AGAIN
@@ -220,5 +234,5 @@ def test_a_run_is_held_only_for_its_own_faults_and_soon_when_it_has_any(ends, ch
             without = 0
 
 
-def line_of(decision: Decision, verdict: Verdict, checkpoint: int) -> dict[str, Any]:
-    return ended(verdict, checkpoint, decision.cause, decision.then) | {"outcome": decision.outcome}
+def line_of(decision: Decision, verdict: Verdict, checkpoint: int) -> AttemptEnd:
+    return ended(verdict, checkpoint, decision.cause, decision.then)._replace(outcome=decision.outcome)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import make_run
 
-from launcher.cli.show.report import lines, report
+from launcher.cli.show.status import status_json, status_lines
 from launcher.host.record import goodput
 from launcher.host.record.goodput import CATEGORIES, Row, Trace, book
-from launcher.runs.state import look
+from launcher.runs.state import read_status
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics import timeline
 from megatron_rl.run_dir import append_json_line, read_json, write_json
@@ -302,8 +302,8 @@ def test_a_table_that_cannot_be_written_stops_nothing(tmp_path, capsys, monkeypa
 def test_status_tells_it_in_one_line_and_the_whole_table_as_json(tmp_path):
     run = a_run(tmp_path)
     append_json_line(run.attempts_ledger, LEDGER[1])
-    told = report(look(run, None))
-    (said,) = [text for text in lines(told) if text.startswith("  goodput")]
+    told = status_json(read_status(run, None))
+    (said,) = [text for text in status_lines(told) if text.startswith("  goodput")]
     assert said.split(None, 1)[1] == (
         "36% of 15.5 process-minutes: generate 19%, train 12%, reward 2%, log-probs 1%, refit 1%; "
         "start-up 24%, wait 24%, image 6%, load 4%, lost 3%, save 2%, drain 1%; and 10.0 process-minutes in the queue"
@@ -314,6 +314,6 @@ def test_status_tells_it_in_one_line_and_the_whole_table_as_json(tmp_path):
 
 def test_status_says_nothing_of_goodput_where_nothing_was_booked(tmp_path):
     run = make_run(tmp_path / "run")
-    told = report(look(run, None))
+    told = status_json(read_status(run, None))
     assert told["goodput"] is None
-    assert not any("goodput" in text for text in lines(told))
+    assert not any("goodput" in text for text in status_lines(told))

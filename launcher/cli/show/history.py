@@ -1,0 +1,156 @@
+"""The record of a run's steps, read from its directory as it grows, and what is derived from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_rl.contract.attempt_records import MetricsLine, Progress
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import decode_lines, if_readable, read
+
+BARS = "▁▂▃▄▅▆▇█"
+LONGEST_LINE = 65536  # bytes
+RECENT = 20  # steps behind a mean and the time left
+
+
+@dataclass(slots=True)
+class History:
+    """The steps and evaluations of a run, and what rank 0 is doing."""
+
+    steps: int
+    """That the run is to make."""
+    phase: str = "starting"
+    lines: list[MetricsLine] = field(default_factory=list)
+    """metrics.jsonl: one a step."""
+    evaluations: list[MetricsLine] = field(default_factory=list)
+    """evaluations.jsonl: one an evaluation."""
+
+    @property
+    def step(self) -> int:
+        """The newest step on record; 0 before the first."""
+        return self.lines[-1].step if self.lines else 0
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace of the recent ones."""
+        times = numbers(self.lines[-RECENT:], "time/step_s")
+        return (self.steps - self.step) * sum(times) / len(times) if times else None
+
+    def rewards(self) -> list[float]:
+        """The mean reward of each step that has one."""
+        return numbers(self.lines, "mean_reward")
+
+    def accuracies(self) -> dict[str, tuple[float, float]]:
+        """Evaluation set -> greedy accuracy in the first and the last evaluation."""
+        found: dict[str, tuple[float, float]] = {}
+        for line in self.evaluations:
+            for name, value in accuracies(line).items():
+                found[name] = (found[name][0] if name in found else value, value)
+        return found
+
+
+class HistoryReader:
+    """Follows the files of a run without reading them again from the start."""
+
+    def __init__(self, run: RunDir, attempt: Attempt, steps: int) -> None:
+        self.attempt = attempt
+        self.history = History(steps)
+        self._files = (
+            _GrowingFile(run.metrics, self.history.lines),
+            _GrowingFile(run.evaluations, self.history.evaluations),
+        )
+
+    def poll(self) -> History:
+        """The history as it is now; of what cannot be read, as it was."""
+        for file in self._files:
+            file.poll()
+        progress = if_readable(read(Progress, self.attempt.progress))
+        if progress is not None:
+            self.history.phase = progress.phase
+        return self.history
+
+
+class _GrowingFile:
+    """Keeps `lines` equal to the whole lines of a JSON-lines file that grows, and is replaced at a resume."""
+
+    def __init__(self, path: Path, lines: list[MetricsLine]) -> None:
+        self._path = path
+        self._lines = lines
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+
+    def poll(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
+                    self._identity, self._offset = (status.st_dev, status.st_ino), 0
+                    self._lines.clear()
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:  # not there yet, or not to be read for now
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self._lines.extend(decode_lines(MetricsLine, whole).records)
+
+
+def newest_line(path: Path) -> MetricsLine | None:
+    """The last whole line of metrics.jsonl, without reading the rest; None where there is none that can be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LONGEST_LINE))
+            data = file.read()
+    except OSError:
+        return None
+    found = decode_lines(MetricsLine, data[: data.rfind(b"\n") + 1]).records
+    return found[-1] if found else None
+
+
+def number(line: MetricsLine, name: str) -> float | None:
+    """A value of one step; None where it was not finite, or not measured in that step."""
+    value = line.values.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def numbers(lines: Sequence[MetricsLine], name: str) -> list[float]:
+    """The values of those steps that have one."""
+    return [value for line in lines if (value := number(line, name)) is not None]
+
+
+def accuracies(line: MetricsLine) -> dict[str, float]:
+    """{evaluation set: greedy accuracy} of one evaluation."""
+    parts = ((name.split("/"), number(line, name)) for name in line.values)
+    return {
+        part[1]: value
+        for part, value in parts
+        if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == "greedy_accuracy"
+    }
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Means of `width` equal parts of the values, as bars between the smallest and the largest."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [round(part * len(values) / width) for part in range(width + 1)]
+    means = [mean(values[low:high]) for low, high in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(
+        BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] if span else BARS[0] for value in means
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean of at least one value."""
+    return math.fsum(values) / len(values)
+
+
+def clock(seconds: float) -> str:
+    """`1:05`, `2:03:09`."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

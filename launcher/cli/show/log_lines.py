@@ -1,0 +1,116 @@
+"""The end of one log of a run, and what is added to it, from attempt to attempt; which logs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.contract.paths import RunDir
+
+BATCH = "batch"
+BLOCK = 1 << 16
+
+
+class LogLine(NamedTuple):
+    """A line of a log, and whose."""
+
+    attempt: int
+    """0 for the batch log, which is one for all attempts."""
+    role: str
+    rank: int
+    line: str
+
+
+class LogFollower:
+    """Reads one log of a run from near its end, and the next attempt's after it.
+
+    Args:
+        role: None: that of the training ranks, and the batch log until there is one.
+        attempt: None: the newest, and the next ones as they come.
+        lines: how many of the end of the first log.
+    """
+
+    def __init__(self, run: RunDir, role: str | None, rank: int, attempt: int | None, lines: int) -> None:
+        self.run = run
+        self.path: Path | None = None
+        self._wanted = role, rank, attempt
+        self._lines = lines
+        self._offset = 0
+        self._source = (0, BATCH, 0)
+
+    def poll(self) -> Iterator[LogLine]:
+        """The lines that have come since; half a line waits for its end."""
+        path, source = self._choose()
+        if path is not None and path != self.path:
+            yield from self._rest()
+            first = self.path is None
+            self.path, self._source = path, source
+            self._offset = _start_of_last(path, self._lines) if first else 0
+        yield from self._rest()
+
+    def _rest(self) -> Iterator[LogLine]:
+        if self.path is None:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.split(b"\n")[:-1]:
+            yield LogLine(*self._source, line.decode("utf-8", "replace").rstrip("\r"))
+
+    def _choose(self) -> tuple[Path | None, tuple[int, str, int]]:
+        role, rank, attempt = self._wanted
+        batch = self.run.batch_log if self.run.batch_log.is_file() else None
+        if role == BATCH:
+            return batch, (0, BATCH, 0)
+        number = attempt or self.run.last_attempt()
+        log = self.run.attempt(number).log(rank, role or "train")
+        if log.is_file():
+            return log, (number, role or "train", rank)
+        return (batch if role is None and attempt is None and rank == 0 else None), (0, BATCH, 0)
+
+
+def log_files(run: RunDir, attempt: int | None) -> list[Path]:
+    """Logs of an attempt (default: the newest), the stacks that a hang left, and the batch log."""
+    folder = run.attempt(attempt or run.last_attempt()).logs
+    stacks = [path for path in folder.glob("*.stacks") if path.stat().st_size]  # there from the start, and empty
+    return [*([run.batch_log] if run.batch_log.is_file() else []), *sorted([*folder.glob("*.log"), *stacks])]
+
+
+def missing(run: RunDir, role: str, rank: int, attempt: int | None) -> str:
+    """What there is instead of the log of a role's rank."""
+    roles: dict[str, list[int]] = {BATCH: []} if run.batch_log.is_file() else {}
+    for path in log_files(run, attempt):
+        name, _, number = path.stem.rpartition(".")
+        if path != run.batch_log and path.suffix == ".log" and number.isdigit():
+            roles.setdefault(name, []).append(int(number))
+    if role in roles:
+        return f"no rank {rank} of {role}; there are: {', '.join(map(str, sorted(roles[role])))}"
+    return f"no log of the role {role}; there are: {', '.join(roles)}"
+
+
+def _start_of_last(path: Path, lines: int) -> int:
+    """Offset of the last `lines` lines, found from the end: logs grow to gigabytes."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        begin, ends, text = end, 0, b""
+        while begin > 0 and ends <= lines:
+            step = min(BLOCK, begin)
+            begin -= step
+            file.seek(begin)
+            text = file.read(step) + text
+            ends = text.count(b"\n")
+    parts = text.split(b"\n")
+    return end - len(b"\n".join(parts[-lines - 1 :])) if lines else end - len(parts[-1])
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a log that may be missing, long or cut within a character."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 200 * count))
+            return file.read().decode("utf-8", "replace").splitlines()[-count:]
+    except OSError:
+        return []

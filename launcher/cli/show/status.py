@@ -1,0 +1,167 @@
+"""The status of a run: as data for --json, as lines for people."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
+from launcher.errors import BadInput
+from launcher.host.attempt.avoid import excluded_since
+from launcher.host.record.accounting import USEFUL
+from launcher.host.record.goodput import read_usage
+from launcher.host.record.ledger import read_ledger_or_complain
+from launcher.host.slurm.ask import avoided_nodes, show_job
+from launcher.host.slurm.call import SlurmRefused
+from launcher.runs.find import pasteable_command
+from launcher.runs.state import RunStatus, resolved_values
+from megatron_rl.contract.paths import RunDir
+
+
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """All that is known; absent is null, never a made-up number."""
+    run, job = status.run, status.job
+    history = HistoryReader(run, run.attempt(status.attempt), status.steps).poll()
+    rewards = history.rewards()[-RECENT:]
+    goes_on = status.state in ("running", "requeued", "queued") and status.steps
+    return {
+        "run": status.name,
+        "run_dir": str(run.root.absolute()),
+        "cluster": status.cluster or None,
+        "state": status.state,
+        "reason": status.reason or None,
+        "waits_for": status.waits_for or None,
+        "attempt": status.attempt,
+        "phase": history.phase if status.state in ("running", "saving") else None,
+        "step": history.step,
+        "steps": status.steps or None,
+        "mean_reward": mean(rewards) if rewards else None,
+        "eta_s": history.eta_s() if goes_on else None,
+        "goodput": _goodput(status),
+        "job": job
+        and {
+            "id": job.job_id,
+            "state": job.word or job.kind,
+            "reason": job.reason or None,
+            "restarts": job.restarts,
+            "nodes": job.nodes or None,
+            "started_at": job.started_at,
+            "ends_at": job.ended_at,
+            **(_details(run, job.job_id) if job.kind in ("pending", "running") else {}),
+        },
+        "logs": str(run.attempt(status.attempt).logs if status.attempt else run.batch_log),
+    }
+
+
+def _goodput(status: RunStatus) -> dict[str, Any] | None:
+    """Where the GPU-seconds went; None before there is a timeline, and where the files cannot be read."""
+    run = status.run
+    try:
+        if not any(run.attempt(number).timeline.exists() for number in range(1, status.attempt + 1)):
+            return None
+    except OSError:
+        return None
+    running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
+    device = "GPU" if _device(run) == "cuda" else "process"
+    return {"device": device, **read_usage(run, time.time(), running, queued).as_json()}
+
+
+def _device(run: RunDir) -> str | None:
+    try:
+        job = resolved_values(run).get("job")
+    except BadInput:
+        return None
+    return job.get("device") if isinstance(job, dict) else None
+
+
+def _details(run: RunDir, job_id: str) -> dict[str, Any]:
+    """What squeue does not tell: nodes that the job avoids, since when if they failed it, and that it is being
+    preempted."""
+    try:
+        record = show_job(job_id)
+        avoids = avoided_nodes(record)
+    except SlurmRefused:
+        return {}
+    since = excluded_since(read_ledger_or_complain(run))
+    preempted_at = record.get("PreemptTime")
+    return {
+        "avoids": {host: since.get(host) for host in avoids},
+        "preempted_at": None if preempted_at in (None, "", "(null)", "None") else preempted_at,
+    }
+
+
+def status_lines(told: dict[str, Any]) -> list[str]:
+    """The same for people.
+
+    Args:
+        told: what `status_json` returned.
+    """
+    rows = [("reason", told["reason"]), ("waits for", told["waits_for"]), ("job", _job(told))]
+    rows.append(("avoids", _avoids(told)))
+    rows.append(("phase", told["phase"]))
+    if told["step"]:
+        share = f" of {told['steps']} ({told['step'] / told['steps']:.0%})" if told["steps"] else ""
+        rows.append(("step", f"{told['step']}{share}"))
+    if told["mean_reward"] is not None:
+        rows.append(("reward", f"{told['mean_reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
+    if told["eta_s"]:
+        rows.append(("left", f"about {clock(told['eta_s'])} of running"))
+    if told["goodput"] and told["goodput"]["shares"]:
+        rows.append(("goodput", _shares(told["goodput"])))
+    rows += [("directory", told["run_dir"]), ("logs", told["logs"]), ("next", _next(told))]
+    return [f"{told['run']}: {told['state']}", *(f"  {name:<10} {value}" for name, value in rows if value)]
+
+
+def _job(told: dict[str, Any]) -> str | None:
+    job = told["job"]
+    if job is None:
+        return None
+    parts = [f"{job['id']} on {told['cluster'] or 'an unknown cluster'}, {job['state']}"]
+    if job["reason"]:
+        parts[0] += f" ({job['reason']})"
+    if job["nodes"]:
+        parts.append(job["nodes"])
+    if told["attempt"]:
+        parts.append(f"attempt {told['attempt']}")
+    if job["restarts"]:
+        parts.append("requeued once" if job["restarts"] == 1 else f"requeued {job['restarts']} times")
+    if job.get("preempted_at"):
+        parts.append(f"being preempted since {job['preempted_at']}")
+    return ", ".join(parts)
+
+
+def _avoids(told: dict[str, Any]) -> str | None:
+    """`node02 since 21 November 14:03, 7 nodes as submitted`"""
+    avoids = (told["job"] or {}).get("avoids") or {}
+    ours = {host: since for host, since in avoids.items() if since is not None}
+    parts = [f"{host} since {time.strftime('%d %B %H:%M', time.localtime(since))}" for host, since in ours.items()]
+    theirs = len(avoids) - len(ours)
+    parts += [f"{theirs} node{'s' if theirs > 1 else ''} as submitted"] if theirs else []
+    return ", ".join(parts)
+
+
+def _shares(table: dict[str, Any]) -> str:
+    """`87% of 5.1 GPU-hours: train 46%, generate 41%; lost 7%, wait 6%; and 1.2 GPU-hours in the queue`"""
+
+    def amount(seconds: float) -> str:
+        unit, size = ("hours", 3600) if seconds >= 3600 else ("minutes", 60)
+        return f"{seconds / size:,.1f} {table['device']}-{unit}"
+
+    def named(useful: bool) -> str:
+        shares = sorted(table["shares"].items(), key=lambda share: -share[1])
+        chosen = [(name, share) for name, share in shares if (name in USEFUL) == useful]
+        return ", ".join(f"{name} {share:.0%}" for name, share in chosen if share >= 0.005)
+
+    parts = "; ".join(filter(None, (named(True), named(False))))
+    queue = table["gpu_seconds"]["queue"]
+    waited = f"; and {amount(queue)} in the queue" if queue >= 1 else ""
+    return f"{table['goodput']:.0%} of {amount(table['held_gpu_seconds'])}: {parts}{waited}"
+
+
+def _next(told: dict[str, Any]) -> str | None:
+    """The command that one would type now."""
+    if told["state"] in ("stopped", "failed", "cancelled", "lost", "new"):
+        return pasteable_command("resume", told["run"])
+    if told["state"] == "finished":
+        return f"{pasteable_command('resume', told['run'], 'training.steps=N')} goes on"
+    return None

@@ -1,0 +1,129 @@
+"""What is told about runs before they start: what would be submitted, what was, and when it would begin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from launcher.backends.slurm.jobs import moment
+from launcher.job.draft import Draft
+from launcher.job.script import Job
+from launcher.plan.placement import Plan
+from launcher.recipe.changes import as_json
+from launcher.runs.find import pasteable_command
+
+if TYPE_CHECKING:  # slow to import, and a dry run needs it for nothing
+    from launcher.job.submit import SubmittedJob
+
+FORESIGHT_S = 365 * 86400  # seconds: Slurm takes a job without a time limit for one of a year, and adds these up
+
+
+def job_in_brief(job: Job) -> str:
+    """`qwen on 8 nodes x 8 GPUs, colocated`; `4-8 nodes` where the number may vary."""
+    config = job.recipe.config
+    kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
+    spare = f" and {job.plan.spare_nodes} spare" if job.plan.spare_nodes else ""
+    nodes = f"{config.job.nodes} nodes" if job.plan.smaller else _nodes(job.plan.nodes)
+    return f"{config.name} on {nodes}{spare} x {job.plan.gpus_per_node} {kind}, {job.plan.mode}"
+
+
+def dry_run_lines(draft: Draft) -> list[str]:
+    """What a submission would be about: where, with which ranks."""
+    return [
+        f"would submit to {draft.job.cluster}: {job_in_brief(draft.job)}",
+        f"  directory  {draft.job.run_dir}",
+        *(f"  {line}" for line in _step_lines(draft.job.plan)),
+    ]
+
+
+def dry_run_json(draft: Draft) -> dict[str, Any]:
+    """All of a draft, for programs."""
+    job = draft.job
+    return {
+        "cluster": job.cluster,
+        "run_dir": str(job.run_dir),
+        "plan": job.plan_json,
+        "resolved": job.recipe.config.model_dump(mode="json"),
+        "script": draft.script,
+        "notes": list(draft.notes),
+        "obstacles": list(draft.obstacles),
+    }
+
+
+def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str], brief: bool) -> list[str]:
+    """What became of a submission.
+
+    Args:
+        waits: ids of the jobs that it starts after.
+        brief: leave out what to do next.
+    """
+    root = submitted.run.root
+    if submitted.job_id is None:
+        more = pasteable_command("resume", root.name, "training.steps=N")
+        return [f"{root}: already finished, nothing to do; more: {more}"]
+    waiting = f" after {' and '.join(waits)}" if waits else ""
+    lines = [f"changed: {change}" for change in submitted.changes]
+    lines.append(f"submitted job {submitted.job_id} to {draft.job.cluster}{waiting}: {job_in_brief(draft.job)}")
+    if brief:
+        return [*lines, f"  {root}"]
+    return [
+        *lines,
+        f"  directory  {root}",
+        f"  state      {pasteable_command('status', root.name)}",
+        f"  output     {pasteable_command('logs -f', root.name)}",
+        f"  stop       {pasteable_command('cancel --drain', root.name)}",
+    ]
+
+
+def submitted_json(submitted: SubmittedJob, draft: Draft) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "cluster": draft.job.cluster,
+        "run_dir": str(submitted.run.root),
+        "job_id": submitted.job_id,
+        "finished": submitted.job_id is None,
+        "changes": as_json(submitted.changes),
+        "notes": list(submitted.notes),
+    }
+
+
+def estimate_line(draft: Draft, start: str, nodes: str, partition: str) -> str:
+    """When a job would start.
+
+    Args:
+        start, nodes, partition: what Slurm said; `nodes` may be empty.
+    """
+    if not _foreseen(start):
+        return (
+            f"Slurm would take {job_in_brief(draft.job)}, partition {partition}, and cannot foresee when it would "
+            "start: what runs before it has no time limit, or not enough nodes are up (sinfo)"
+        )
+    where = f" on {nodes}" if nodes else ""
+    return f"Slurm would start {job_in_brief(draft.job)} at {start}{where}, partition {partition}"
+
+
+def estimate_json(draft: Draft, start: str, nodes: str, partition: str) -> dict[str, Any]:
+    """The same for programs; `start` is null where it cannot be foreseen."""
+    when = start if _foreseen(start) else None
+    return {"run_dir": str(draft.job.run_dir), "start": when, "nodes": nodes, "partition": partition}
+
+
+def _foreseen(start: str) -> bool:
+    return (moment(start) or 0) < time.time() + FORESIGHT_S
+
+
+def _step_lines(plan: Plan) -> list[str]:
+    """One line for the training step, one for all inference replicas."""
+    train = next(step for step in plan.steps if step.replica is None)
+    replicas = [step for step in plan.steps if step.replica is not None]
+    lines = [f"train      {len(train.nodes) * train.tasks_per_node} ranks on {_nodes(len(train.nodes))}"]
+    if replicas:
+        ranks = len(replicas[0].nodes) * replicas[0].tasks_per_node
+        nodes = len({node for step in replicas for node in step.nodes})
+        lines.append(f"inference  {len(replicas)} replicas of {ranks} ranks on {_nodes(nodes)}")
+    return lines
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"

@@ -1,0 +1,49 @@
+"""The terminal, or whatever reads us: signals from it, and output that may come to nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+
+
+class Interruptions:
+    """Ctrl-C, SIGTERM and SIGHUP, counted instead of obeyed at once."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Count those that come from here on."""
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            self.names.append("Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name)
+
+        before = {one: signal.signal(one, note) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+def tell(text: str, err: bool = False) -> None:
+    """Print a line. That nobody reads it any more, as in `mrl-submit demo | head -1`, is no reason for a run to end."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        mute()
+
+
+def mute() -> None:
+    """Have whatever is still said go nowhere: the terminal is gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -1,0 +1,53 @@
+"""The batch host or its file system fails: the job comes back, elsewhere or later, instead of ending the run.
+
+Only a refusal is final. How often a job may come back like this is bounded by what needs no file: the number of its
+restarts since an attempt of it last began.
+"""
+
+import sys
+import time
+from typing import List
+
+from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
+from launcher.host.attempt.slurm_job import show_job_or_complain
+from launcher.host.attempt.start_again import start_again
+from launcher.host.judge.policy import HOST_TRIES, OVER, ROOM_AGAIN_S, Facts, who_starts_it
+from launcher.host.record.ledger import Line, read_ledger_or_complain, starts_in
+from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_DRAINED, LOST
+from megatron_rl.contract.files import FULL
+
+
+def come_back(context: JobContext, error: Exception) -> int:
+    """Have the job start again, before an attempt has begun: nothing is lost by then, and nobody may be there to resume
+    the run. Returns the exit code."""
+    job = show_job_or_complain(context.job_id)
+    facts = Facts(can_return=job.get("BatchFlag", "1") == "1", requeueable=job.get("Requeue", "1") == "1")
+    then, full = who_starts_it(None, facts), getattr(error, "errno", None) in FULL
+    history = read_ledger_or_complain(context.run)
+    tries = 0 if full else context.faults + context.restarts - _restarts_at_last_start(context, history)
+    where = "{} on {}: {}".format(context.run.root, context.batch_host, error)
+    if then == OVER or tries >= HOST_TRIES:
+        why = "" if then == OVER else " {} starts in a row came to nothing;".format(tries)
+        print("error: {};{} nothing is lost, mrl resume goes on".format(where, why), file=sys.stderr)
+        return EXIT_DRAINED if full else EXIT_CRASHED
+    if full:
+        what = "make room, the job comes back in {:.0f} min".format(ROOM_AGAIN_S / 60)
+    else:
+        what = "the job comes back without this host"
+    print("error: {}; nothing is lost: {}".format(where, what), file=sys.stderr)
+    back = AttemptEnd(
+        attempt=max([line.attempt for line in history] or [0]) + 1,
+        at=time.time(),
+        outcome=LOST,
+        then=then,
+        excluded=[] if full else [context.batch_host],
+        not_before=time.time() + ROOM_AGAIN_S if full else None,
+    )
+    start_again(context, back, {FAULTS_VARIABLE: str(tries)})
+    return EXIT_DRAINED
+
+
+def _restarts_at_last_start(context: JobContext, history: List[Line]) -> int:
+    """How often this job had been requeued when an attempt of it last began; -1: none has."""
+    return max([start.restart for start in starts_in(history) if start.job_id == context.job_id] or [-1])

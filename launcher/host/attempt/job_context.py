@@ -1,0 +1,54 @@
+"""The Slurm job that this process is the host side of."""
+
+import os
+from typing import Dict, List, NamedTuple, Optional
+
+from launcher.host.slurm.words import expand_hosts
+from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SUCCEEDS_VARIABLE
+from megatron_rl.contract.paths import RunDir
+
+FAULTS_VARIABLE = "MRL_HOST_FAULTS"  # of a successor: how many jobs before it failed on their host side, in a row
+
+
+class Refused(Exception):
+    """This job cannot run this run; it is not started again."""
+
+
+class JobContext(NamedTuple):
+    """The job, as its environment names it, and the run that it is for."""
+
+    run: RunDir
+    cluster: str  # name of the profile
+    job_id: str
+    hosts: List[str]  # of the allocation, without those that died
+    given: int = 0  # hosts of the allocation before any died; 0: none has
+    restarts: int = 0  # how often Slurm had requeued the job
+    succeeds: Optional[str] = None  # id of the job that submitted this one in its place
+    slurm_cluster: Optional[str] = None  # Slurm's own name
+    prepared: bool = False  # mrl-submit has made the run directory
+    held_since: Optional[float] = None  # when the allocation began, where Slurm says so
+    batch_host: str = ""  # Slurm's name of this host
+    faults: int = 0  # of the host side, in a row, in the jobs that this one succeeds
+    environ: Dict[str, str] = {}  # that the job was given
+
+
+def context_of(environ: Dict[str, str]) -> JobContext:
+    """The job that an environment describes. Raises Refused where it describes none."""
+    if "SLURM_JOB_ID" not in environ:
+        raise Refused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
+    root = environ[RUN_DIR_VARIABLE]
+    start = environ.get("SLURM_JOB_START_TIME")  # Slurm says so from 23.02 on
+    return JobContext(
+        run=RunDir(root),
+        cluster=environ.get(CLUSTER_VARIABLE, ""),
+        job_id=environ["SLURM_JOB_ID"],
+        hosts=expand_hosts(environ.get("SLURM_JOB_NODELIST", "")),
+        restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        succeeds=environ.get(SUCCEEDS_VARIABLE),
+        slurm_cluster=environ.get("SLURM_CLUSTER_NAME"),
+        prepared=environ.get("MRL_PREPARED") == root,
+        held_since=float(start) if start else None,
+        batch_host=environ.get("SLURMD_NODENAME") or os.uname().nodename,
+        faults=int(environ.get(FAULTS_VARIABLE, "0")),
+        environ=environ,
+    )

@@ -1,0 +1,139 @@
+"""Who may run a run: one job at a time, one host process at a time. What earlier starts left undone is concluded."""
+
+import os
+import time
+from typing import Optional
+
+from launcher.host.attempt.conclude import conclude_lost
+from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.start_again import bring_back, is_too_early, write_owner
+from launcher.host.judge.policy import HELD, OVER
+from launcher.host.judge.sentence import describe_end
+from launcher.host.process.lock import IsLocked, Lock
+from launcher.host.record.ledger import Line, read_ledger, start_of
+from launcher.host.record.reading import find
+from launcher.host.slurm import ask
+from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.run_records import Owner
+
+LEFTOVERS_S = 60.0  # that what an earlier start left behind may hold the lock
+COMPLETING_S = 300.0  # an epilog, or a process that does not die
+LOOK_S = 5.0  # between questions to Slurm
+
+
+class NothingToDo(Exception):
+    """The run is finished, or stopped, or somebody else's by now. Says so."""
+
+
+def own(context: JobContext) -> Lock:
+    """Take the run; its lock, which is to be inherited by all that is started.
+
+    Raises:
+        NothingToDo: and nothing is amiss.
+        Refused: somebody has to look at it first.
+        OSError: the file system fails; later or elsewhere it may not.
+        SlurmRefused: Slurm could not be asked.
+    """
+    run = context.run
+    if context.prepared and not run.resolved.exists():
+        said = "mrl-submit has made {}, and this host does not have it: not the same file system?"
+        raise OSError(said.format(run.root))
+    os.makedirs(str(run.root), exist_ok=True)
+    owner, last = find(Owner, run.job), _last_line(run)
+    lock = _lock(context, owner, last)
+    try:
+        _settle_ownership(context, find(Owner, run.job))
+    except BaseException:
+        lock.release()
+        raise
+    if not lock.works:
+        print("{}: this file system has no locks; job.json alone tells the owner".format(run.root))
+    return lock
+
+
+def _settle_ownership(context: JobContext, owner: Optional[Owner]) -> None:
+    """Have this job own the run whose lock is ours. Raises as `own`."""
+    run = context.run
+    if run.done.exists():
+        raise NothingToDo("{}: finished already, nothing to do".format(run.root))
+    _refuse_foreign(run)
+    _wait_for_earlier_jobs(context, owner)
+    mine = owner is not None and owner.job_id == context.job_id
+    if owner is not None and not mine:
+        if context.succeeds is not None and owner.job_id != context.succeeds:
+            raise NothingToDo("{}: belongs to job {} by now, nothing to do".format(run.root, owner.job_id))
+        if not _has_ended(owner, context):
+            raise Refused("{}: belongs to job {}, which is not known to have ended".format(run.root, owner.job_id))
+    _settle_earlier_starts(context)
+    if not mine:
+        write_owner(context, context.job_id)  # submitted by plain sbatch: mrl-submit does it itself
+
+
+def _settle_earlier_starts(context: JobContext) -> None:
+    """Conclude what an earlier start of the run could not, and do what is left to be done of it. Raises as `own`."""
+    run = context.run
+    conclude_lost(run, time.time(), context)
+    if run.done.exists():
+        raise NothingToDo("{}: had finished, nothing to do".format(run.root))
+    lines = read_ledger(run)
+    end = lines[-1] if lines else None
+    if not isinstance(end, AttemptEnd) or end.job_id != context.job_id:
+        return  # a new job is somebody's wish to go on
+    start = start_of(lines, end.attempt)
+    if start is None or context.restarts <= start.restart:
+        return  # the same allocation once more
+    if end.then == HELD:
+        raise Refused("{}: {}; mrl resume goes on with it".format(run.root, describe_end(end, time.time())))
+    if end.then == OVER:
+        raise NothingToDo("{}: was stopped on request; mrl resume goes on with it".format(run.root))
+    attempt = run.attempt(end.attempt)
+    if is_too_early(context, attempt, end):
+        bring_back(context, attempt, end)
+        raise NothingToDo("{}: its pause is not over, the job waits in the queue".format(run.root))
+
+
+def _last_line(run: RunDir) -> Optional[Line]:
+    lines = read_ledger(run)
+    return lines[-1] if lines else None
+
+
+def _lock(context: JobContext, owner: Optional[Owner], last: Optional[Line]) -> Lock:
+    """The lock that ends with this process and all that inherits it."""
+    # What this very job left behind when it was requeued, or the one before it, may take a moment to go.
+    last_job = last.job_id if last is not None and last.job_id is not None else context.job_id
+    mine = owner is not None and owner.job_id == context.job_id
+    expected = context.succeeds is not None or (mine and (context.restarts > 0 or last_job != context.job_id))
+    try:
+        return Lock(context.run.job_lock, LEFTOVERS_S if expected else 0.0)
+    except IsLocked:
+        job_id = owner.job_id if owner is not None else "another one"
+        raise Refused("{}: belongs to job {}, whose script is running".format(context.run.root, job_id)) from None
+
+
+def _wait_for_earlier_jobs(context: JobContext, owner: Optional[Owner]) -> None:
+    """Wait for the jobs before this one as long as Slurm is busy ending them: on some node a rank of theirs may still
+    write into the run directory."""
+    last = _last_line(context.run)
+    before = {line.job_id for line in (owner, last) if line is not None and line.job_id} - {context.job_id}
+    give_up = time.monotonic() + COMPLETING_S
+    for job_id in sorted(str(job_id) for job_id in before):
+        if ask.is_completing(job_id):
+            print("waiting for job {} to be gone from its nodes".format(job_id))
+        while ask.is_completing(job_id) and time.monotonic() < give_up:
+            time.sleep(LOOK_S)
+
+
+def _has_ended(owner: Owner, context: JobContext) -> bool:
+    """Whether the job of job.json is known to be over; one of another Slurm is unknown here, whatever its number."""
+    theirs, ours = owner.slurm_cluster, context.slurm_cluster
+    return (not theirs or not ours or theirs == ours) and ask.is_alive(owner.job_id) is False
+
+
+def _refuse_foreign(run: RunDir) -> None:
+    """A directory with anything in it is ours if it is a run, or if an earlier start got as far as owning it."""
+    ours = run.resolved.exists() or run.job.exists()
+    strange = [name for name in os.listdir(str(run.root)) if name not in (run.lock.name, run.job_lock.name)]
+    if strange and not ours:
+        run.job_lock.unlink()
+        raise Refused("{}: is not empty and not a run directory".format(run.root))

@@ -1,0 +1,138 @@
+"""What Slurm knows of the job around an attempt, and what it is told about it."""
+
+import sys
+import time
+from typing import Dict, List, Optional
+
+from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.start_again import bring_back
+from launcher.host.attempt.surroundings import Surroundings
+from launcher.host.judge.causes import (
+    TO_BATCH_HOST,
+    TO_STEPS,
+    Cause,
+    cause_of,
+    completed,
+    is_returning,
+    is_truer,
+)
+from launcher.host.judge.nodes import suffice
+from launcher.host.judge.policy import Facts
+from launcher.host.record.ledger import newest_known_checkpoint, read_ledger, start_of
+from launcher.host.record.logs import ended_by_slurm
+from launcher.host.slurm import ask
+from launcher.host.slurm.call import SlurmRefused, patiently
+from launcher.host.slurm.words import is_dead
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain
+from megatron_rl.contract.codes import PREEMPTED, REQUEUE, SIGNALLED
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.run_records import PlanRecord
+
+
+class SlurmJob(Surroundings):
+    """The job that this process is the host side of.
+
+    Args:
+        notice: seconds of the job's --signal before its time limit.
+        outlives_nodes: it goes on without nodes that die.
+    """
+
+    takes_nodes = True
+
+    def __init__(self, context: JobContext, notice: float, backoff: float, outlives_nodes: bool) -> None:
+        self.context, self.job_id = context, context.job_id
+        self.unfit: Dict[str, str] = {}
+        self._notice, self._backoff, self._outlives_nodes = notice, backoff, outlives_nodes
+        self._job: Dict[str, str] = {}
+
+    def request_for(self, signal_name: str, now: float) -> Drain:
+        # Without a word to Slurm: a controller that preempts many jobs answers late, and the grace time runs.
+        hurry = now if signal_name == "SIGHUP" else None  # of mrl-submit in an allocation: end it now
+        return Drain(SIGNALLED, TO_BATCH_HOST.format(signal_name), now, deadline=hurry)
+
+    def complete(self, attempt: Attempt, request: Drain) -> Drain:
+        cause = self._cause(ask.show_job(self.context.job_id), attempt, request)
+        deadline = cause.end
+        if deadline is not None and deadline <= time.time():
+            deadline += ask.kill_wait()  # a job that Slurm ends at once still has the seconds until it is killed
+        return completed(request, cause, deadline)
+
+    def final_request(self, attempt: Attempt, request: Optional[Drain], drained: bool) -> Optional[Drain]:
+        """Slurm is asked once more: what began as a preemption may have become a cancellation, and ranks may have left
+        on a signal that never came by here."""
+        self._job = show_job_or_complain(self.context.job_id)
+        if request is None and not drained:
+            return None
+        cause = self._cause(self._job, attempt, request)
+        if request is None:
+            final = Drain(cause.cause, TO_STEPS, time.time(), deadline=cause.end)
+        elif is_truer(cause.cause, request.cause):
+            final = request._replace(cause=cause.cause)
+        else:
+            return request
+        try:
+            write(attempt.drain, final)
+        except OSError as error:
+            print(error, file=sys.stderr)
+        return final
+
+    def facts(self, attempt: Attempt, request: Optional[Drain]) -> Facts:
+        context, job = self.context, self._job
+        dead = dead_nodes(context.hosts)
+        plan = if_readable(read(PlanRecord, context.run.plan))
+        left = set(context.hosts) - set(self.unfit) - set(dead)
+        preempted = request is not None and request.cause == PREEMPTED
+        return Facts(
+            checkpoint=newest_known_checkpoint(context.run),
+            # Where Slurm does not answer, it is not known to be impossible, and trying does no harm.
+            can_return=job.get("BatchFlag", "1") == "1",
+            requeueable=job.get("Requeue", "1") == "1",
+            returning=is_returning(job, context.restarts),
+            slurm=ask.version(),
+            preemption_cancels=preempted and ask.preemption_cancels(job),
+            bad=sorted(self.unfit),
+            dead=dead,
+            suffice=self._outlives_nodes and plan is not None and suffice(plan, left),
+            backoff_s=self._backoff,
+        )
+
+    def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
+        bring_back(self.context, attempt, end, returning)
+
+    def _cause(self, job: Dict[str, str], attempt: Attempt, request: Optional[Drain]) -> Cause:
+        """Why Slurm signals this job; that nobody knows, where it could not be asked.
+
+        Args:
+            job: its record.
+        """
+        end = request.end if request is not None else None
+        cancels = ask.preemption_cancels(job)
+        cause = cause_of(job, time.time(), self._notice, self.context.restarts, end, cancels)
+        if cause.cause not in (REQUEUE, SIGNALLED):
+            return cause
+        try:
+            start = start_of(read_ledger(self.context.run, patience=0.0), attempt.number)
+        except OSError:
+            start = None
+        told = ended_by_slurm(self.context.run, start) if start is not None else None
+        return cause._replace(cause=told or cause.cause)
+
+
+def show_job_or_complain(job_id: str) -> Dict[str, str]:
+    """Slurm's record of a job; empty where it does not answer."""
+    try:
+        return patiently(lambda: ask.show_job(job_id))
+    except SlurmRefused as error:
+        print(error, file=sys.stderr)
+        return {}
+
+
+def dead_nodes(hosts: List[str]) -> List[str]:
+    """Those of the nodes that Slurm has lost; none where it cannot be asked."""
+    try:
+        states = ask.node_states(hosts) if hosts else {}
+    except SlurmRefused as error:
+        print(error, file=sys.stderr)
+        return []
+    return sorted(host for host, state in states.items() if is_dead(state))

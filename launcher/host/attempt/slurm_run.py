@@ -1,0 +1,147 @@
+"""A run in a Slurm job, from its start to its end: own it, make it, one attempt after the other in this allocation."""
+
+import sys
+import time
+import traceback
+from typing import Callable, NamedTuple, TypeVar
+
+from launcher.host.attempt.begin import begin_attempt, code_paths, create
+from launcher.host.attempt.close import close
+from launcher.host.attempt.host_fault import come_back
+from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.own import NothingToDo, own
+from launcher.host.attempt.prepare import Asked, Checks, NotReady, Preparation
+from launcher.host.attempt.replicas import Replicas
+from launcher.host.attempt.runner import AttemptRunner
+from launcher.host.attempt.slurm_job import SlurmJob
+from launcher.host.attempt.slurm_steps import Script, SlurmSteps
+from launcher.host.judge.nodes import NotEnoughNodes
+from launcher.host.judge.policy import HERE
+from launcher.host.process.signals import Signals
+from launcher.host.record.logs import LONG_TAIL, signed, tail
+from launcher.host.slurm import ask
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
+from launcher.host.slurm.words import expand_hosts, is_dead
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
+from megatron_rl.contract.codes import BAD_NODES, EXIT_FINISHED, EXIT_USAGE, SILENCE_VARIABLE
+from megatron_rl.contract.files import FULL
+
+RETRY_S = 20.0  # over which what fails before an attempt has begun is tried again here
+PAUSE_S = 1.0  # between tries
+TRAIN = "train"
+
+T = TypeVar("T")
+
+
+class JobSettings(NamedTuple):
+    """What the script says about the job."""
+
+    script: Script
+    notice: float  # seconds of --signal before the time limit
+    backoff: float  # seconds before a crashed run starts again
+    outlives_nodes: bool  # --no-kill
+    checks: Checks
+
+
+def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int:
+    """Run the run in this job, as far as it goes; the exit code."""
+    try:
+        return _run(context, settings, signals)
+    except Refused as error:
+        print("error: {}".format(error), file=sys.stderr)
+        return EXIT_USAGE
+    except NothingToDo as nothing:
+        print(nothing)
+        return EXIT_FINISHED
+    except (OSError, SlurmRefused) as error:
+        return come_back(context, error)
+    except Exception as error:  # noqa: BLE001 - a fault of ours, too, is no reason for a run to end
+        traceback.print_exc()
+        return come_back(context, error)
+
+
+def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
+    lock = _retried(lambda: own(context))
+    _retried(lambda: create(context, settings.script.document))
+    end = run_attempt(context, settings, signals, lock.descriptor)
+    while end.then == HERE:
+        context = without_dead_nodes(context)
+        end = run_attempt(context, settings, signals, lock.descriptor)
+    return int(end.exit_code or EXIT_FINISHED)
+
+
+def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lock: int) -> AttemptEnd:
+    """Run the next attempt, to its end. Raises OSError where it cannot begin.
+
+    Args:
+        lock: descriptor of the run's lock.
+    """
+    attempt = _retried(lambda: begin_attempt(context))
+    began, code, unready = time.time(), None, None
+    job = SlurmJob(context, settings.notice, settings.backoff, settings.outlives_nodes)
+    steps = SlurmSteps(context, settings.script, attempt, lock)
+    silence_limit = float(context.environ.get(SILENCE_VARIABLE, "0"))
+    runner = AttemptRunner(attempt, steps, job, signals, silence_limit)
+    preparation = Preparation(context, settings.checks, runner, steps, job)
+    try:
+        steps.use_code(code_paths(context))
+        assignment = preparation.run()
+        code = _train(runner, steps, assignment)
+        if settings.checks.forget and runner.request is None:  # else there is no time left; the next start does it
+            preparation.forget_containers()
+    except (Asked, NotEnoughNodes):
+        pass
+    except NotReady as error:
+        unready = str(error)
+    except (OSError, SlurmRefused) as error:
+        unready = "{}: {}".format(context.batch_host, error)
+        print("error: {}".format(unready), file=sys.stderr)
+        if getattr(error, "errno", None) not in FULL:
+            job.unfit = dict(job.unfit, **{context.batch_host: "as the batch host: {}".format(error)})
+            runner.ask_to_leave(Drain(BAD_NODES, "the host side", time.time()))
+    steps.stop_all()
+    signals.take()  # what comes from here on is for an attempt that follows
+    return close(context.run, attempt, job, runner.observed(code, unready), runner.request, began)
+
+
+def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:
+    """The exit code of the training step."""
+    words = runner.attempt.srun
+    replicas = Replicas(steps, {name: hosts for name, hosts in assignment.steps.items() if name != TRAIN})
+    train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(words))
+    runner.training = True
+    runner.also.append(lambda now: None if runner.request is not None else replicas.restart_ended(now))
+    runner.wait(lambda: train.exit_code() is not None)
+    code = signed(train.exit_code() or 0)
+    sys.stderr.write(tail(words, LONG_TAIL))  # it names the rank that was killed
+    steps.stop_all()
+    return code
+
+
+def without_dead_nodes(context: JobContext) -> JobContext:
+    """The job with the nodes that are left of its allocation; with all where Slurm cannot be asked."""
+    given = context.given or len(context.hosts)
+    try:
+        job = patiently(lambda: ask.show_job(context.job_id))
+        still = expand_hosts(job["NodeList"])  # --no-kill takes out those that Slurm gave up
+        states = patiently(lambda: ask.node_states(still))
+    except (SlurmRefused, KeyError) as error:
+        print("which nodes are left is not known: {}".format(error), file=sys.stderr)
+        return context._replace(given=given)
+    hosts = [host for host in context.hosts if not is_dead(states.get(host, "unknown"))]
+    environ = dict(context.environ, SLURM_JOB_NUM_NODES=str(len(hosts)), SLURM_JOB_NODELIST=",".join(hosts))
+    return context._replace(hosts=hosts, given=given, environ=environ)
+
+
+def _retried(work: Callable[[], T]) -> T:
+    """What `work` returns, tried again for a while where the file system or Slurm fails. A full disk is not waited
+    for."""
+    give_up = time.monotonic() + RETRY_S
+    while True:
+        try:
+            return work()
+        except (OSError, SlurmSilent) as error:
+            if time.monotonic() >= give_up or getattr(error, "errno", None) in FULL:
+                raise
+            print("tries again: {}".format(error), file=sys.stderr)
+        time.sleep(PAUSE_S)

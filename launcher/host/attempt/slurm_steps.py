@@ -1,0 +1,108 @@
+"""The steps of a Slurm job: functions of its script, each of which becomes one srun."""
+
+import signal
+import subprocess
+import time
+from typing import Dict, List, Optional, Sequence
+
+from launcher.host.attempt.begin import CodePaths
+from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.steps import Steps
+from launcher.host.process.processes import Child
+from launcher.host.slurm import tell
+from megatron_rl.contract.codes import ATTEMPT_VARIABLE
+from megatron_rl.contract.paths import Attempt
+
+LEAVE_LIMIT_S = 30.0  # that the srun of a step has to end when it is told to; Slurm ends what is left
+DOCUMENT_LIMIT_S = 30.0
+
+
+class Script:
+    """The sbatch script that started this process: it says what each step is."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def document(self, name: str) -> str:
+        """A document that it carries, or the `script` itself. Raises OSError."""
+        if name == "script":
+            with open(self.path, encoding="utf-8") as file:
+                return file.read()
+        try:
+            done = subprocess.run(
+                ["bash", self.path, "document", name],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                timeout=DOCUMENT_LIMIT_S,
+                check=True,
+            )
+        except subprocess.SubprocessError as error:
+            raise OSError("the script does not give its {}: {}".format(name, error)) from error
+        return done.stdout.decode("utf-8")
+
+
+class SlurmSteps(Steps):
+    """The steps of one attempt.
+
+    Args:
+        lock: descriptor of the run's lock, which they keep held.
+    """
+
+    def __init__(self, context: JobContext, script: Script, attempt: Attempt, lock: int) -> None:
+        self._context, self._script, self._attempt, self._lock = context, script, attempt, lock
+        self._children: Dict[str, Child] = {}
+        self._environ = dict(context.environ, **{ATTEMPT_VARIABLE: str(attempt.number)})
+        self._folder: Optional[str] = None
+        self._killed = False
+        if context.given:
+            self._environ["SLURM_OVERLAP"] = "1"  # Slurm still counts the CPUs of the step that was lost as busy (seen)
+
+    def use_code(self, code: CodePaths) -> None:
+        """Have the steps work in, and import from, this snapshot."""
+        self._environ["PYTHONPATH"], self._folder = code.pythonpath, code.folder
+
+    def start(self, name: str, hosts: Sequence[str], errors: Optional[str] = None) -> Child:
+        """Start a step. Raises OSError.
+
+        Args:
+            name: of a function of the script; of several steps with one function, with a number: infer-0.
+            errors: file for what srun says; default: our own log.
+        """
+        self.stop(name, 0.0)
+        child = Child(
+            ["bash", self._script.path, "step", name, ",".join(hosts)],
+            self._environ,
+            errors=errors,
+            folder=self._folder,
+            inherited=[self._lock],
+            ends_with_us=signal.SIGTERM,
+        )
+        self._children[name] = child
+        return child
+
+    def stop(self, name: str, patience: float = LEAVE_LIMIT_S) -> None:
+        """End a step, if it runs; srun ends its tasks when it is told to."""
+        self._stop([name], patience)
+
+    def stop_all(self, patience: float = LEAVE_LIMIT_S) -> None:
+        """End all steps that still run."""
+        self._stop(list(self._children), patience)
+
+    def signal(self, signum: int) -> None:
+        tell.signal_steps(self._context.job_id, signal.Signals(signum).name[len("SIG") :])
+
+    def end(self, now: float, hurried: bool) -> None:
+        if not self._killed:
+            tell.kill_steps(self._context.job_id)
+            self._killed = True
+
+    def _stop(self, names: List[str], patience: float) -> None:
+        children = [self._children.pop(name) for name in names if name in self._children]
+        running = [child for child in children if child.exit_code() is None]
+        for child in running:
+            child.send(signal.SIGTERM)
+        give_up = time.monotonic() + patience
+        while any(child.exit_code() is None for child in running) and time.monotonic() < give_up:
+            time.sleep(0.1)
+        for child in children:
+            child.close()

@@ -1,0 +1,70 @@
+"""Which directories a snapshot is taken of, and where they stood in git when that was decided."""
+
+import json
+import os
+import re
+import socket
+from typing import List
+
+from launcher.host.code import git
+from launcher.host.code.listing import SnapshotError, ask_git, tree_of
+from megatron_rl.contract.run_records import CodeSource
+from megatron_rl.contract.shapes import from_json
+
+METADATA = (".dist-info", ".egg-info")
+
+
+def plan_sources(installed: List[str], include: List[str]) -> List[CodeSource]:
+    """What a snapshot would hold, with what is known before it is taken. Writes nothing.
+
+    Args:
+        installed: directories of importable packages, and of their `.dist-info`, which tells entry points.
+        include: the user's directories, in the order of PYTHONPATH.
+
+    Raises:
+        SnapshotError: one of them is no directory, or git refuses to look at it.
+    """
+    sources = []
+    for path in installed:
+        name = os.path.basename(os.path.realpath(path))
+        sources.append(_source(path, name, "metadata" if name.endswith(METADATA) else "package"))
+    paths = [os.path.realpath(path) for path in include]
+    for number, path in enumerate(sorted(set(paths), key=paths.index), 1):
+        name = re.sub("[^A-Za-z0-9._-]", "_", os.path.basename(path)) or "root"
+        sources.append(_source(path, "{}-{}".format(number, name), "included"))
+    return sources
+
+
+def sources_text(sources: List[CodeSource]) -> str:
+    """Planned sources as JSON, for the batch script."""
+    planned = ("path", "name", "kind", "commit", "dirty")
+    return json.dumps([{key: getattr(source, key) for key in planned} for source in sources], indent=1)
+
+
+def read_sources(text: str) -> List[CodeSource]:
+    """The inverse of `sources_text`. Raises ValueError."""
+    return [from_json(CodeSource, one) for one in json.loads(text)]
+
+
+def moved_sources(sources: List[CodeSource]) -> List[str]:
+    """A sentence for each planned source that is no longer at the commit it was planned at. Raises SnapshotError."""
+    moved = []
+    for source in sources:
+        if source.commit is not None:
+            now = tree_of(source.path)
+            if now is None or now.commit != source.commit:
+                commit = (now.commit if now else None) or "no commit"
+                said = "{}: was at {} when this was submitted, is at {}"
+                moved.append(said.format(source.path, source.commit[:12], commit[:12]))
+    return moved
+
+
+def _source(path: str, name: str, kind: str) -> CodeSource:
+    path = os.path.realpath(path)
+    if not os.path.isdir(path):
+        raise SnapshotError("{}: no such directory on {}".format(path, socket.gethostname()))
+    tree = None if kind == "metadata" else tree_of(path)  # starting git takes as long as much of a dry run
+    if kind == "included":
+        kind = "directory" if tree is None else "git"
+    dirty = tree is not None and ask_git(git.dirty, path)
+    return CodeSource(path, name, kind, tree.commit if tree else None, dirty)

@@ -1,0 +1,129 @@
+"""enroot and unsquashfs, asked and waited for within limits."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Callable, Optional
+
+from launcher.host.image.reference import ImageError, Reference
+
+IMPORT_LIMIT = 7200.0  # seconds for one import: tens of GB over a slow link
+DIGEST_LIMIT = 120.0  # seconds for one question to the registry
+LIST_LIMIT = 600.0  # seconds for unsquashfs to read the tables of the file
+TICK = 0.5  # seconds between looks at the import
+SQUASH_OPTIONS = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"  # fast to write, fast to read
+
+Tell = Callable[[str], None]
+"""Takes lines about what happens."""
+
+
+def ask_digest(reference: Reference, tell: Tell) -> Optional[str]:
+    """What the tag stands for now; None where this enroot cannot tell."""
+    try:
+        answer = subprocess.run(
+            ["enroot", "digest", reference.uri()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=DIGEST_LIMIT,
+        )
+    except FileNotFoundError:
+        raise ImageError(_no_enroot()) from None
+    except subprocess.TimeoutExpired:
+        tell("the registry did not say within {:.0f} s what {} is".format(DIGEST_LIMIT, reference.uri()))
+        return None
+    digest = answer.stdout.decode("utf-8", "replace").strip()
+    if answer.returncode == 0 and re.match("^sha256:[0-9a-f]{64}$", digest):
+        return digest
+    words = answer.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    tell(
+        "enroot did not resolve {} (it can from 4.0 on): {}".format(
+            reference.uri(), " ".join(words) or "no reason given"
+        )
+    )
+    return None
+
+
+def run_import(reference: Reference, output: Path, log: Path, tell: Tell) -> None:
+    """Have enroot write the squashfs file `output`, within the limit; what it says goes to `log` and, as it comes, to
+    `tell`. Raises ImageError."""
+    command = ["enroot", "import", "--output", str(output), reference.uri()]
+    env = dict(os.environ)
+    env.setdefault("ENROOT_SQUASH_OPTIONS", SQUASH_OPTIONS)
+    with open(str(log), "w+b") as said:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that it can be ended with all it started
+            )
+        except FileNotFoundError:
+            raise ImageError(_no_enroot()) from None
+        give_up = time.monotonic() + IMPORT_LIMIT
+        try:
+            with open(str(log), encoding="utf-8", errors="replace") as reader:
+                while process.poll() is None and time.monotonic() < give_up:
+                    time.sleep(TICK)
+                    _pass_on(reader.read(), tell)
+                _pass_on(reader.read(), tell)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+    if code != 0:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+        late = time.monotonic() >= give_up
+        why = (
+            "took longer than {:.0f} s".format(IMPORT_LIMIT) if late else " ".join(last) or "exit code {}".format(code)
+        )
+        raise ImageError("{}: {}{}".format(command[-1], why, _advice(why)))
+
+
+def _pass_on(text: str, tell: Tell) -> None:
+    for line in text.splitlines():
+        tell(line)
+
+
+def _advice(why: str) -> str:
+    if re.search(r"\b(401|403)\b|[Uu]nauthorized|[Ff]orbidden", why):
+        return "; credentials: see containers/README.md, $ENROOT_CONFIG_PATH/.credentials (~/.config/enroot)"
+    if "404" in why:
+        return "; no such image or tag in that registry: check image.reference"
+    if "No space left" in why:
+        return "; enroot unpacks in $ENROOT_TEMP_PATH (default $TMPDIR, /tmp): set it in the profile's environment"
+    return ""
+
+
+def check_tables(file: Path) -> None:
+    """Have unsquashfs, where there is one, read all its tables. Raises ImageError."""
+    try:
+        subprocess.run(
+            ["unsquashfs", "-l", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=LIST_LIMIT,
+            check=True,
+        )
+    except FileNotFoundError:
+        return
+    except subprocess.TimeoutExpired:
+        raise ImageError("unsquashfs -l {}: no answer within {:.0f} s".format(file, LIST_LIMIT)) from None
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.decode("utf-8", "replace").strip()
+        raise ImageError("the imported image is damaged: unsquashfs: {}".format(words)) from error
+
+
+def _no_enroot() -> str:
+    where = socket.gethostname()
+    return (
+        "enroot is not on PATH on {}: load its module in the profile's prolog, import on the other side "
+        "(image.import_on), or give the path of a squashfs file".format(where)
+    )

@@ -1,0 +1,47 @@
+"""What an attempt left behind. Read once (launcher.host.record.evidence), then judged."""
+
+from typing import Dict, List, NamedTuple, Optional
+
+from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
+
+
+class RankExit(NamedTuple):
+    """How a rank of the training step ended by itself."""
+
+    rank: int
+    code: int  # negative: the signal that ended it
+    host: Optional[str] = None  # None: not said
+
+    @property
+    def bad(self) -> bool:
+        """Whether it says that something went wrong: a rank that leaves in order does so with one of the others."""
+        return self.code not in (EXIT_FINISHED, EXIT_DRAINED)
+
+
+class AttemptEvidence(NamedTuple):
+    """All that is known of how an attempt ended."""
+
+    # Written by the ranks
+    errors: List[RankError] = []  # oldest first: the later ones are usually its consequences
+    unreadable_errors: Dict[int, str] = {}  # rank -> what is wrong with its error file
+    outcome: Optional[Outcome] = None
+    unreadable_outcome: Optional[str] = None  # what is wrong with it: rank 0 did write one
+    heartbeats: List[Heartbeat] = []  # the last one of each rank
+    stacks: Dict[int, str] = {}  # rank -> where its stacks are, for the user
+    last_lines: Dict[int, str] = {}  # rank that ended badly -> last line of its log
+
+    # Written or seen by the host side
+    drain: Optional[Drain] = None
+    hang: Optional[Hang] = None
+    exits: List[RankExit] = []  # in their order, without those that the host side brought about
+    code: Optional[int] = None  # what the training step ended with; negative: a signal; None: it never began
+    unready: Optional[str] = None  # why it never began
+    late: Optional[str] = None  # why ranks had to be ended that should have saved; None: that explains nothing
+    unseen: Optional[str] = None  # what is said where nobody saw the end, and the ranks left no word; None: it was seen
+
+    @property
+    def has_word_of_ranks(self) -> bool:
+        """Whether the ranks, or whoever ended them for a hang, left anything that tells how it ended."""
+        errors = self.errors or self.unreadable_errors
+        return bool(errors or self.outcome or self.unreadable_outcome or self.hang or self.exits)

@@ -1,0 +1,75 @@
+"""Pure: which nodes of an allocation are unfit, which plan the others suffice for, and which host does which step."""
+
+from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Union
+
+from megatron_rl.contract.attempt_records import FabricReport, NodeAssignment, NodeHealth
+from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
+
+
+class NotEnoughNodes(Exception):
+    """More nodes are unfit than the run can do without."""
+
+
+class NodeReports(NamedTuple):
+    """What was found out about the nodes of one attempt."""
+
+    nodes: Dict[str, NodeHealth]  # host -> its report
+    unreadable: Dict[str, str] = {}  # host -> what is wrong with its report
+    fabric: Optional[FabricReport] = None  # of the all-reduce between them, where there was one
+
+
+def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str, str]:
+    """host -> why it must not be used, of those that must not."""
+    unfit = {}
+    fabric = reports.fabric
+    for host in expected_hosts:
+        report = reports.nodes.get(host)
+        if host in reports.unreadable:
+            unfit[host] = "its report {}".format(reports.unreadable[host])
+        elif report is None:
+            unfit[host] = (
+                "no report: its Python, the network or the shared file system is out of order (see health.*.log)"
+            )
+        elif not report.ok:
+            unfit[host] = "; ".join(report.problems)
+        elif fabric is not None and host in fabric.bad:
+            unfit[host] = fabric.bad[host]
+        elif fabric is not None and host not in fabric.hosts:
+            unfit[host] = "did not come to the all-reduce between the nodes (see fabric.*.log)"
+    return unfit
+
+
+def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:
+    """Whether these hosts, all of them fit, are enough for the smallest plan."""
+    return len(hosts) >= _plans(plan)[-1].nodes
+
+
+def assign(plan: PlanRecord, hosts: Sequence[str], unfit: Dict[str, str], given: int = 0) -> NodeAssignment:
+    """The plan's nodes are the first fit hosts of the allocation, in Slurm's order, which follows the topology.
+
+    Where `job.nodes` is a range, all but the spare nodes work, as far as there is a layout for that many; a bad node is
+    replaced by a spare one first, and makes the run smaller only when there is none left.
+
+    Args:
+        hosts: all hosts of the allocation.
+        unfit: host -> what is wrong with it.
+        given: how many hosts there were before some died, where that has happened.
+
+    Raises:
+        NotEnoughNodes: naming the unfit ones.
+    """
+    plans = _plans(plan)
+    fewest = plans[-1].nodes
+    fit = [host for host in hosts if host not in unfit]
+    if len(fit) < fewest:
+        found = "; ".join("{}: {}".format(host, unfit[host]) for host in hosts if host in unfit) or "none is bad"
+        raise NotEnoughNodes("{} nodes are needed, {} of {} are fit ({})".format(fewest, len(fit), len(hosts), found))
+    room = min(len(fit), max(fewest, (given or len(hosts)) - plan.spare_nodes))
+    chosen = next(each for each in plans if each.nodes <= room)
+    steps = {step.name: [fit[node] for node in step.nodes] for step in chosen.steps}
+    return NodeAssignment(chosen.nodes, steps, fit[chosen.nodes :], unfit)
+
+
+def _plans(plan: PlanRecord) -> List[Union[PlanRecord, SmallerPlan]]:
+    """All plans, the largest first."""
+    return [plan, *plan.alternatives]

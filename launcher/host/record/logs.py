@@ -1,0 +1,76 @@
+"""The ends of logs, and what srun and slurmstepd say in them. A log that cannot be read says nothing."""
+
+import re
+import signal
+from pathlib import Path
+from typing import Optional
+
+from launcher.host.judge.causes import cause_in_log
+from launcher.host.judge.evidence import RankExit
+from megatron_rl.contract.attempt_records import AttemptStart
+from megatron_rl.contract.paths import Attempt, RunDir
+
+LINE_LIMIT = 300  # characters of a log's last line
+TAIL = 4096  # bytes of a log that are read for it
+LONG_TAIL = 1 << 20  # bytes of the batch log, and of srun's words, that are looked at
+SIGNAL_BASE = 128  # a shell reports a process that a signal ended as this plus the signal
+
+# `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
+_TASK = re.compile(r"^srun: error: (\S+): tasks? (\d+)[-,0-9]*: (.*?)(?: \(core dumped\))?$", re.MULTILINE)
+# Lines after which tasks end through no fault of theirs.
+_ENDED_BY_SLURM = re.compile(r"Node failure|Force Terminated|CANCELLED|Job step aborted", re.IGNORECASE)
+_SIGNALS = {
+    "Killed": signal.SIGKILL,
+    "Out Of Memory": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Aborted": signal.SIGABRT,
+    "Floating point exception": signal.SIGFPE,
+}
+
+
+def tail(path: Path, size: int) -> str:
+    """The last `size` bytes of a log; empty where there is none."""
+    try:
+        with open(str(path), "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def last_line(attempt: Attempt, rank: int) -> str:
+    """The last line with anything in it of a rank's log; empty where there is none."""
+    lines = tail(attempt.log(rank), TAIL).split("\n")
+    return ([line.strip() for line in lines if line.strip()] or [""])[-1][:LINE_LIMIT]
+
+
+def first_exit(attempt: Attempt) -> Optional[RankExit]:
+    """The first rank that ended, by what srun said of the training step: nothing else names one that was killed."""
+    return parse_first_exit(tail(attempt.srun, LONG_TAIL))
+
+
+def parse_first_exit(text: str) -> Optional[RankExit]:
+    """The first rank that srun's standard error names. None where Slurm itself ended the step, and where it is not
+    said."""
+    found = _TASK.search(text)
+    if found is None or _ENDED_BY_SLURM.search(text[: found.start()]):
+        return None
+    host, rank, how = found.groups()
+    if how in _SIGNALS:
+        return RankExit(int(rank), -int(_SIGNALS[how]), host)
+    left = re.match(r"Exited with exit code (\d+)$", how)
+    return RankExit(int(rank), signed(int(left.group(1))), host) if left else None
+
+
+def signed(code: int) -> int:
+    """An exit code as a shell or srun gives it, with the signal that ended a process as a negative number."""
+    return SIGNAL_BASE - code if code > SIGNAL_BASE else code
+
+
+def ended_by_slurm(run: RunDir, start: AttemptStart) -> Optional[str]:
+    """The cause for which Slurm ended the batch script of an attempt, by its own words in the batch log; None without
+    any."""
+    return cause_in_log(tail(run.batch_log, LONG_TAIL), str(start.job_id), start.at)

@@ -1,0 +1,136 @@
+"""What is asked of Slurm. Nothing changes by it."""
+
+import os
+import re
+from typing import Dict, List, Optional, Sequence
+
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, patiently, submitting_environment
+from launcher.host.slurm.words import CLOCK_S, ENDED, expand_hosts, parse_config, parse_fields, time_of
+
+KILL_WAIT_S = 30.0  # Slurm's default
+
+# sbatch --test-only on a script that excludes more nodes than it can do without
+_TOO_FEW = re.compile(r"configuration (is )?not available", re.IGNORECASE)
+
+
+def show_job(job_id: str) -> Dict[str, str]:
+    """Slurm's record of one job. Raises SlurmRefused, also for a job that Slurm does not know."""
+    return parse_fields(call(["scontrol", "show", "job", "-o", job_id]).strip())
+
+
+def is_alive(job_id: str) -> Optional[bool]:
+    """Whether a job may still run; None where Slurm could not be asked: unknown is not gone."""
+    try:
+        return patiently(lambda: show_job(job_id)).get("JobState") not in ENDED
+    except SlurmRefused as error:
+        return False if "Invalid job id" in str(error) else None
+
+
+def is_completing(job_id: str) -> bool:
+    """Whether a job is over but for what it has left on its nodes; not so where Slurm cannot be asked."""
+    try:
+        return show_job(job_id).get("JobState") == "COMPLETING"
+    except SlurmRefused:
+        return False
+
+
+def node_states(hosts: Sequence[str]) -> Dict[str, str]:
+    """Node -> Slurm's word for it: `idle`, `allocated`, `down*`; the star: it does not answer. Raises SlurmRefused."""
+    told = call(["sinfo", "--all", "--noheader", "--Node", "--nodes=" + ",".join(hosts), "--format=%N %T"])
+    return dict(line.split() for line in told.splitlines() if line.strip())  # one line for each of its partitions
+
+
+def avoided_nodes(job: Dict[str, str]) -> List[str]:
+    """Nodes that a job may not get.
+
+    Args:
+        job: its record.
+    """
+    listed = job.get("ExcNodeList", "")
+    return [] if listed in ("", "(null)") else expand_hosts(listed)
+
+
+def preemption_cancels(job: Dict[str, str]) -> bool:
+    """Whether a preemption ends this job for good: as the cluster has it, or because the job may not be requeued.
+
+    Args:
+        job: its record.
+    """
+    if time_of(job.get("PreemptTime")) is None:
+        return False  # not being preempted: spare the controller the question
+    if job.get("Requeue") == "0":
+        return True
+    try:
+        config = _config()
+        mode = config.get("PreemptMode", "")
+        if config.get("PreemptType") == "preempt/partition_prio":
+            shown = call(["scontrol", "show", "partition", "-o", job.get("Partition", "")])
+            mode = parse_fields(shown.strip()).get("PreemptMode", mode)
+        elif config.get("PreemptType") == "preempt/qos":
+            named = "name=" + job.get("QOS", "")
+            told = call(["sacctmgr", "-n", "-P", "show", "qos", named, "format=PreemptMode"]).strip()
+            mode = mode if told in ("", "cluster") else told
+    except SlurmRefused:
+        return False
+    return "CANCEL" in mode.upper()
+
+
+def kill_wait() -> float:
+    """Seconds between SIGTERM and SIGKILL at the end of a job."""
+    try:
+        found = re.match(r"\d+", _config().get("KillWait", ""))
+    except SlurmRefused:
+        found = None
+    return float(found.group()) if found else KILL_WAIT_S
+
+
+def ended_as(job_id: str, began: float) -> Optional[str]:
+    """Slurm's word for the end of what ran under this job id at a time, where there is accounting: a job that was
+    requeued has one entry for each of its starts. None where it cannot be told."""
+    try:
+        rows = call(["sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "State,Start"]).splitlines()
+    except SlurmRefused:
+        return None
+    starts = [(time_of(row.partition("|")[2]), row.split()[0].partition("|")[0]) for row in rows if row.strip()]
+    before = [(start, word) for start, word in starts if start is not None and start <= began + CLOCK_S]
+    return max(before)[1] if before else None
+
+
+def could_start(script: str, avoid: Sequence[str]) -> bool:
+    """Whether there are enough nodes for a script without these, drained and down ones not counted. Nothing is
+    submitted. That Slurm refuses the script for another reason, now or at all, says nothing about its nodes. Raises
+    SlurmSilent."""
+    options = ["--test-only"] + (["--exclude=" + ",".join(avoid)] if avoid else [])
+    try:
+        call(["sbatch"] + options + [script], submitting_environment())
+    except SlurmSilent:
+        raise
+    except SlurmRefused as error:
+        return _TOO_FEW.search(str(error)) is None
+    return True
+
+
+def waiting_for(job_id: str, name: str) -> List[str]:
+    """Ids of one's own jobs of a name that wait in the queue for another one to end. Raises SlurmRefused."""
+    mine = ["--user=" + str(os.getuid()), "--states=PENDING"]
+    rows = call(["squeue", "--noheader", "--format=%A %E", "--name=" + name] + mine).splitlines()
+    dependency = re.compile(r"\bafterany:{}\b".format(job_id))
+    return [row.split()[0] for row in rows if dependency.search(row)]
+
+
+def steps_of(job_id: str) -> List[str]:
+    """Ids of a job's steps, without those of Slurm itself, such as 7.batch. Raises SlurmRefused."""
+    steps = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i"]).split()
+    return [step for step in steps if step.rpartition(".")[2].isdigit()]
+
+
+def version() -> List[int]:
+    """[22, 5, 8]; empty where it cannot be told."""
+    try:
+        return [int(part) for part in re.findall(r"\d+", call(["scontrol", "--version"]))[:3]]
+    except SlurmRefused:
+        return []
+
+
+def _config() -> Dict[str, str]:
+    return parse_config(call(["scontrol", "show", "config"]))

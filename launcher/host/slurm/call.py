@@ -1,0 +1,87 @@
+"""One of Slurm's commands, within a time limit and in a form that no setting of the user's changes."""
+
+import os
+import re
+import subprocess
+import time
+from typing import Callable, Dict, List, Optional, TypeVar
+
+LIMIT_S = 30.0  # a busy controller answers late, a dead one never
+PATIENCE_S = 120.0  # over which a silent controller is asked again where much hangs on its answer
+ASK_AGAIN_S = 5.0
+
+SHAPING = ("SQUEUE_", "SACCT_", "SCONTROL_", "SCANCEL_", "SINFO_")  # what a user sets to shape the commands' output
+
+# Of the environment that a job passes on to one that it submits
+OF_THIS_JOB = ("SLURM_", "SBATCH_", "MRL_ATTEMPT", "MRL_STEP")
+OF_ANY_JOB = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+
+_SILENT = re.compile(
+    r"timed out|unable to contact|connection refused|communication|zero bytes|temporarily|try again", re.IGNORECASE
+)
+
+Result = TypeVar("Result")
+
+
+class SlurmRefused(Exception):
+    """Slurm said no, or could not be asked (SlurmSilent): the command and what it answered."""
+
+
+class SlurmSilent(SlurmRefused):
+    """Slurm could not be asked. Says nothing about any job."""
+
+
+def call(command: List[str], environ: Optional[Dict[str, str]] = None) -> str:
+    """What a command prints. Raises SlurmRefused.
+
+    Args:
+        environ: its environment; default: `asking_environment()`.
+    """
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(
+            command,
+            env=environ or asking_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=LIMIT_S,
+        )
+    except FileNotFoundError:
+        raise SlurmRefused("{}: no such command here".format(command[0])) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmSilent("{}: no answer within {:.0f} s".format(shown, LIMIT_S)) from None
+    except OSError as error:  # no memory to start it, its file system is gone
+        raise SlurmSilent("{}: {}".format(command[0], error.strerror)) from None
+    if done.returncode:
+        answer = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
+        kind = SlurmSilent if _SILENT.search(answer) else SlurmRefused
+        raise kind("{}: {}".format(shown, answer))
+    return done.stdout.decode("utf-8", "replace")
+
+
+def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result:
+    """What `ask` returns, asked again while Slurm is silent. Raises SlurmRefused.
+
+    Args:
+        patience: seconds.
+    """
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            return ask()
+        except SlurmSilent:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(ASK_AGAIN_S)
+
+
+def asking_environment() -> Dict[str, str]:
+    """Our environment without what shapes the output of Slurm's commands."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SHAPING)}
+    return dict(kept, SLURM_TIME_FORMAT="standard", LC_ALL="C")
+
+
+def submitting_environment() -> Dict[str, str]:
+    """Our environment without what describes the job that we are in."""
+    return {key: value for key, value in os.environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}

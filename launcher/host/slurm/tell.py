@@ -1,0 +1,59 @@
+"""What Slurm is told. Every order raises SlurmRefused where it was not taken."""
+
+import os
+from typing import Dict, Optional, Sequence
+
+from launcher.host.slurm.ask import steps_of
+from launcher.host.slurm.call import SlurmRefused, call, submitting_environment
+from launcher.host.slurm.words import text_of
+from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
+
+
+def signal_steps(job_id: str, name: str) -> None:
+    """Send a signal to the steps of a job; its batch script does not get it."""
+    call(["scancel", "--signal={}".format(name), job_id])
+
+
+def kill_steps(job_id: str) -> None:
+    """End the steps of a job and leave its batch script alone."""
+    steps = steps_of(job_id)
+    if steps:
+        call(["scancel", "--signal=KILL"] + steps)
+
+
+def requeue(job_id: str) -> None:
+    """Send a job back into the queue. Everything of it is told to end, and killed some seconds later (KillWait)."""
+    try:
+        call(["scontrol", "requeue", job_id])
+    except SlurmRefused as error:
+        if "pending execution" not in str(error):  # it is there already
+            raise
+
+
+def postpone(job_id: str, start: float) -> None:
+    """Keep a pending job from starting before a unix time."""
+    call(["scontrol", "update", "JobId=" + job_id, "StartTime=" + text_of(start)])
+
+
+def exclude(job_id: str, hosts: Sequence[str]) -> None:
+    """Keep a pending job away from these nodes, and from no others."""
+    call(["scontrol", "update", "JobId=" + job_id, "ExcNodeList=" + ",".join(hosts)])
+
+
+def submit_successor(
+    job_id: str, script: str, name: str, start: Optional[float], avoid: Sequence[str], environment: Dict[str, str]
+) -> str:
+    """Submit a script to start when the job has ended that runs it now; the new job's id.
+
+    Args:
+        name: of the job that runs now.
+        start: not before this unix time.
+        avoid: nodes that it may not get.
+        environment: variables that it is to have beside ours.
+    """
+    options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name]
+    options += ["--begin=" + text_of(start)] if start else []
+    options += ["--exclude=" + ",".join(avoid)] if avoid else []
+    names = {SUCCEEDS_VARIABLE: job_id, "MRL_PREPARED": os.path.dirname(script)}
+    told = call(["sbatch"] + options + [script], dict(submitting_environment(), **dict(names, **environment)))
+    return told.strip().partition(";")[0]

@@ -1,0 +1,85 @@
+"""Pure: what Slurm's commands print, and what they take: fields, times, host lists, states."""
+
+import itertools
+import re
+import time
+from typing import Dict, List, Optional
+
+CLOCK_S = 5.0  # by which times of one record may differ
+
+# States of a job that is over. Any other word, a future version's too, means that it may still run.
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+)
+
+# In `scontrol show job -o` values may hold blanks; a key starts a field only after one and looks like this.
+_FIELD = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)=")
+_HOST_LIST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # `node[01-03,07]-ib` is one part
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+
+
+def parse_fields(line: str) -> Dict[str, str]:
+    """Key -> value of one line of `scontrol show ... -o`."""
+    found = list(_FIELD.finditer(line))
+    ends = [match.start() for match in found[1:]] + [len(line)]
+    return {match.group(1): line[match.end() : end].strip() for match, end in zip(found, ends)}
+
+
+def parse_config(text: str) -> Dict[str, str]:
+    """Key -> value of `scontrol show config`."""
+    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+
+
+def expand_hosts(node_list: str) -> List[str]:
+    """One name for each host of `node[01-03,07],x`."""
+    hosts: List[str] = []
+    for part in _HOST_LIST.findall(node_list):
+        pieces = _BRACKETS.split(part)  # text, numbers, text, numbers, ..., text
+        choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return hosts
+
+
+def _numbers(ranges: str) -> List[str]:
+    """`01-03,07` -> 01, 02, 03, 07."""
+    numbers: List[str] = []
+    for one in ranges.split(","):
+        first, _, last = one.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def is_dead(state: str) -> bool:
+    """Whether Slurm's word for a node means that no step can start there."""
+    return state.endswith("*") or state.startswith(("down", "unknown"))
+
+
+def seconds_of(text: Optional[str]) -> Optional[float]:
+    """Seconds of Slurm's `1-02:00:00` or `04:00:00`; None for UNLIMITED."""
+    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", text or "")
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def time_of(text: Optional[str]) -> Optional[float]:
+    """Unix time of Slurm's `2026-11-21T07:00:00`, which is in this process's zone; None for None, Unknown and N/A."""
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def text_of(at: float) -> str:
+    """The inverse of `time_of`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))

@@ -1,0 +1,85 @@
+"""Directories for runs: a new one of a free name, made for a caller and gone again where the caller fails."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from launcher.errors import BadInput
+
+
+def run_name(name: str, now: time.struct_time) -> str:
+    """NAME-DATE-TIME."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+
+
+@contextmanager
+def run_directory(given: Path | None, name: str, parent: Path) -> Iterator[Path]:
+    """The directory that a run was given; else a new PARENT/NAME, or NAME-2 and so on, which is gone again where the
+    caller fails and leaves it empty."""
+    if given is not None:
+        yield given
+        return
+    with disk_errors(parent / name), made(parent):
+        root = _claim(parent / name)
+        with _empty_ones_removed([root]):
+            yield root
+
+
+def _claim(stem: Path) -> Path:
+    for path in [stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))]:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise BadInput(f"{stem}: too many runs of this name were started at once; give a directory with --run-dir")
+
+
+@contextmanager
+def made(path: Path) -> Iterator[None]:
+    """Make a directory and those above it."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    with _empty_ones_removed(missing):
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+@contextmanager
+def _empty_ones_removed(made: Sequence[Path]) -> Iterator[None]:
+    """Where the caller fails, remove what was made for it, innermost first, as far as nothing is in there."""
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        if not succeeded:
+            with suppress(OSError):
+                for folder in made:
+                    folder.rmdir()
+
+
+def clear(root: Path) -> None:
+    """Remove all that is in a directory; the directory itself may be the user's."""
+    for path in root.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(path: Path, advice: str = "give a writable --run-dir") -> Iterator[None]:
+    """Tell the user in one line what the disk refuses.
+
+    Args:
+        path: named where the error names none.
+        advice: what to do about it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{error.filename or path}: {error.strerror or error}; {advice}") from error

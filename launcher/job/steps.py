@@ -1,0 +1,199 @@
+"""Pure: the srun of each step: its options, the container, the command of its ranks, and what the script exports.
+
+Written twice from the same values: as shell text into the script, where what only an attempt knows is a variable of the
+shell (`"$image"`), and as argv into plan.json, where it is a placeholder (`{image}`; run_records.PlanStep).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.profile import Container, Profile
+from launcher.plan.placement import Plan, Step
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SILENCE_VARIABLE
+from megatron_rl.contract.run_records import ATTEMPT, CODE, HOSTS, IMAGE, LOGS, NODES, TASKS
+
+OURS = (
+    "MRL_RUN_DIR",
+    "MRL_CLUSTER",
+    "MRL_ATTEMPT",
+    "MRL_STEP",
+    "PYTHONPATH",
+    "PYTHONNOUSERSITE",
+    "PYTHONUNBUFFERED",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+)
+"""Variables of the ranks that come from the script. Named to pyxis, or a value that the image sets would win."""
+
+TRAINING = "megatron_rl.rank_main"
+INFERENCE = "megatron_rl.server.inference"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of srun."""
+
+    name: str
+    value: str | None = None
+    """None: a flag."""
+    variable: str | None = None
+    """How the script writes a value that only the attempt knows."""
+
+    @property
+    def argv(self) -> str:
+        """The word that srun gets."""
+        return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
+
+    @property
+    def shell(self) -> str:
+        """The same as the script writes it."""
+        return self.argv if self.value is None else f"--{self.name}={self.variable or shlex.quote(self.value)}"
+
+
+Lines = list[list[Option]]
+"""Options as the script breaks them into lines."""
+
+
+def shell_lines(lines: Lines) -> list[str]:
+    """The lines of a script."""
+    return [" ".join(option.shell for option in line) for line in lines]
+
+
+def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: str) -> Lines:
+    """Where a step runs, with how many ranks, and where their output goes.
+
+    Args:
+        name: of the step as the script knows it: itself, or `$1` in the function that all replicas share.
+    """
+    nodes, ranks = str(len(step.nodes)), str(len(step.nodes) * step.tasks_per_node)
+    counts = [Option("nodes", nodes), Option("nodelist", HOSTS, '"$nodes"'), Option("ntasks", ranks)]
+    if plan.smaller:
+        counts[0] = Option("nodes", NODES, '"${#hosts[@]}"')
+        counts[2] = Option("ntasks", TASKS, f'"$((${{#hosts[@]}} * {step.tasks_per_node}))"')
+    log = Option("output", f"{LOGS}/{step.name}.%t.log", f'"$logs/{name}.%t.log"')
+    ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
+    # Slurm counts the CPUs of a node that several replicas share as taken by the first.
+    shared = [[Option("overlap")]] if step.tasks_per_node < plan.gpus_per_node else []
+    return [counts, per_node(config, profile, step.tasks_per_node), ending, *shared]
+
+
+def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
+    """Ranks and GPUs of each node."""
+    gpus = gpus_per_node(config, profile)
+    return [Option("ntasks-per-node", str(tasks)), *([Option("gpus-per-node", gpus)] if gpus else [])]
+
+
+def gpus_per_node(config: RunConfig, profile: Profile) -> str | None:
+    """What --gpus-per-node asks for; None for processes on CPUs."""
+    if config.job.device == "cpu":
+        return None
+    count = str(config.job.gpus_per_node)
+    return count if profile.gres == "gpu" else f"{profile.gres}:{count}"
+
+
+def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
+    """Options of a step that runs in the container; none where the ranks run on the nodes as they are."""
+    asked = profile.container
+    if asked is None:
+        return []
+    names = dict.fromkeys([*OURS, *variables(config, profile), *profile.secrets])
+    workdir = (asked.workdir, None) if asked.workdir else (CODE, '"$PWD"')
+    flags = [Option("no-container-mount-home"), Option("container-workdir", *workdir)]
+    flags += [Option("container-writable")] if asked.writable else []
+    flags += [Option("container-name", asked.name)] if asked.name else []
+    return [
+        [Option("container-image", IMAGE, '"$image"'), Option("container-mounts", _mounts(asked, profile, run_dir))],
+        flags,
+        [Option("container-env", ",".join(names))],
+    ]
+
+
+def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
+    """What the script exports for everything that it starts, beside the names of run and cluster."""
+    threads = str(config.job.threads_per_rank)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.job.device == "cpu" else {}
+    return {
+        "PYTHONNOUSERSITE": "1",  # packages in a home directory would come before those of the image
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        SILENCE_VARIABLE: str(config.job.silence_limit_s),
+        "HF_HOME": f"{profile.run_root}/cache/huggingface",
+        "HF_HUB_OFFLINE": "1",
+        **hidden,
+        **profile.environment,
+    }
+
+
+def rank_python(profile: Profile) -> str:
+    """The Python of the ranks."""
+    return profile.python or ("python3" if profile.container else sys.executable)
+
+
+def with_argv(
+    record: dict[str, Any], config: RunConfig, profile: Profile, plan: Plan, cluster: str, run_dir: Path
+) -> dict[str, Any]:
+    """What plan.json holds: the plan, what the script exports, and each step's argv.
+
+    Args:
+        record: of the plan, without these (launcher.plan.summary.plan_json).
+    """
+    exported = {RUN_DIR_VARIABLE: str(run_dir), CLUSTER_VARIABLE: cluster, **variables(config, profile)}
+    smaller = zip(record["alternatives"], plan.smaller, strict=True)
+    return {
+        **record,
+        "environment": exported,
+        "container": _argv(container(config, profile, run_dir)),
+        "steps": _steps(config, profile, plan, plan.steps, run_dir),
+        "alternatives": [
+            {**other, "steps": _steps(config, profile, plan, its.steps, run_dir)} for other, its in smaller
+        ],
+    }
+
+
+def _steps(
+    config: RunConfig, profile: Profile, plan: Plan, steps: Sequence[Step], run_dir: Path
+) -> list[dict[str, Any]]:
+    return [
+        {
+            **asdict(step),
+            "srun": _argv(geometry(config, profile, plan, step, step.name)),
+            "command": _command(profile, plan, step, run_dir),
+        }
+        for step in steps
+    ]
+
+
+def _argv(lines: Lines) -> list[str]:
+    return [option.argv for line in lines for option in line]
+
+
+def _command(profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[str]:
+    """The argv of each rank of a step."""
+    module = TRAINING if step.replica is None else INFERENCE
+    command = [rank_python(profile), "-m", module, "--run-dir", str(run_dir), "--attempt", ATTEMPT]
+    if step.replica is None:
+        return command
+    command += ["--replica", str(step.replica)]
+    if step.tasks_per_node == plan.gpus_per_node:
+        return command
+    # Slurm would show every replica on a node the same first GPUs.
+    mine = ",".join(str(step.gpu_offset + gpu) for gpu in range(step.tasks_per_node))
+    return ["env", f"CUDA_VISIBLE_DEVICES={mine}", *command]
+
+
+def _mounts(asked: Container, profile: Profile, run_dir: Path) -> str:
+    """The profile's, and what the run itself needs, each at its own place."""
+    needed = [profile.run_root]
+    if not run_dir.is_relative_to(profile.run_root):
+        needed.append(str(run_dir))
+    return ",".join([*(f"{path}:{path}" for path in needed), *asked.mounts])

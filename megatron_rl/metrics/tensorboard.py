@@ -1,0 +1,42 @@
+"""TensorBoard's event files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
+
+FLUSH_S = 10
+
+
+class TensorBoard:
+    """Writer of the event files. All methods raise OSError, some for what an earlier call left in a queue."""
+
+    def __init__(self, folder: Path, next_step: int) -> None:
+        """next_step: what earlier event files say of it and of later ones is not shown any more."""
+        self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=FLUSH_S)
+
+    def scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the numbers among `metrics` as one event: SummaryWriter.add_scalar makes one each, which costs the step
+        milliseconds."""
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float)
+        ]
+        self._writer._get_file_writer().add_summary(Summary(value=values), step)
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        for name, numbers in values.items():
+            if numbers:
+                self._writer.add_histogram(name, torch.tensor(numbers, dtype=torch.float64), step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,102 @@
+"""What the live view knows: lines as they are written, cut back at a resume, and what is derived from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.cli.show.ending import result_lines
+from launcher.cli.show.history import BARS, History, HistoryReader, clock, newest_line, sparkline
+from megatron_rl.contract.attempt_records import MetricsLine, Progress
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append, write
+
+
+def test_lines_are_read_as_they_come_and_a_torn_line_waits(tmp_path: Path):
+    run = RunDir(tmp_path)
+    reader = HistoryReader(run, run.attempt(1), steps=10)
+    assert reader.poll().lines == []
+    append(run.metrics, MetricsLine(1, {}))
+    with run.metrics.open("a") as file:
+        file.write('{"step"')
+    assert [line.step for line in reader.poll().lines] == [1]
+    with run.metrics.open("a") as file:
+        file.write(": 2}\n")
+    assert [line.step for line in reader.poll().lines] == [1, 2]
+
+
+def test_lines_that_a_resume_takes_back_disappear(tmp_path: Path):
+    run = RunDir(tmp_path)
+    reader = HistoryReader(run, run.attempt(1), steps=10)
+    for step in range(1, 6):
+        append(run.metrics, MetricsLine(step, {}))
+    assert reader.poll().step == 5
+    write_atomic(run.metrics, '{"step": 1}\n{"step": 2}\n')
+    append(run.metrics, MetricsLine(3, {}))
+    assert [line.step for line in reader.poll().lines] == [1, 2, 3]
+
+
+def test_the_phase_is_what_rank_0_last_said(tmp_path: Path):
+    run = RunDir(tmp_path)
+    attempt = run.attempt(1)
+    reader = HistoryReader(run, attempt, steps=10)
+    assert reader.poll().phase == "starting"
+    attempt.folder.mkdir(parents=True)
+    write(attempt.progress, Progress("evaluating", 0))
+    assert reader.poll().phase == "evaluating"
+
+
+@pytest.mark.parametrize(
+    "damage", ["{\n", "5\n", "\n", '{"loss": 1}\n', '{"step": "x"}\n', '{"step": 2, "mean_reward": NaN}\n']
+)
+def test_a_line_that_is_none_is_passed_over(tmp_path: Path, damage):
+    run = RunDir(tmp_path)
+    reader = HistoryReader(run, run.attempt(1), steps=10)
+    run.metrics.write_text('{"step": 1, "mean_reward": "high"}\n' + damage)
+    history = reader.poll()
+    assert ([line.step for line in history.lines], history.rewards()) == ([1], [])
+    assert newest_line(run.metrics).step == 1
+    run.attempt(1).folder.mkdir(parents=True)
+    run.attempt(1).progress.write_text(damage)
+    assert reader.poll().phase == "starting"
+    assert newest_line(tmp_path) is None, "a folder"
+
+
+def test_the_time_left_follows_the_recent_pace():
+    slow = [MetricsLine(step, {"time/step_s": 100.0}) for step in range(1, 11)]
+    quick = [MetricsLine(step, {"time/step_s": 2.0}) for step in range(11, 31)]
+    assert History(steps=40, lines=slow + quick).eta_s() == pytest.approx(20.0)
+    assert History(steps=40).eta_s() is None
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), width=st.integers(1, 60))
+def test_a_sparkline_fits_its_width(values, width):
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(values))
+    assert set(line) <= set(BARS)
+
+
+def test_a_sparkline_rises_with_its_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BARS
+    assert sparkline([3, 3]) == BARS[0] * 2
+
+
+def test_results_compare_the_beginning_with_the_end():
+    lines = [MetricsLine(step, {"mean_reward": step / 100}) for step in range(1, 101)]
+    before = MetricsLine(0, {"eval/held_out/greedy_accuracy": 0.1, "eval/trained/greedy_accuracy": 0.2})
+    after = MetricsLine(100, {"eval/held_out/greedy_accuracy": 0.8, "eval/trained/greedy_accuracy": 0.9})
+    assert result_lines(History(steps=100, lines=lines, evaluations=[before, after])) == [
+        "mean reward:     0.055 (first 10 steps) -> 0.905 (last 20)",
+        "greedy accuracy: 0.100 -> 0.800 on held_out",
+        "greedy accuracy: 0.200 -> 0.900 on trained",
+    ]
+    assert "0.100 before training on held_out" in result_lines(History(steps=100, evaluations=[before]))[0]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (7389, "2:03:09")])
+def test_durations_read_like_a_clock(seconds, text):
+    assert clock(seconds) == text

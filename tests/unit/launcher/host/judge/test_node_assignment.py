@@ -1,0 +1,117 @@
+"""Which host of an allocation does which step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, unfit_nodes
+from launcher.host.slurm.words import is_dead
+from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
+from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
+
+STEPS = [PlanStep("train", [0, 1], 8), PlanStep("infer-0", [2], 8), PlanStep("infer-1", [3], 8)]
+PARTITIONED = PlanRecord(4, 8, 1, STEPS)
+HOSTS = ["n1", "n2", "n3", "n4", "n5"]
+
+
+def colocated(*counts: int, spare: int = 0) -> PlanRecord:
+    """The plan of a range in which these counts work, the largest first."""
+    largest, *smaller = ([PlanStep("train", list(range(count)), 8)] for count in counts)
+    alternatives = [SmallerPlan(count, steps) for count, steps in zip(counts[1:], smaller, strict=True)]
+    return PlanRecord(counts[0], 8, spare, largest, alternatives)
+
+
+def test_steps_get_the_hosts_in_slurms_order():
+    assignment = assign(PARTITIONED, HOSTS, {})
+    assert assignment.steps == {"train": ["n1", "n2"], "infer-0": ["n3"], "infer-1": ["n4"]}
+    assert assignment.spare == ["n5"]
+
+
+def test_a_spare_node_stands_in_for_a_bad_one():
+    assignment = assign(PARTITIONED, HOSTS, {"n2": "7 of 8 GPUs"})
+    assert assignment.steps == {"train": ["n1", "n3"], "infer-0": ["n4"], "infer-1": ["n5"]}
+    assert assignment.spare == []
+
+
+def test_too_many_bad_nodes_are_named():
+    with pytest.raises(NotEnoughNodes, match=r"4 nodes are needed, 3 of 5 are fit \(n2: 7 of 8 GPUs; n5: no answer\)"):
+        assign(PARTITIONED, HOSTS, {"n5": "no answer", "n2": "7 of 8 GPUs"})
+
+
+@given(st.integers(1, 20), st.data())
+def test_every_host_is_used_once_is_spare_or_is_bad(needed, data):
+    hosts = [f"n{i}" for i in range(needed + data.draw(st.integers(0, 5)))]
+    bad = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - needed))
+    assignment = assign(colocated(needed), hosts, dict.fromkeys(bad, "bad"))
+    assert sorted([*assignment.steps["train"], *assignment.spare, *bad]) == sorted(hosts)
+    assert assignment.steps["train"] == sorted(assignment.steps["train"], key=hosts.index)
+
+
+RANGE = colocated(8, 6, 4)  # 5 and 7 give no layout
+
+
+@pytest.mark.parametrize(
+    ("there", "bad", "working", "spare"),
+    [
+        (8, 0, 8, 0),
+        (7, 0, 6, 1),
+        (8, 1, 6, 1),
+        (8, 2, 6, 0),
+        (8, 3, 4, 1),
+        (4, 0, 4, 0),
+        (9, 0, 8, 1),  # somebody's own allocation
+    ],
+)
+def test_a_range_takes_the_largest_count_that_works_on_the_fit_nodes(there, bad, working, spare):
+    hosts = [f"n{i}" for i in range(there)]
+    assignment = assign(RANGE, hosts, dict.fromkeys(hosts[:bad], "sick"))
+    assert assignment.working == len(assignment.steps["train"]) == working
+    assert len(assignment.spare) == spare
+
+
+def test_a_range_has_its_least_too():
+    with pytest.raises(NotEnoughNodes, match=r"4 nodes are needed, 3 of 5 are fit"):
+        assign(RANGE, HOSTS, {"n1": "sick", "n2": "sick"})
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "bad", "working"),
+    [
+        (9, 9, 0, 8),
+        (7, 7, 0, 6),  # a spare node stays one however many there are
+        (7, 7, 1, 6),  # and stands in first
+        (7, 7, 2, 5),
+        (7, 6, 0, 6),  # also where Slurm has taken a dead one out of the allocation
+        (5, 5, 0, 4),
+        (4, 4, 0, 4),  # somebody's own allocation, without room for one
+    ],
+)
+def test_spare_nodes_of_a_range_stand_in_before_it_shrinks(given, there, bad, working):
+    hosts = [f"n{i}" for i in range(there)]
+    plan = colocated(8, 7, 6, 5, 4, spare=1)
+    assert assign(plan, hosts, dict.fromkeys(hosts[:bad], "sick"), given).working == working
+
+
+@pytest.mark.parametrize(
+    ("state", "dead"),
+    [("idle", False), ("allocated", False), ("draining", False), ("allocated*", True), ("down", True), ("down*", True)],
+)
+def test_a_dead_node_is_told_by_slurms_word_for_it(state, dead):
+    assert is_dead(state) == dead
+
+
+def test_bad_are_nodes_that_say_so_that_say_nothing_and_that_slow_the_others():
+    well = NodeHealth("a", 0.0, True, [])
+    nodes = {host: well._replace(host=host) for host in "acd"}
+    nodes["b"] = NodeHealth("b", 0.0, False, ["7 of 8 GPUs are there", "/dev/shm is full"])
+    fabric = FabricReport(["a", "c"], {"c": "its all-reduce with a is slow"})
+    bad = unfit_nodes(NodeReports(nodes, {"f": "is torn"}, fabric), ["a", "b", "c", "d", "e", "f"])
+    assert set(bad) == {"b", "c", "d", "e", "f"}
+    assert bad["b"] == "7 of 8 GPUs are there; /dev/shm is full"
+    assert bad["c"] == "its all-reduce with a is slow"
+    assert "did not come" in bad["d"]
+    assert "no report" in bad["e"]
+    assert bad["f"] == "its report is torn"
+    assert set(unfit_nodes(NodeReports(nodes), ["a", "b", "c", "d"])) == {"b"}

@@ -1,0 +1,169 @@
+"""How an attempt ended is judged by error files, then rank 0's outcome, and only then by exit codes."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.host.judge.evidence import AttemptEvidence, RankExit
+from launcher.host.judge.verdict import Verdict, judge
+from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
+from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, HEARTBEAT_WAIT, LOST, MISCONFIGURED, SIGNALLED
+
+ERROR = RankError(1, "node01", 7, "train", "boom")
+TIMED_OUT = ERROR._replace(rank=0, host="node00", error="RuntimeError: Timed out waiting 600000ms", waited=True)
+HANG = Hang(3, "node05", "generating", 41, 1800.4, 0.0)
+SAVED, EMPTY = Outcome(DRAINED, 3), Outcome(DRAINED)
+BY_A_RANK = Drain(SIGNALLED, "a request to rank 0", 0.0)
+BY_US = Drain(SIGNALLED, "SIGUSR1 to the batch host", 0.0)
+CODES = st.dictionaries(st.integers(0, 3), st.sampled_from([0, 1, 75, 78, -9, -15]), min_size=1)
+
+
+def exits(codes: dict[int, int]) -> list[RankExit]:
+    return [RankExit(rank, code) for rank, code in codes.items()]
+
+
+def beat(rank: int, at: float, phase: str, ranks: int = 2) -> Heartbeat:
+    return Heartbeat(rank, ranks, f"node{rank:02}", phase, 7, 9, at, 1000.0, 10.0)
+
+
+def blamed(**evidence: object) -> tuple[int | None, str | None]:
+    verdict = judge(AttemptEvidence(**evidence))
+    return verdict.rank, verdict.error
+
+
+@given(
+    codes=CODES.filter(lambda codes: -9 not in codes.values()),
+    outcome=st.sampled_from([None, SAVED]),
+)
+def test_an_error_file_outweighs_everything(codes, outcome):
+    verdict = judge(AttemptEvidence(errors=[ERROR], outcome=outcome, exits=exits(codes)))
+    assert verdict[:4] == (CRASHED, 7, "boom", 1)
+
+
+@given(codes=CODES, kind=st.sampled_from([DRAINED, FINISHED]), drain=st.sampled_from([None, BY_A_RANK, BY_US]))
+def test_a_recorded_outcome_outweighs_the_exit_codes(codes, kind, drain):
+    evidence = AttemptEvidence(outcome=Outcome(kind, 3), exits=exits(codes), drain=drain, late="cleaned up")
+    assert judge(evidence)[:4] == (kind, 3, None, None)
+
+
+@given(codes=CODES)
+def test_exit_codes_alone_never_mean_success(codes):
+    assert judge(AttemptEvidence(exits=exits(codes))).outcome in (CRASHED, MISCONFIGURED)
+
+
+def test_the_rank_that_failed_first_is_named():
+    rank, error = blamed(exits=exits({2: -signal.SIGKILL, 0: 1}))
+    assert rank == 2
+    assert "SIGKILL (often: out of memory)" in error
+
+
+def test_ranks_that_we_ended_are_not_blamed():
+    assert blamed(late="Ctrl-C; no save within 60 s", code=-9) == (
+        None,
+        "stopped before it had saved: Ctrl-C; no save within 60 s",
+    )
+
+
+def test_a_killed_rank_is_the_cause_of_the_errors_its_sisters_report():
+    sister = ERROR._replace(rank=0, error="RuntimeError: Connection closed by peer")
+    verdict = judge(AttemptEvidence(errors=[sister], exits=exits({1: -signal.SIGKILL, 0: 1})))
+    assert (verdict.outcome, verdict.rank, verdict.step) == (CRASHED, 1, 7)
+    assert "SIGKILL" in verdict.error
+
+
+def test_an_abort_may_be_the_consequence_of_another_ranks_error():
+    assert blamed(errors=[ERROR], exits=exits({1: 1, 0: -signal.SIGABRT})) == (1, "boom")
+
+
+def test_a_rank_that_was_killed_is_found_where_its_last_heartbeat_was():
+    evidence = AttemptEvidence(exits=exits({1: -9}), heartbeats=[beat(1, 995.0, "generate")])
+    assert judge(evidence)._replace(error=None) == Verdict(CRASHED, 7, None, 1, "node01", "generate")
+
+
+def test_the_log_of_a_rank_that_died_too_early_for_a_report_has_the_last_word():
+    _, error = blamed(exits=exits({1: 1}), last_lines={1: "ImportError: no torch"})
+    assert error == "it left with exit code 1 without an error report; its log ends: ImportError: no torch"
+
+
+def test_a_rank_that_hung_is_blamed_and_not_those_that_were_ended_for_it():
+    evidence = AttemptEvidence(
+        errors=[ERROR], exits=exits({1: 1, 2: -9}), hang=HANG, stacks={3: "logs/attempt-002/train.3.stacks"}
+    )
+    error = "silent for 1800 s (stacks: logs/attempt-002/train.3.stacks)"
+    assert judge(evidence) == Verdict(CRASHED, 41, error, 3, "node05", "generating", True)
+
+
+def test_ranks_that_got_as_far_as_an_outcome_did_not_hang():
+    assert judge(AttemptEvidence(outcome=Outcome(FINISHED, 42), hang=HANG)).outcome == FINISHED
+
+
+def test_an_error_says_where_and_in_what():
+    assert judge(AttemptEvidence(errors=[ERROR])) == Verdict(CRASHED, 7, "boom", 1, "node01", "train")
+
+
+def test_a_collective_that_timed_out_is_held_against_the_rank_that_did_not_come():
+    beats = [beat(0, 400.0, HEARTBEAT_WAIT), beat(1, 300.0, "generate")]
+    evidence = AttemptEvidence(errors=[TIMED_OUT], heartbeats=beats, exits=exits({0: 1}), stacks={1: "here"})
+    verdict = judge(evidence)
+    assert (verdict.rank, verdict.node, verdict.phase, verdict.hung) == (1, "node01", "generate", True)
+    assert verdict.error.startswith("silent for 700 s while rank 0 waited for it: RuntimeError")
+    assert verdict.error.endswith("(stacks: here)")
+
+
+def test_a_rank_that_died_while_all_showed_their_stacks_is_not_the_one_that_did_not_come():
+    beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 300.0, "generate", 3), beat(2, 400.0, HEARTBEAT_WAIT, 3)]
+    assert blamed(errors=[TIMED_OUT], heartbeats=beats, exits=exits({2: -11}))[0] == 1
+    assert blamed(errors=[TIMED_OUT], heartbeats=beats, exits=exits({2: -9}))[0] == 2
+
+
+def test_it_stays_with_the_rank_that_reported_it_where_nobody_stands_out():
+    beats = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
+    verdict = judge(AttemptEvidence(errors=[TIMED_OUT], heartbeats=beats, exits=exits({0: 1})))
+    assert (verdict.rank, verdict.error, verdict.hung) == (0, TIMED_OUT.error, False)
+
+
+def test_an_error_of_its_own_is_a_ranks_own_fault():
+    beats = [beat(0, 400.0, HEARTBEAT_WAIT), beat(1, 300.0, "generate")]
+    assert blamed(errors=[TIMED_OUT._replace(waited=False)], heartbeats=beats)[0] == 0
+
+
+# The rank that ended first is the cause where the others took srun's SIGTERM for a request of somebody.
+@pytest.mark.parametrize("outcome", [None, EMPTY], ids=["nothing recorded", "left with nothing saved"])
+def test_a_request_that_only_ranks_know_of_does_not_explain_a_death(outcome):
+    verdict = judge(AttemptEvidence(outcome=outcome, exits=[RankExit(1, 1, "n2")], drain=BY_A_RANK, code=1))
+    assert (verdict.outcome, verdict.rank, verdict.node) == (CRASHED, 1, "n2")
+
+
+@pytest.mark.parametrize(
+    ("first", "drain", "outcome"),
+    [(75, BY_A_RANK, EMPTY), (1, BY_US, EMPTY), (1, BY_A_RANK, SAVED), (1, Drain("preempted", "x", 0.0), EMPTY)],
+)
+def test_but_a_drain_is_one_where_anybody_else_knows_of_it_or_all_was_saved(first, drain, outcome):
+    assert judge(AttemptEvidence(outcome=outcome, exits=[RankExit(1, first)], drain=drain)).outcome == DRAINED
+
+
+def test_ranks_asked_to_leave_that_were_gone_before_they_could_save_have_drained():
+    assert judge(AttemptEvidence(drain=BY_US, code=-9)) == Verdict(DRAINED)
+    assert judge(AttemptEvidence(drain=BY_US)) == Verdict(DRAINED)
+    assert judge(AttemptEvidence(drain=BY_US, code=75)).outcome == CRASHED, "75 without an outcome"
+
+
+def test_what_cannot_be_read_is_not_taken_for_absent():
+    assert judge(AttemptEvidence(unreadable_outcome="is empty")).outcome == DRAINED
+    assert judge(AttemptEvidence(unreadable_outcome="is empty")).step is None
+    rank, error = blamed(unreadable_errors={2: "is torn"}, outcome=SAVED)
+    assert (rank, error) == (2, "its error report cannot be read: is torn")
+
+
+def test_where_nobody_saw_the_end_the_ranks_words_count_and_else_it_is_lost():
+    assert judge(AttemptEvidence(unseen="its script was killed")) == Verdict(LOST, None, "its script was killed")
+    assert judge(AttemptEvidence(unseen="its script was killed", outcome=SAVED)).outcome == DRAINED
+
+
+@pytest.mark.parametrize(("unready", "error"), [(None, "the steps could not be started"), ("no image", "no image")])
+def test_an_attempt_that_never_began_says_why(unready, error):
+    assert blamed(unready=unready) == (None, error)

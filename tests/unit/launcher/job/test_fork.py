@@ -1,0 +1,103 @@
+"""A fork begins with everything that the run had at a checkpoint, and with nothing of what came later."""
+
+from __future__ import annotations
+
+import pytest
+from run_helpers import make_run
+
+from launcher.errors import BadInput, Unsure
+from launcher.job.fork import PlannedFork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
+from launcher.recipe.changes import Change
+from launcher.recipe.load import load_recipe
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append, read, read_lines
+from megatron_rl.contract.run_records import Fork
+
+
+def trained(root) -> RunDir:
+    """Six steps, checkpoints of 3 and 6, a snapshot of the code."""
+    run = make_run(root)
+    for step in (3, 6):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "weights").write_text(f"step {step}")
+    run.latest_checkpoint.write_text("step-000006\n")
+    for step in range(1, 7):
+        append(run.metrics, MetricsLine(step, {}))
+    append(run.evaluations, MetricsLine(0, {}))
+    append(run.evaluations, MetricsLine(5, {}))
+    (run.root / "code-002").mkdir()
+    (run.root / "code-002" / "train.py").write_text("code")
+    run.code.symlink_to("code-002")
+    return run
+
+
+def test_the_fork_has_the_run_up_to_the_checkpoint(tmp_path):
+    source, target = trained(tmp_path / "a"), RunDir(tmp_path / "b")
+    target.root.mkdir()
+    fill(PlannedFork(source, 3, load_recipe("demo"), (Change("grpo.kl_beta", 0.0, 0.1),)), target)
+    assert target.checkpoint_steps() == [3]
+    assert target.latest_checkpoint.read_text() == "step-000003\n"
+    assert [line.step for line in read_lines(MetricsLine, target.metrics).records] == [1, 2, 3]
+    assert [line.step for line in read_lines(MetricsLine, target.evaluations).records] == [0]
+    assert (target.code / "train.py").read_text() == "code"
+    record = read(Fork, target.fork)
+    assert (record.source, record.step, record.changes) == (str(source.root), 3, {"grpo.kl_beta": [0.0, 0.1]})
+
+
+def test_weights_take_no_space_and_outlive_their_run(tmp_path):
+    source, target = trained(tmp_path / "a"), RunDir(tmp_path / "b")
+    target.root.mkdir()
+    fill(PlannedFork(source, 3, load_recipe("demo"), ()), target)
+    ours, theirs = (run.checkpoint(3) / "weights" for run in (target, source))
+    assert ours.stat().st_ino == theirs.stat().st_ino
+    theirs.unlink()  # as save.keep does
+    assert ours.read_text() == "step 3"
+
+
+def test_the_newest_checkpoint_or_the_one_asked_for(tmp_path):
+    run = trained(tmp_path / "a")
+    assert checkpoint_of(run, None) == 6
+    assert checkpoint_of(run, 3) == 3
+    with pytest.raises(BadInput, match=r"no checkpoint of step 4; there are 3, 6"):
+        checkpoint_of(run, 4)
+    with pytest.raises(BadInput, match="has no checkpoint yet"):
+        checkpoint_of(make_run(tmp_path / "new"), None)
+
+
+def test_what_the_weights_fix_cannot_change():
+    refuse_misfits([Change("training.seed", 0, 1), Change("grpo.group_size", 16, 8)], step=3, steps=10)
+    with pytest.raises(BadInput, match=r"model\.num_layers: 2 -> 3"):
+        refuse_misfits([Change("model.num_layers", 2, 3)], step=3, steps=10)
+    with pytest.raises(BadInput, match="the checkpoint is of step 3 already"):
+        refuse_misfits([], step=3, steps=3)
+
+
+def test_a_fork_that_cannot_start_leaves_nothing(tmp_path):
+    source = trained(tmp_path / "a")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    fork = plan_fork(f"{source.root}@3", ["grpo.kl_beta=0.1"])
+    for given in (mine, None):
+        with pytest.raises(BadInput, match="no such partition"), forked(fork, given) as run:
+            assert run.checkpoint_steps() == [3]
+            raise BadInput("no such partition")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine"]
+    assert list(mine.iterdir()) == []
+
+
+def test_a_fork_stays_where_a_job_may_need_it(tmp_path):
+    fork = plan_fork(f"{trained(tmp_path / 'a').root}@3", [])
+    with pytest.raises(Unsure), forked(fork, tmp_path / "b") as run:
+        raise Unsure("sbatch did not answer")
+    assert run.checkpoint_steps() == [3]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_bad_input_and_leaves_nothing(tmp_path, monkeypatch):
+    source = trained(tmp_path / "a")
+    fork = plan_fork(f"{source.root}@3", [])
+    (source.checkpoint(3) / "weights").unlink()
+    source.checkpoint(3).rmdir()
+    with pytest.raises(BadInput, match="may have been removed meanwhile"), forked(fork, tmp_path / "b"):
+        pass
+    assert not (tmp_path / "b").exists()

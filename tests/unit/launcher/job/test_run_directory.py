@@ -1,0 +1,191 @@
+"""The run directory before an attempt: made once, never taken from anybody, and only resumed with the same values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import BadInput
+from launcher.host.process.lock import RunLock
+from launcher.job.directories import run_directory
+from launcher.job.run_directory import Prepared, opened, prepare
+from launcher.recipe.load import load_recipe, read_resolved
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import read_lines
+from megatron_rl.contract.run_records import RecipeChange
+
+
+def ask(root: Path, *overrides: str, change: bool = False) -> Prepared:
+    return prepare(load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides]), root, change)
+
+
+def refusal(root: Path, *overrides: str, change: bool = False) -> str:
+    with pytest.raises(BadInput) as caught:
+        ask(root, *overrides, change=change)
+    return "\n".join(caught.value.problems)
+
+
+def test_a_new_run_gets_its_recipe_and_its_first_attempt(tmp_path):
+    prepared = ask(tmp_path / "new" / "run", "training.steps=5")
+    assert prepared.attempt is not None
+    assert prepared.attempt.number == 1
+    assert prepared.attempt.folder.is_dir()
+    assert prepared.attempt.logs.is_dir()
+    assert read_resolved(prepared.run.resolved).training.steps == 5
+    text = prepared.run.recipe.read_text()
+    assert "# override: training.steps=5\n" in text
+    assert text.endswith(load_recipe("demo").text)
+
+
+def test_the_same_values_open_the_next_attempt(tmp_path):
+    ask(tmp_path)
+    prepared = ask(tmp_path)
+    assert prepared.attempt is not None
+    assert prepared.attempt.number == 2
+    assert not prepared.run.changes.exists()
+
+
+def test_other_values_are_listed_and_refused(tmp_path):
+    ask(tmp_path)
+    text = refusal(tmp_path, "training.steps=9", "grpo.group_size=8")
+    assert "training.steps: 800 -> 9" in text
+    assert "grpo.group_size: 16 -> 8" in text
+    assert "--change" in text
+    assert read_resolved(RunDir(tmp_path).resolved).training.steps == 800
+
+
+def test_change_alters_the_documented_set_and_records_it(tmp_path):
+    ask(tmp_path)
+    prepared = ask(tmp_path, "training.steps=900", change=True)
+    assert [str(change) for change in prepared.changes] == ["training.steps: 800 -> 900"]
+    assert read_resolved(prepared.run.resolved).training.steps == 900
+    (line,) = read_lines(RecipeChange, prepared.run.changes).records
+    assert (line.attempt, line.changes) == (2, {"training.steps": [800, 900]})
+
+
+def test_change_does_not_alter_what_makes_the_run_itself(tmp_path):
+    ask(tmp_path)
+    text = refusal(tmp_path, "training.steps=900", "grpo.group_size=8", change=True)
+    assert "grpo.group_size: 16 -> 8" in text
+    assert "training.steps: 800" not in text
+    assert read_resolved(RunDir(tmp_path).resolved).training.steps == 800
+
+
+def finish(root: Path, step: int) -> RunDir:
+    run = RunDir(root)
+    run.checkpoint(step).mkdir(parents=True)
+    run.done.touch()
+    return run
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    ask(tmp_path)
+    finish(tmp_path, 800)
+    assert ask(tmp_path).attempt is None
+
+
+def test_more_steps_reopen_a_finished_run(tmp_path):
+    ask(tmp_path)
+    run = finish(tmp_path, 800)
+    assert ask(tmp_path, "training.steps=900", change=True).attempt is not None
+    assert not run.done.exists()
+
+
+def test_fewer_steps_than_were_made_are_refused(tmp_path):
+    ask(tmp_path)
+    run = finish(tmp_path, 800)
+    assert "already reached step 800" in refusal(tmp_path, "training.steps=700", change=True)
+    assert run.done.exists()
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    assert "not a run directory" in refusal(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_empty_directory_will_do(tmp_path):
+    assert ask(tmp_path).attempt is not None
+
+
+def test_a_preparation_that_died_half_way_may_be_repeated(tmp_path):
+    (tmp_path / ".lock").write_text("")
+    assert ask(tmp_path).attempt is not None
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refusal(tmp_path / "file")
+    assert "give a writable --run-dir" in refusal(tmp_path / "file" / "run")
+
+
+def test_an_unwritable_place_is_refused():
+    assert "give a writable --run-dir" in refusal(Path("/proc/run"))
+
+
+def test_a_run_in_use_names_its_owner(tmp_path):
+    ask(tmp_path)
+    lock = RunLock(RunDir(tmp_path).lock, "the supervisor of attempt 1")
+    text = refusal(tmp_path)
+    lock.release()
+    assert "the supervisor of attempt 1 (pid " in text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"job_id": 7}'])
+def test_an_owner_that_cannot_be_read_is_one(tmp_path, content):
+    ask(tmp_path)
+    RunDir(tmp_path).job.write_text(content)
+    assert "job.json cannot be used" in refusal(tmp_path)
+
+
+def test_new_run_directories_are_never_shared(tmp_path):
+    paths = []
+    for _ in range(3):
+        with run_directory(None, "demo-1", tmp_path / "runs") as root:
+            paths.append(root)
+    assert [path.name for path in paths] == ["demo-1", "demo-1-2", "demo-1-3"]
+    assert all(path.is_dir() for path in paths)
+
+
+def fail(root: Path | None, parent: Path, *overrides: str, change: bool = False, handed_over: bool = False) -> None:
+    recipe = load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides])
+    with (
+        pytest.raises(KeyboardInterrupt),
+        run_directory(root, "demo", parent) as place,
+        opened(recipe, place, change) as found,
+    ):
+        (found.run.root / "code-001").mkdir()
+        found.run.code.symlink_to("code-001")
+        found.handed_over = handed_over
+        raise KeyboardInterrupt
+
+
+def test_a_failure_leaves_no_new_run_behind(tmp_path):
+    fail(None, tmp_path / "far" / "away")
+    fail(tmp_path / "given" / "run", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_an_empty_directory_of_the_user(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    fail(mine, tmp_path)
+    assert list(tmp_path.iterdir()) == [mine]
+    assert list(mine.iterdir()) == []
+
+
+def test_what_somebody_else_may_use_by_now_stays(tmp_path):
+    fail(None, tmp_path / "runs", handed_over=True)
+    assert RunDir(tmp_path / "runs" / "demo").resolved.is_file()
+
+
+def test_a_failure_leaves_an_old_run_as_it_was(tmp_path):
+    ask(tmp_path)
+    run = finish(tmp_path, 800)
+    before = {path: path.read_text() for path in (run.resolved, run.recipe, run.done)}
+    fail(tmp_path, tmp_path, "training.steps=900", change=True)
+    assert {path: path.read_text() for path in before} == before
+    assert not run.changes.exists()
+    assert not run.code.is_symlink()
+    assert not (run.root / "code-001").exists()

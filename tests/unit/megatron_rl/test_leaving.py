@@ -1,0 +1,122 @@
+"""What a rank still saves before it leaves, and for how long it tries."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoint_helpers import checkpointer, sharded_state, world
+from core_helpers import quiet_safe_points
+
+from megatron_rl.attempt import finish, leave
+from megatron_rl.checkpoint import writer as writer_module
+from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
+from megatron_rl.checkpoint.shards import write_part
+from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.codes import MARGIN_S
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
+from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.metrics.writer import NoMetrics
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.safe_points import SafePoints
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Leaving:
+    """A run that has done `step` and is asked to leave `left_s` before it will be gone."""
+
+    def __init__(self, folder: Path, saver: Checkpointer, step: int, left_s: float | None = None) -> None:
+        self.saver, self.run_dir = saver, RunDir(folder)
+        attempt = self.run_dir.attempt(1)
+        attempt.folder.mkdir(parents=True)
+        deadline = None if left_s is None else time.time() + left_s
+        write(attempt.drain, Drain("preempted", "test", time.time(), deadline))
+        safe_points = SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
+        self.run: Any = SimpleNamespace(
+            step=step,
+            next_ordinal=0,
+            trainer=SimpleNamespace(between_steps=True),
+            safe_points=safe_points,
+            groups=SimpleNamespace(control=world()),
+            checkpointer=saver,
+            writer=NoMetrics(),
+            driver=SimpleNamespace(bank=SimpleNamespace(saving=lambda step, next_ordinal: None)),
+            sharded_state=lambda: sharded_state(1.0),
+            counters=dict,
+        )
+
+    def go(self) -> list[tuple[str, int]]:
+        """What became of the saves."""
+        leave(self.run, self.run_dir)
+        return [(type(outcome).__name__, outcome.step) for outcome in self.saver.poll()]
+
+
+def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    assert Leaving(tmp_path, saver, 20).go() == [("Published", 20)]
+
+
+def test_what_could_not_be_saved_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a full disk: the room may be there by now, and all since the checkpoint before would be lost."""
+
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    saver = checkpointer(tmp_path)
+    monkeypatch.setattr(writer_module, "write_part", full)
+    saver.save(20, sharded_state(1.0), {})
+    saver.wait()
+    assert isinstance(saver.poll()[0], SaveFailed)
+    monkeypatch.setattr(writer_module, "write_part", write_part)
+    assert Leaving(tmp_path, saver, 20).go() == [("Published", 20)]
+
+
+def test_a_write_under_way_that_does_not_end_in_time_is_given_up_and_nothing_else_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = Event()
+
+    def slowly(folder: Path, snapshot: Any, rank: int, check: Any) -> Any:
+        while not never.wait(0.02):
+            check()
+
+    monkeypatch.setattr(writer_module, "write_part", slowly)
+    saver = checkpointer(tmp_path, timeout_s=15)
+    saver.save(20, sharded_state(1.0), {})
+    began = time.monotonic()
+    assert Leaving(tmp_path, saver, 21, left_s=MARGIN_S + 0.5).go() == [("SaveFailed", 20)]
+    assert 0.4 < time.monotonic() - began < 5
+
+
+def test_a_run_that_waits_for_its_last_save_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That may take longer than the silence that is held against a rank."""
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.8)
+        return write_part(*args)
+
+    monkeypatch.setattr(writer_module, "write_part", slowly)
+    safe_points, beats = quiet_safe_points(), []
+    monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    finish(safe_points, saver)
+    assert saver.published == 20
+    assert len(beats) > 3
+
+
+def test_a_run_whose_last_save_failed_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "write_part", lambda *args: (tmp_path / "missing" / "file").read_bytes())
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    with pytest.raises(CheckpointError, match="of step 20, was not saved"):
+        finish(quiet_safe_points(), saver)

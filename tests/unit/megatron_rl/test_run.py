@@ -1,0 +1,102 @@
+"""A run is restored before anything works with it, and then needs nothing but its own checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
+
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.run import Run, set_up
+
+STEP = 3
+
+
+class Began:
+    """A run that began with a checkpoint of another, and has saved its own step 3."""
+
+    def __init__(self, folder: Path, platform: Any, groups: Any, **grpo: Any) -> None:
+        self.platform, self.groups = platform, groups
+        self.source, self.run_dir = folder / "source", RunDir(folder / "run")
+        self.change_source(seed=1)
+        first = self.start(**grpo)
+        stir(first.trainer.policy, 0.3)
+        self.weights = weights(first)
+        first.step, first.next_ordinal, first.evaluated, first.trainer.policy_version = STEP, 12, 2, 5
+        save(first, STEP)
+
+    def change_source(self, seed: int) -> None:
+        """Save other weights where the recipe says that the run begins."""
+        shutil.rmtree(self.source, ignore_errors=True)
+        other = self._set_up(RunDir(self.source), tiny_run())
+        stir(other.trainer.policy, 0.3, seed)
+        save(other, 1)
+
+    def start(self, **grpo: Any) -> Run:
+        checkpoint = str(RunDir(self.source).checkpoint(1))
+        model = tiny_model(init="checkpoint", checkpoint=checkpoint).model_dump()
+        return self._set_up(self.run_dir, tiny_run(model=model, grpo=grpo))
+
+    def _set_up(self, run_dir: RunDir, config: RunConfig) -> Run:
+        attempt = run_dir.attempt(run_dir.last_attempt() + 1)
+        attempt.folder.mkdir(parents=True)
+        return set_up(run_dir, attempt, config, self.platform, self.groups, quiet_safe_points())
+
+
+def weights(run: Run) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in run.trainer.policy.parameters()]
+
+
+def save(run: Run, step: int) -> None:
+    run.checkpointer.save(step, run.sharded_state(), run.counters())
+    run.checkpointer.wait(final=True)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def test_all_that_counts_goes_on_from_the_checkpoint(tmp_path: Path, platform: Any, groups: Any) -> None:
+    began = Began(tmp_path, platform, groups)
+    run = began.start()
+    assert same(weights(run), began.weights)
+    assert (run.step, run.next_ordinal, run.evaluated, run.saved) == (STEP, 12, 2, STEP)
+    assert run.trainer.policy_version == run.engine.policy_version == 5
+
+
+def test_a_run_with_a_checkpoint_of_its_own_needs_that_of_its_beginning_no_more(
+    tmp_path: Path, platform: Any, groups: Any
+) -> None:
+    """It may have been deleted long since; and to load and hash it at every start costs minutes."""
+    began = Began(tmp_path, platform, groups)
+    shutil.rmtree(began.source)
+    assert same(weights(began.start()), began.weights)
+
+
+def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Path, platform: Any, groups: Any) -> None:
+    began = Began(tmp_path, platform, groups, kl_beta=0.1)
+    run = began.start(kl_beta=0.1)
+    assert run.trainer.reference is not None
+    assert same(weights(run), began.weights)
+    assert not same([weight.detach() for weight in run.trainer.reference.parameters()], began.weights)
+    began.change_source(seed=2)
+    with pytest.raises(ConfigurationError, match=r"model\.checkpoint is not what this run began with"):
+        began.start(kl_beta=0.1)
+    assert same(weights(began.start()), began.weights), "without the penalty it does not matter"
+    shutil.rmtree(began.source)
+    with pytest.raises(ConfigurationError, match=r"model\.checkpoint: .* is not a checkpoint"):
+        began.start(kl_beta=0.1)
+
+
+def test_a_run_without_a_checkpoint_needs_that_of_its_beginning(tmp_path: Path, platform: Any, groups: Any) -> None:
+    began = Began(tmp_path, platform, groups)
+    shutil.rmtree(began.source)
+    shutil.rmtree(began.run_dir.root)
+    with pytest.raises(ConfigurationError, match=r"model\.checkpoint: "):
+        began.start()
