@@ -30,6 +30,7 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit, SharedWeights
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.training import supervised
 from megatron_rl.training.optimizer import PolicyOptimizer
 from megatron_rl.training.trainer import Trainer
@@ -120,6 +121,14 @@ class Run:
                 initial_weights=self.initial_weights,
             )
         )
+
+    def evaluate(self) -> dict[str, Any]:
+        """Greedy accuracy on the environment's evaluation sets, and how it was asked for. Collective."""
+        asked = self.environment.prompt_format
+        accuracies = evaluate(
+            self.environment, self.engine, self.config, self.groups, self.safe_points, self.driver.runner
+        )
+        return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
 
 def set_up(

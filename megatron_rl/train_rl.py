@@ -14,7 +14,6 @@ from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.metrics.report import StepReport
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed
-from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run import Run
 
@@ -28,7 +27,7 @@ def train(run: Run) -> str:
     try:
         while True:
             if run.evaluated < run.step and evaluation_due(run.step, run.config.evaluation.every, last):
-                evaluate_run(run)
+                evaluate(run)
             if run.saved < run.step and schedule.due(run.step):
                 save(run)
             if run.step == last:
@@ -69,13 +68,10 @@ def evaluation_due(step: int, every: int, last: int) -> bool:
     return step in (0, last) or (every > 0 and step % every == 0)
 
 
-def evaluate_run(run: Run) -> None:
-    """Greedy accuracy on the environment's evaluation sets, and how it was asked for."""
+def evaluate(run: Run) -> None:
     run.safe_points.activity.enter("evaluating", run.step)
     with run.safe_points.phase("evaluate"):
-        asked = run.environment.prompt_format
-        accuracies = evaluate(run.environment, run.engine, run.config, run.groups, run.safe_points, run.driver.runner)
-        run.writer.evaluation(run.step, {**accuracies, "eval/prompt_format": asked} if asked else accuracies)
+        run.writer.evaluation(run.step, run.evaluate())
     run.evaluated = run.step
 
 

@@ -47,6 +47,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Bytes of all terms."""
         return sum(term.bytes for term in self.terms)
 
 
@@ -61,6 +62,7 @@ class Weights:
 
     @property
     def all(self) -> int:
+        """Shared and experts' together."""
         return self.dense + self.experts
 
 
@@ -114,8 +116,8 @@ def whole_model(model: ModelConfig, vocab: int) -> int:
     return weights(model, vocab).all
 
 
-def memory(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
-    """Of the fullest rank of each role that the layout has."""
+def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
+    """The memory of the fullest rank of each role that the layout has."""
     found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
     if sizes.partitioned:
         stages = (_inference(config, sizes, vocab, stage) for stage in range(sizes.inference_pp))
@@ -124,7 +126,7 @@ def memory(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
 
 
 def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
-    """One checkpoint, of all ranks together."""
+    """Bytes of one checkpoint, of all ranks together."""
     return whole_model(config.model, vocab) * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
 
 
@@ -189,7 +191,7 @@ def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
 
 
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
-    """Of the largest micro-batch, on one rank: a sequence that alone has more than fits makes its own."""
+    """Tokens of the largest micro-batch on one rank: a sequence that alone has more than fits makes its own."""
     longest = longest_sequence(config)
     most = min(config.training.tokens_per_microbatch, answers_per_update(config, sizes.dp) * longest)
     return -(-max(most, longest) // sizes.cp)

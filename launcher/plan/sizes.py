@@ -38,6 +38,7 @@ class Sizes:
 
     @classmethod
     def of(cls, job: JobConfig, placement: PlacementConfig, nodes: int) -> Sizes:
+        """The sizes of a recipe on this many nodes."""
         training, inference = placement.training, placement.inference
         return cls(
             nodes=nodes,
@@ -56,6 +57,7 @@ class Sizes:
 
     @property
     def inference_tp(self) -> int:
+        """That of the training where none was asked for."""
         return self.asked_inference_tp or self.tp
 
     @property
@@ -78,6 +80,7 @@ class Sizes:
 
     @property
     def dp(self) -> int:
+        """Data-parallel replicas of the training world."""
         return self.training_world // self.model_size
 
     @property
@@ -92,6 +95,7 @@ class Sizes:
 
     @property
     def replicas(self) -> int:
+        """Inference replicas."""
         return self.generating // self.replica_size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.config import ResumeConfig
+from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.run import Run
 
 NOWHERE = Path("nowhere.bank")
 
@@ -29,3 +32,11 @@ def bank_in(
     policy version, or from nothing."""
     place = {"next_ordinal": 0, "driver": 0, "drivers": 1} | where
     return Bank(folder, resume or ResumeConfig(), lineage(attempt, policy_version), **place)
+
+
+def drive(run: Run, bank: Bank) -> None:
+    """Give a run a driver with this bank, as if it had been built with it."""
+    run.driver.close()
+    run.driver = RolloutDriver(
+        run.environment, run.engine, bank, run.config, run.groups, run.safe_points, asyncio.Runner()
+    )

@@ -90,6 +90,7 @@ def collect() -> None:
         hang("generate")
     activity.doing = HEARTBEAT_WAIT
     box.start()
+    box.start_heartbeats()
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
@@ -102,6 +103,7 @@ def hang(doing: str, *, stopped: bool = False) -> NoReturn:
     activity.phase = "training"
     activity.doing, activity.step = doing, 3
     box.start()
+    box.start_heartbeats()
     if stopped:
         wait_for_own_heartbeat()
         os.kill(os.getpid(), signal.SIGSTOP)

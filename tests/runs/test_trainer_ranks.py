@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import run_ranks
-from core_helpers import CPU, batch_of, build_run, random_groups, tiny_run
+from core_helpers import batch_of, build_run, random_groups, tiny_run
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -50,11 +50,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def losses_and_weights(rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
+def losses_and_weights(
+    rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]
+) -> tuple[list[dict[str, Any]], Tensor]:
     """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
     config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
-    run = build_run(config, select(JobConfig(device="cpu")), of_ranks, scale=0.1)  # rounding must not grow over the steps
+    run = build_run(
+        config, select(JobConfig(device="cpu")), of_ranks, scale=0.1
+    )  # rounding must not grow over the steps
     tallied = []
     for step in range(1, STEPS + 1):
         groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)

@@ -62,11 +62,14 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
 
 def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     lock = _retried(lambda: own(context))
-    _retried(lambda: create(context, settings.script.document))
-    end = run_attempt(context, settings, signals, lock.descriptor)
-    while end.then == HERE:
-        context = without_dead_nodes(context)
+    try:
+        _retried(lambda: create(context, settings.script.document))
         end = run_attempt(context, settings, signals, lock.descriptor)
+        while end.then == HERE:
+            context = without_dead_nodes(context)
+            end = run_attempt(context, settings, signals, lock.descriptor)
+    finally:
+        lock.release()
     return int(end.exit_code or EXIT_FINISHED)
 
 

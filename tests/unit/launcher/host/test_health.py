@@ -11,21 +11,21 @@ import pytest
 
 from launcher.host import health
 from launcher.host.health import (
-    Reports,
     canary,
     check_ecc,
     check_gpus,
     check_shared_memory,
     check_xids,
     examine,
-    judge,
-    read_reports,
     within,
 )
+from launcher.host.judge.nodes import NodeReports, unfit_nodes
+from launcher.host.record.evidence import read_node_reports
+from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json, write_json
+from megatron_rl.contract.records import read, write
 
-OK = {"ok": True, "problems": []}
+WELL = NodeHealth("a", 0.0, True, [])
 
 GPU = """<gpu id="00000000:19:00.0">
   <ecc_errors>
@@ -110,17 +110,17 @@ def test_a_file_system_that_refuses_is_quoted(tmp_path):
     (tmp_path / "file").write_text("")
     report, writable = examine(tmp_path / "file" / "health", "n1", 0)
     assert not writable
-    assert "Not a directory" in report["problems"][0]
-    assert not report["ok"]
+    assert "Not a directory" in report.problems[0]
+    assert not report.ok
 
 
 def test_a_node_reports_under_the_name_that_slurm_gave_it(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     assert health.main(["--run-dir", str(tmp_path), "--attempt", "3", "--gpus", "0"]) == 0
-    report = read_json(RunDir(tmp_path).attempt(3).health("n7"))
-    assert report["ok"]
-    assert report["host"] == "n7"
-    assert judge(read_reports(RunDir(tmp_path).attempt(3)), ["n7"]) == {}
+    report = read(NodeHealth, RunDir(tmp_path).attempt(3).health("n7"))
+    assert report.ok
+    assert report.host == "n7"
+    assert unfit_nodes(read_node_reports(RunDir(tmp_path).attempt(3)), ["n7"]) == {}
 
 
 def test_a_missing_gpu_and_a_tool_that_never_answers_are_reported(tmp_path, monkeypatch):
@@ -130,11 +130,11 @@ def test_a_missing_gpu_and_a_tool_that_never_answers_are_reported(tmp_path, monk
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(health, "TOOL_LIMIT", 0.2)
     report, _ = examine(tmp_path / "health", "n1", 1)
-    assert "nvidia-smi: no answer within 0 s" in report["problems"]
+    assert "nvidia-smi: no answer within 0 s" in report.problems
     monkeypatch.setattr(health, "TOOL_LIMIT", 60.0)
     tool.write_text("#!/bin/sh\necho 'No devices were found' >&2; exit 6\n")
     report, _ = examine(tmp_path / "health", "n1", 1)
-    assert "nvidia-smi: No devices were found" in report["problems"]
+    assert "nvidia-smi: No devices were found" in report.problems
 
 
 def test_the_checks_of_a_sound_gpu_node(tmp_path, monkeypatch):
@@ -150,20 +150,8 @@ def test_the_checks_of_a_sound_gpu_node(tmp_path, monkeypatch):
     monkeypatch.setattr(health, "SHM_MIB_PER_GPU", 1)
     monkeypatch.setattr(health, "SHM_MIB", 1)
     report, writable = examine(tmp_path / "health", "n1", 1)
-    assert (report["ok"], writable, report["gpus"]) == (True, True, 1)
-    assert report["skipped"] == ["Xid: dmesg: dmesg: read kernel buffer failed: Operation not permitted"]
-
-
-def test_bad_are_nodes_that_say_so_that_say_nothing_and_that_slow_the_others():
-    sick = {"ok": False, "problems": ["7 of 8 GPUs are there", "/dev/shm is full"]}
-    fabric = {"hosts": ["a", "c"], "bad": {"c": "its all-reduce with a is slow"}}
-    bad = judge(Reports({"a": OK, "b": sick, "c": OK, "d": OK}, fabric), ["a", "b", "c", "d", "e"])
-    assert set(bad) == {"b", "c", "d", "e"}
-    assert bad["b"] == "7 of 8 GPUs are there; /dev/shm is full"
-    assert bad["c"] == "its all-reduce with a is slow"
-    assert "did not come" in bad["d"]
-    assert "no report" in bad["e"]
-    assert set(judge(Reports({"a": OK, "b": sick, "c": OK, "d": OK}, None), ["a", "b", "c", "d"])) == {"b"}
+    assert (report.ok, writable, report.gpus) == (True, True, 1)
+    assert report.skipped == ["Xid: dmesg: dmesg: read kernel buffer failed: Operation not permitted"]
 
 
 def test_the_oldest_python_checks_a_node(tmp_path):
@@ -172,13 +160,16 @@ def test_the_oldest_python_checks_a_node(tmp_path):
     command += ["--run-dir", str(tmp_path), "--attempt", "1", "--gpus", "0"]
     subprocess.run(command, check=True, timeout=60)
     (report,) = RunDir(tmp_path).attempt(1).health("x").parent.iterdir()
-    assert read_json(report)["ok"]
+    assert read(NodeHealth, report).ok
 
 
 def test_reports_are_read_where_they_are_written(tmp_path):
     attempt = RunDir(tmp_path).attempt(1)
-    assert read_reports(attempt) == Reports({}, None)
+    assert read_node_reports(attempt) == NodeReports({})
     attempt.health("a").parent.mkdir(parents=True)
-    write_json(attempt.health("a"), OK)
-    write_json(attempt.fabric, {"hosts": ["a"], "bad": {}})
-    assert read_reports(attempt) == Reports({"a": OK}, {"hosts": ["a"], "bad": {}})
+    write(attempt.health("a"), WELL)
+    attempt.health("b").write_text("")
+    write(attempt.fabric, FabricReport(["a"], {}))
+    reports = read_node_reports(attempt)
+    assert (reports.nodes, reports.fabric) == ({"a": WELL}, FabricReport(["a"], {}))
+    assert reports.unreadable == {"b": "cannot be used: is empty"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from core_helpers import VOCAB, tiny_model, tiny_run
 
-from launcher.plan.gpu_memory import Memory, checkpoint_bytes, memory, vocabulary, weights, whole_model
+from launcher.plan.gpu_memory import Memory, checkpoint_bytes, rank_memories, vocabulary, weights, whole_model
 from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
@@ -100,7 +100,7 @@ def memories(config: RunConfig, nodes: int = 8) -> list[Memory]:
     job = config.job.model_copy(update={"nodes": nodes, "gpus_per_node": 8, "device": "cuda"})
     rows = vocabulary(config)
     assert rows is not None
-    return memory(config.model_copy(update={"job": job}), Sizes.of(job, config.placement, job.most_nodes), rows)
+    return rank_memories(config.model_copy(update={"job": job}), Sizes.of(job, config.placement, job.most_nodes), rows)
 
 
 def test_states_take_18_bytes_a_parameter_of_which_adams_12_are_shared_out():
@@ -169,7 +169,7 @@ def activations(model: ModelConfig, layers: int, tokens: int, recompute: str) ->
         model=model.model_dump() | {"num_layers": layers},
         training={"steps": 1, "tokens_per_microbatch": tokens, "recompute": recompute},
     )
-    (found,) = memory(config, Sizes.of(config.job, config.placement, 1), 16)
+    (found,) = rank_memories(config, Sizes.of(config.job, config.placement, 1), 16)
     return next(term.bytes for term in found.terms if term.name == "activations")
 
 

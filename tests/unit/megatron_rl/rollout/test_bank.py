@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from bank_helpers import bank_in
+from bank_helpers import bank_in, drive
 from core_helpers import answer_of, build_run, tiny_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,7 +75,7 @@ def collect(
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.engine, "step", counted)
-        run.drive(bank or bank_in(Path(folder)))
+        drive(run, bank or bank_in(Path(folder)))
         try:
             return run.driver._roll_out(share)
         finally:
@@ -180,7 +180,7 @@ def test_unfinished_answers_are_written_now_and_then(run: Run, tmp_path: Path, m
 
 def test_evaluation_leaves_nothing_in_the_bank(run: Run, tmp_path: Path) -> None:
     bank = bank_of(run, tmp_path, 1)
-    run.drive(bank)
+    drive(run, bank)
     run.evaluate()
     run.driver.close()
     assert banked_tokens(tmp_path) == 0
@@ -304,7 +304,7 @@ def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path)
 
 def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
     bank = bank_of(run, tmp_path, 1)
-    run.drive(bank)
+    drive(run, bank)
     run.driver._roll_out(range(PROMPTS))
     assert bank._file.wait(20)
     bank.begin_checkpoint(9, next_ordinal=3)
@@ -318,7 +318,7 @@ def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[Traje
 
 def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
-    run.drive(bank)
+    drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
     for ordinal in range(PROMPTS):
         run.driver._roll_out(range(ordinal, ordinal + 1))
@@ -333,7 +333,7 @@ def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeyp
 
 def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
-    run.drive(bank)
+    drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 0.0)
     run.driver._roll_out(range(2))
     assert bank._file.wait(20)
@@ -343,7 +343,7 @@ def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypat
 
 def test_a_step_that_fails_leaves_what_it_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
-    run.drive(bank)
+    drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
     run.driver._roll_out(range(1))
     monkeypatch.setattr(run.engine, "step", fail)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,13 +13,15 @@ from run_helpers import begin, end, make_run
 
 from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show import status as show
-from launcher.host.attempt.avoid import EXCLUDED_FOR, nodes_to_avoid
-from launcher.host.slurm import client
+from launcher.host.attempt.avoid import EXCLUDED_FOR_S, nodes_to_avoid
+from launcher.host.slurm import ask
+from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.state import read_status
+from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.paths import RunDir
 
 NOW = 1e6
-RECENT, LONG_AGO = NOW - EXCLUDED_FOR + 1, NOW - EXCLUDED_FOR
+RECENT, LONG_AGO = NOW - EXCLUDED_FOR_S + 1, NOW - EXCLUDED_FOR_S
 
 
 class Cluster:
@@ -29,8 +30,8 @@ class Cluster:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nodes = {f"n{number}" for number in range(1, 10)}
         self.down: set[str] = set()
-        patch.setattr(client, "could_start", self.could_start)
-        patch.setattr(client, "node_states", lambda hosts: dict.fromkeys(self.nodes & set(hosts), "idle"))
+        patch.setattr(ask, "could_start", self.could_start)
+        patch.setattr(ask, "node_states", lambda hosts: dict.fromkeys(self.nodes & set(hosts), "idle"))
 
     def could_start(self, script: str, avoid: Sequence[str]) -> bool:
         assert set(avoid) <= self.nodes, "Invalid node name specified"
@@ -47,7 +48,7 @@ def avoided(root: Path, before: Sequence[tuple[float, str, str]], fresh: str, li
     run = RunDir(root)
     for attempt, (at, nodes, then) in enumerate(before, 1):
         end(run, attempt, "crashed", at=at, excluded=nodes.split(), then=then)
-    this: dict[str, Any] = {"attempt": len(before) + 1, "excluded": fresh.split()}
+    this = AttemptEnd(len(before) + 1, NOW, "crashed", excluded=fresh.split())
     return " ".join(nodes_to_avoid(run, this, listed.split(), NOW))
 
 
@@ -123,18 +124,17 @@ def test_slurm_itself_says_whether_enough_nodes_are_left(monkeypatch, answer: st
     def run(command: list[str], environ: dict[str, str]) -> str:
         assert command == ["sbatch", "--test-only", "--exclude=n1,n2", "job.sbatch"]
         if answer is not None:
-            raise client.SlurmRefused(answer)
+            raise SlurmRefused(answer)
         return ""
 
-    monkeypatch.setattr(client, "_run", run)
-    assert client.could_start("job.sbatch", ["n1", "n2"]) is could
+    monkeypatch.setattr(ask, "call", run)
+    assert ask.could_start("job.sbatch", ["n1", "n2"]) is could
 
 
 def test_status_says_which_and_since_when(tmp_path: Path, monkeypatch) -> None:
     record = {"ExcNodeList": "n2,n8,n9", "PreemptTime": "None"}
-    for module in (client, show):
+    for module in (ask, show):
         monkeypatch.setattr(module, "show_job", lambda job_id: record)
-    monkeypatch.setattr(client, "hostnames", lambda nodelist: nodelist.split(","))
     run = make_run(tmp_path / "run", job_id="7", cluster="lab")
     begin(run, 1, job_id="7", at=NOW)
     at = time.mktime(time.strptime("2026-11-21T14:03:00", "%Y-%m-%dT%H:%M:%S"))

@@ -1,116 +1,147 @@
-"""What an attempt takes over from the one before it in the same job."""
+"""What an attempt takes over from the one before it in the same job, and which nodes it uses."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.host.attempt import begin as begin_module
-from launcher.host.attempt import nodes
-from launcher.host.attempt.context import Here
+from launcher.host.attempt import own
+from launcher.host.attempt.begin import begin_attempt
+from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.prepare import Checks, Preparation
+from launcher.host.attempt.runner import AttemptRunner
+from launcher.host.attempt.slurm_job import SlurmJob
+from launcher.host.attempt.slurm_run import without_dead_nodes
+from launcher.host.attempt.slurm_steps import Script, SlurmSteps
+from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import BY_US, HERE
-from launcher.host.slurm import client
-from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
-from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import append_json_line, read_json, write_json
+from launcher.host.process.signals import Signals
+from launcher.host.slurm import ask, call
+from launcher.host.slurm.call import SlurmSilent
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, NodeHealth, Requeued
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import append, if_readable, read, write
+from megatron_rl.contract.run_records import Owner, PlanRecord, PlanStep
 
-PLAN = {"nodes": 2, "gpus_per_node": 1, "spare_nodes": 1, "steps": [{"name": "train", "nodes": [0, 1]}]}
+PLAN = PlanRecord(2, 1, 1, [PlanStep("train", [0, 1], 1)])
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+def context(tmp_path: Path) -> JobContext:
     """Job 7 on three nodes; attempt 1 is about to end."""
-    monkeypatch.setattr(client, "hostnames", lambda nodelist: nodelist.split(","))
     run = RunDir(tmp_path)
     run.attempt(1).folder.mkdir(parents=True)
-    append_json_line(run.attempts_ledger, {"event": "start", "attempt": 1, "at": 10.0, "job_id": "7"})
-    write_json(run.plan, PLAN)
-    return Here({"MRL_RUN_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2,n3"})
+    append(run.attempts_ledger, AttemptStart(1, 10.0, job_id="7"))
+    write(run.plan, PLAN)
+    return JobContext(run, "lab", "7", ["n1", "n2", "n3"])
 
 
-def end(here: Here, then: str, **more: Any) -> None:
-    line = {"event": "end", "attempt": 1, "at": 20.0, "job_id": "7", "then": then, "excluded": []} | more
-    append_json_line(here.run.attempts_ledger, line)
-
-
-def begin(here: Here) -> Here:
-    assert begin_module.open_attempt(here, argparse.Namespace()) == EXIT_FINISHED
-    here._attempt = "2"
-    return here
+def end(context: JobContext, then: str, **more: Any) -> None:
+    line = AttemptEnd(1, 20.0, "crashed", job_id="7", then=then)._replace(**more)
+    append(context.run.attempts_ledger, line)
 
 
 @pytest.mark.parametrize(
     ("asked_at", "then", "leaves"), [(21.0, HERE, True), (19.0, HERE, False), (21.0, BY_US, False)]
 )
 def test_a_request_between_two_attempts_of_an_allocation_is_for_the_second(
-    here: Here, asked_at: float, then: str, leaves: bool
+    context: JobContext, asked_at: float, then: str, leaves: bool
 ) -> None:
-    end(here, then)
-    write_json(here.run.attempt(1).drain, {"cause": "cancelled", "by": "you", "at": asked_at, "deadline": None})
-    request = read_json(begin(here).attempt.drain)
+    end(context, then)
+    write(context.run.attempt(1).drain, Drain("cancelled", "you", asked_at))
+    request = if_readable(read(Drain, begin_attempt(context).drain))
     assert (request is not None) is leaves
-    assert request is None or (request["cause"], request["by"]) == ("cancelled", "you")
+    assert request is None or (request.cause, request.by) == ("cancelled", "you")
 
 
-def choose(here: Here) -> Any:
-    code = nodes.choose_nodes(here, argparse.Namespace(step=None, checked=False))
-    return code, read_json(here.attempt.nodes)
+def prepare(context: JobContext, attempt: Attempt, **checks: bool) -> tuple[AttemptRunner, NodeAssignment | None]:
+    """The assignment of an attempt whose checks have run."""
+    job = SlurmJob(context, notice=60.0, backoff=30.0, outlives_nodes=False)
+    steps = SlurmSteps(context, Script("no script"), attempt, lock=0)
+    runner = AttemptRunner(attempt, steps, job, Signals(()), silence_limit=0.0)
+    preparation = Preparation(context, Checks(), runner, steps, job)
+    try:
+        return runner, preparation._assign(context.hosts) if checks else preparation.run()
+    except NotEnoughNodes:
+        return runner, None
 
 
-def test_a_node_that_slurm_was_not_told_to_avoid_is_not_used(here: Here) -> None:
-    end(here, BY_US, excluded=["n1", "n9"])
-    code, nodes = choose(begin(here))
-    assert code == EXIT_FINISHED
-    assert nodes["steps"] == {"train": ["n2", "n3"]}
-    assert nodes["bad"] == {"n1": "attempt 1 failed there"}
+def assigned(context: JobContext, **checks: bool) -> NodeAssignment:
+    attempt = begin_attempt(context)
+    _, assignment = prepare(context, attempt, **checks)
+    assert assignment is not None
+    assert read(NodeAssignment, attempt.nodes) == assignment
+    return assignment
 
 
-def test_nor_is_one_that_failed_an_earlier_attempt_of_the_allocation(here: Here) -> None:
-    end(here, HERE, excluded=["n1"], attempt=0)
-    end(here, HERE)
-    assert set(choose(begin(here))[1]["bad"]) == {"n1"}
+def test_a_node_that_slurm_was_not_told_to_avoid_is_not_used(context: JobContext) -> None:
+    end(context, BY_US, excluded=["n1", "n9"])
+    assignment = assigned(context)
+    assert assignment.steps == {"train": ["n2", "n3"]}
+    assert assignment.bad == {"n1": "attempt 1 failed there"}
 
 
-def test_one_that_the_run_cannot_do_without_is_used_though_slurm_refused_something_else(here: Here) -> None:
-    end(here, BY_US, excluded=["n1", "n2"])
-    write_json(here.run.attempt(1).requeued, {"at": 21.0, "problem": "postpone: no", "avoided": ["n2"]})
-    assert set(choose(begin(here))[1]["bad"]) == {"n2"}
+def test_nor_is_one_that_failed_an_earlier_attempt_of_the_allocation(context: JobContext) -> None:
+    end(context, HERE, excluded=["n1"], attempt=0)
+    end(context, HERE)
+    assert set(assigned(context).bad) == {"n1"}
 
 
-def test_too_many_of_them_send_the_job_back(here: Here) -> None:
-    end(here, BY_US, excluded=["n1", "n2"])
-    assert choose(begin(here))[0] == EXIT_DRAINED
+def test_one_that_the_run_cannot_do_without_is_used_though_slurm_refused_something_else(context: JobContext) -> None:
+    end(context, BY_US, excluded=["n1", "n2"])
+    write(context.run.attempt(1).requeued, Requeued(21.0, ["n2"], "postpone: no"))
+    assert set(assigned(context).bad) == {"n2"}
+
+
+def test_too_many_of_them_send_the_job_back(context: JobContext) -> None:
+    end(context, BY_US, excluded=["n1", "n2"])
+    runner, assignment = prepare(context, begin_attempt(context))
+    assert assignment is None
+    assert runner.request is not None and runner.request.cause == "bad nodes"
 
 
 @pytest.mark.parametrize("by", ["an exclusion that Slurm took", "another job"])
-def test_a_node_is_not_held_against_a_job_for_ever(here: Here, by: str) -> None:
-    end(here, BY_US, excluded=["n1"], job_id="6" if by == "another job" else "7")
+def test_a_node_is_not_held_against_a_job_for_ever(context: JobContext, by: str) -> None:
+    end(context, BY_US, excluded=["n1"], job_id="6" if by == "another job" else "7")
     if by != "another job":  # it is given the node by somebody who changed the job since
-        write_json(here.run.attempt(1).requeued, {"at": 21.0, "problem": None})
-    assert choose(begin(here))[1]["bad"] == {}
+        write(context.run.attempt(1).requeued, Requeued(21.0))
+    assert assigned(context).bad == {}
 
 
-def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(here: Here, monkeypatch, capsys) -> None:
+def test_reports_of_the_health_check_decide_and_none_at_all_blames_nobody(context: JobContext) -> None:
+    attempt = begin_attempt(context)
+    runner, assignment = prepare(context, attempt, health=True)
+    assert (assignment, read(NodeAssignment, attempt.nodes).bad) == (None, {})
+    assert runner.request is not None and runner.request.cause == "bad nodes"
+    attempt.health("n1").parent.mkdir()
+    for host in ("n1", "n3"):
+        write(attempt.health(host), NodeHealth(host, 0.0, True, []))
+    _, assignment = prepare(context, attempt, health=True)
+    assert assignment is not None
+    assert (assignment.steps, set(assignment.bad)) == ({"train": ["n1", "n3"]}, {"n2"})
+
+
+def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(context: JobContext, monkeypatch) -> None:
     """Right after a node was lost the controller is busy; a dead node in the list would have steps wait for it."""
-    answers = iter([client.SlurmSilent("timed out"), {"NodeList": "n1,n2,n3"}])
+    answers = iter([SlurmSilent("timed out"), {"NodeList": "n[1-3]"}])
 
     def show(job_id: str) -> dict[str, str]:
         if isinstance(answer := next(answers), Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(client, "show_job", show)
-    monkeypatch.setattr(client, "ASK_AGAIN", 0.0)
-    monkeypatch.setattr(client, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
-    assert nodes.left(here, argparse.Namespace()) == EXIT_FINISHED
-    assert capsys.readouterr().out == "2 n1,n3\n"
+    monkeypatch.setattr(ask, "show_job", show)
+    monkeypatch.setattr(call, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(ask, "node_states", lambda hosts: {"n1": "allocated", "n2": "down*", "n3": "allocated"})
+    left = without_dead_nodes(context)
+    assert (left.hosts, left.given) == (["n1", "n3"], 3)
+    assert (left.environ["SLURM_JOB_NUM_NODES"], left.environ["SLURM_JOB_NODELIST"]) == ("2", "n1,n3")
 
 
 @pytest.mark.parametrize("named", ["owner", "ledger"])
-def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(here: Here, monkeypatch, capsys, named: str) -> None:
+def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(context, monkeypatch, capsys, named: str) -> None:
     """A rank that does not die may still write into the run directory."""
     states = ["COMPLETING", "COMPLETING", "CANCELLED"]
     asked = []
@@ -119,23 +150,23 @@ def test_a_job_waits_until_the_one_before_is_gone_from_its_nodes(here: Here, mon
         asked.append(job_id)
         return {"JobState": states.pop(0)}
 
-    monkeypatch.setattr(client, "show_job", show)
-    monkeypatch.setattr(begin_module, "LOOK", 0.0)
-    here.job_id = "8"
+    monkeypatch.setattr(ask, "show_job", show)
+    monkeypatch.setattr(own, "LOOK_S", 0.0)
     if named == "owner":
-        here.run.attempts_ledger.unlink()
-    begin_module._let_go(here, {"job_id": "7" if named == "owner" else "8"})
+        context.run.attempts_ledger.unlink()
+    owner = Owner("7" if named == "owner" else "8", "lab", 0.0)
+    own._wait_for_earlier_jobs(context._replace(job_id="8"), owner)
     assert asked == ["7"] * 3
     assert capsys.readouterr().out == "waiting for job 7 to be gone from its nodes\n"
 
 
-def test_that_wait_has_an_end(here: Here, monkeypatch) -> None:
-    monkeypatch.setattr(client, "show_job", lambda job_id: {"JobState": "COMPLETING"})
-    monkeypatch.setattr(begin_module, "LOOK", 0.01)
-    monkeypatch.setattr(begin_module, "COMPLETING", 0.05)
-    begin_module._let_go(here, {"job_id": "6"})
+def test_that_wait_has_an_end(context: JobContext, monkeypatch) -> None:
+    monkeypatch.setattr(ask, "show_job", lambda job_id: {"JobState": "COMPLETING"})
+    monkeypatch.setattr(own, "LOOK_S", 0.01)
+    monkeypatch.setattr(own, "COMPLETING_S", 0.05)
+    own._wait_for_earlier_jobs(context, Owner("6", "lab", 0.0))
 
 
 def test_what_a_user_sets_for_sinfo_does_not_hide_nodes(monkeypatch) -> None:
     monkeypatch.setenv("SINFO_PARTITION", "other")
-    assert "SINFO_PARTITION" not in client.environment()
+    assert "SINFO_PARTITION" not in call.asking_environment()

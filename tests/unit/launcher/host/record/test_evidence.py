@@ -1,80 +1,62 @@
-"""Whatever an attempt left behind is used: srun's words, the end of a log, heartbeats, stacks."""
+"""Whatever an attempt left behind is read, once: srun's words, the end of a log, errors, stacks. Nothing that is there
+and cannot be read is taken for absent."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from launcher.host.record.evidence import Death, first_death, last_line, parse_death, verdict_of
-from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from launcher.host.judge.evidence import RankExit
+from launcher.host.judge.verdict import judge
+from launcher.host.record import evidence as evidence_module
+from launcher.host.record.evidence import Observed, read_drain, read_evidence
+from launcher.host.record.logs import first_exit, last_line, parse_first_exit
+from megatron_rl.contract.attempt_records import Drain, Hang, Outcome, RankError
+from megatron_rl.contract.codes import DRAINED, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.run_dir import write_json
-
-TIMED_OUT = "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to complete"
+from megatron_rl.contract.records import write
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    monkeypatch.setattr(evidence_module, "PATIENCE_S", 0.0)
     found = RunDir(tmp_path).attempt(2)
     found.heartbeats.mkdir(parents=True)
     found.logs.mkdir(parents=True)
     return found
 
 
-def send_heartbeat(attempt: Attempt, rank: int, at: float, phase: str, **changes: object) -> None:
-    facts = {"rank": rank, "ranks": 2, "host": f"node{rank:02}", "phase": phase, "step": 7, "entered": 9, "every": 10.0}
-    write_json(attempt.heartbeat(rank), facts | {"at": at, "written": 1000.0} | changes)
-
-
-def write_error(attempt: Attempt, rank: int, error: str, **fields: object) -> None:
-    facts = {"rank": rank, "host": f"node{rank:02}", "step": 7, "phase": "train", "error": error, "exit_code": 1}
-    write_json(attempt.error(rank), facts | fields)
-
-
 @pytest.mark.parametrize(
-    ("line", "death"),
+    ("line", "ended"),
     [
-        ("srun: error: node02: task 1: Killed", Death(1, "node02", -9)),
-        ("srun: error: node02: task 1: Out Of Memory", Death(1, "node02", -9)),
-        ("srun: error: gpu-a.cluster: task 12: Segmentation fault (core dumped)", Death(12, "gpu-a.cluster", -11)),
-        ("srun: error: node02: tasks 0-3,5: Exited with exit code 1", Death(0, "node02", 1)),
-        ("srun: error: node02: task 3: Exited with exit code 137", Death(3, "node02", -9)),
+        ("srun: error: node02: task 1: Killed", RankExit(1, -9, "node02")),
+        ("srun: error: node02: task 1: Out Of Memory", RankExit(1, -9, "node02")),
+        ("srun: error: gpu-a.cluster: task 12: Segmentation fault (core dumped)", RankExit(12, -11, "gpu-a.cluster")),
+        ("srun: error: node02: tasks 0-3,5: Exited with exit code 1", RankExit(0, 1, "node02")),
+        ("srun: error: node02: task 3: Exited with exit code 137", RankExit(3, -9, "node02")),
         ("srun: error: node02: task 3: something new", None),
         ("srun: Job step creation temporarily disabled, retrying", None),
         ("", None),
     ],
 )
-def test_srun_names_the_rank_that_died(line, death):
-    assert parse_death(line) == death
+def test_srun_names_the_rank_that_ended(line, ended):
+    assert parse_first_exit(line) == ended
 
 
 def test_the_first_rank_that_srun_names_took_the_others_along():
     said = "srun: error: node02: task 1: Killed\nsrun: Terminating StepId=1.0\nsrun: error: node01: task 0: Killed\n"
-    assert parse_death(said) == Death(1, "node02", -9)
+    assert parse_first_exit(said) == RankExit(1, -9, "node02")
 
 
 @pytest.mark.parametrize("line", ["srun: error: Node failure on node03", "srun: Force Terminated StepId=1.0"])
 def test_ranks_that_slurm_ended_did_not_die_by_themselves(line):
-    assert parse_death(f"{line}\nsrun: error: node01: task 0: Killed\n") is None
+    assert parse_first_exit(f"{line}\nsrun: error: node01: task 0: Killed\n") is None
 
 
 def test_there_may_be_no_word_of_srun(attempt):
-    assert first_death(attempt) is None
-    attempt.srun.write_text("srun: error: node02: task 1: Killed\n")
-    assert first_death(attempt) == Death(1, "node02", -9)
-
-
-def test_a_rank_that_was_killed_is_found_where_its_last_heartbeat_was(attempt):
-    send_heartbeat(attempt, 1, at=995.0, phase="generate")
-    verdict = verdict_of(attempt, {1: -9})
-    assert (verdict.rank, verdict.node, verdict.phase, verdict.step) == (1, "node01", "generate", 7)
-    assert "SIGKILL" in verdict.error
-
-
-def test_the_log_of_a_rank_that_died_too_early_for_a_report_has_the_last_word(attempt):
-    attempt.log(1).write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n\n")
-    assert verdict_of(attempt, {1: 1}).error.endswith("its log ends: ModuleNotFoundError: No module named 'torch'")
+    assert first_exit(attempt) is None
 
 
 def test_a_log_may_be_missing_or_huge(attempt):
@@ -83,42 +65,49 @@ def test_a_log_may_be_missing_or_huge(attempt):
     assert len(last_line(attempt, 0)) == 300
 
 
-def test_a_report_needs_no_log(attempt):
-    attempt.log(1).write_text("noise\n")
-    write_error(attempt, 1, "RuntimeError: boom")
-    assert verdict_of(attempt, {1: 1}).error == "RuntimeError: boom"
+def test_all_that_is_there_is_read(attempt):
+    attempt.srun.write_text("srun: error: node02: task 1: Exited with exit code 1\n")
+    attempt.log(1).write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n\n")
+    attempt.stacks(0).write_text("Thread 1\n")
+    attempt.stacks(1).write_text("")
+    for rank, seconds in ((0, 20), (1, 10)):
+        write(attempt.error(rank), RankError(rank, "node", 7, "train", f"error {rank}"))
+        os.utime(attempt.error(rank), (seconds, seconds))
+    write(attempt.outcome, Outcome(DRAINED, 40))
+    evidence = read_evidence(attempt, Observed(code=1), None)
+    assert [error.rank for error in evidence.errors] == [1, 0], "oldest first"
+    assert evidence.exits == [RankExit(1, 1, "node02")]
+    assert evidence.last_lines == {1: "ModuleNotFoundError: No module named 'torch'"}
+    assert evidence.stacks == {0: "logs/attempt-002/train.0.stacks"}
+    assert evidence.outcome == Outcome(DRAINED, 40)
 
 
-def test_a_collective_that_timed_out_is_held_against_the_rank_that_did_not_come(attempt):
-    write_error(attempt, 0, TIMED_OUT, waited=True)
-    send_heartbeat(attempt, 0, at=400.0, phase=HEARTBEAT_WAIT)
-    send_heartbeat(attempt, 1, at=300.0, phase="generate")
-    attempt.stacks(1).write_text("Thread 1\n")
-    verdict = verdict_of(attempt, {0: 1})
-    assert (verdict.rank, verdict.node, verdict.phase, verdict.hung) == (1, "node01", "generate", True)
-    assert verdict.error.startswith("silent for 700 s while rank 0 waited for it: RuntimeError")
-    assert verdict.error.endswith("(stacks: logs/attempt-002/train.1.stacks)")
+def test_ranks_that_were_asked_to_leave_and_killed_are_no_evidence(attempt):
+    attempt.srun.write_text("srun: error: node02: task 1: Killed\n")
+    for by, counts in (("SIGUSR1 to the batch host", False), ("a request to rank 0", True)):
+        assert bool(read_evidence(attempt, Observed(), Drain(SIGNALLED, by, 0.0)).exits) is counts
+    assert read_evidence(attempt, Observed(unseen="its script was killed"), None).exits == []
 
 
-def test_a_rank_that_died_while_all_showed_their_stacks_is_not_the_one_that_did_not_come(attempt):
-    write_error(attempt, 0, TIMED_OUT, waited=True)
-    send_heartbeat(attempt, 0, at=400.0, phase=HEARTBEAT_WAIT, ranks=3)
-    send_heartbeat(attempt, 1, at=300.0, phase="generate", ranks=3)
-    send_heartbeat(attempt, 2, at=400.0, phase=HEARTBEAT_WAIT, ranks=3)
-    assert verdict_of(attempt, {2: -11}).rank == 1
-    assert verdict_of(attempt, {2: -9}).rank == 2
+def test_what_ranks_report_after_they_were_ended_came_of_that(attempt):
+    drain = Drain("preempted", "me", 0.0, deadline=100.0)
+    for rank, at in ((0, 94.0), (1, 96.0)):
+        write(attempt.error(rank), RankError(rank, "node", 7, "train", "boom", at=at))
+    assert [error.rank for error in read_evidence(attempt, Observed(), drain).errors] == [0]
 
 
-def test_it_stays_with_the_rank_that_reported_it_where_nobody_stands_out(attempt):
-    write_error(attempt, 0, TIMED_OUT, waited=True)
-    send_heartbeat(attempt, 0, at=400.0, phase="train")
-    send_heartbeat(attempt, 1, at=401.0, phase="train")
-    verdict = verdict_of(attempt, {0: 1})
-    assert (verdict.rank, verdict.error, verdict.hung) == (0, TIMED_OUT, False)
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"version": 9}'])
+def test_what_cannot_be_read_is_there_all_the_same(attempt, content):
+    for file in (attempt.outcome, attempt.hang, attempt.error(3), attempt.drain, attempt.heartbeat(0)):
+        file.write_bytes(content)
+    drain = read_drain(attempt)
+    assert drain is not None and drain.cause == SIGNALLED
+    evidence = read_evidence(attempt, Observed(code=1), drain)
+    assert set(evidence.unreadable_errors) == {3}
+    assert evidence.unreadable_outcome is not None
+    assert judge(evidence).rank == 3
 
 
-def test_an_error_of_its_own_is_a_ranks_own_fault(attempt):
-    write_error(attempt, 0, "ValueError: bad", waited=False)
-    send_heartbeat(attempt, 0, at=400.0, phase=HEARTBEAT_WAIT)
-    send_heartbeat(attempt, 1, at=300.0, phase="generate")
-    assert verdict_of(attempt, {0: 1}).rank == 0
+def test_a_hang_that_was_seen_counts_though_it_could_not_be_written(attempt):
+    hang = Hang(1, "n1", "generate", 3, 6.0, 0.0)
+    assert read_evidence(attempt, Observed(hang=hang), None).hang == hang

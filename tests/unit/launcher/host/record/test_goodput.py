@@ -1,7 +1,8 @@
-"""Every second of every GPU is booked exactly once, over all attempts of a run."""
+"""Every second of every GPU is charged to one category, once, over all attempts of a run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,23 @@ from run_helpers import make_run
 
 from launcher.cli.show.status import status_json, status_lines
 from launcher.host.record import goodput
-from launcher.host.record.goodput import CATEGORIES, Row, Trace, book
+from launcher.host.record.accounting import CATEGORIES, AttemptTrace, AttemptUsage, gpu_usage, in_queue
+from launcher.host.record.goodput import mark_image, mark_ready, read_usage, write_usage
 from launcher.runs.state import read_status
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, Heartbeat, Outcome, TimelineLine
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append, write
+from megatron_rl.contract.run_records import Owner, PlanRecord
 from megatron_rl.metrics import timeline
-from megatron_rl.run_dir import append_json_line, read_json, write_json
 
 
-def start(attempt: int, at: float, **facts: Any) -> dict[str, Any]:
-    return {"event": "start", "attempt": attempt, "at": at, **facts}
+def start(attempt: int, at: float, **facts: Any) -> AttemptStart:
+    return AttemptStart(attempt, at, **facts)
 
 
-def end(attempt: int, at: float, outcome: str) -> dict[str, Any]:
+def end(attempt: int, at: float, outcome: str) -> AttemptEnd:
     """Recorded by whoever ran the attempt, or by whoever came next and found it lost."""
-    own = {} if outcome == "lost" else {"seconds": 1.0}
-    return {"event": "end", "attempt": attempt, "at": at, "outcome": outcome, **own}
+    return AttemptEnd(attempt, at, outcome, seconds=None if outcome == "lost" else 1.0)
 
 
 def seconds(**named: float) -> dict[str, float]:
@@ -34,16 +37,18 @@ def seconds(**named: float) -> dict[str, float]:
     return {name.replace("_", "-"): value for name, value in named.items()}
 
 
-def line(at: float, step: int, facts: dict[str, Any] | None = None, **named: float) -> dict[str, Any]:
-    return {"at": at, "step": step, "seconds": seconds(**named), **(facts or {})}
+def line(at: float, step: int, facts: dict[str, Any] | None = None, **named: float) -> TimelineLine:
+    return TimelineLine(at, step, seconds(**named), **(facts or {}))
 
 
-def booked(row: Row) -> dict[str, float]:
-    return {name: seconds for name, seconds in row.seconds.items() if seconds}
+def charged(usage: AttemptUsage) -> dict[str, float]:
+    return {name: seconds for name, seconds in usage.seconds.items() if seconds}
 
 
-def table_of(*lines: dict[str, Any], now: float = 1000.0, traces: dict[int, Trace] | None = None, **facts: Any):
-    return book(lines, traces or {}, now, **facts)
+def usage_of(
+    *lines: AttemptStart | AttemptEnd, now: float = 1000.0, traces: dict[int, AttemptTrace] | None = None, **facts: Any
+):
+    return gpu_usage(lines, traces or {}, now, **facts)
 
 
 # A run of 4 ranks: preempted on three nodes of two GPUs, one of them spare; killed there; finished on two nodes.
@@ -57,7 +62,7 @@ LEDGER = [
     end(3, 665.0, "finished"),
 ]
 TRACES = {
-    1: Trace(
+    1: AttemptTrace(
         [
             line(160.0, 0, {"began": 140.0, "ranks": 4, "resumed": 0}, start_up=40, load=40),
             line(200.0, 1, generate=80, reward=20, log_probs=10, train=40, refit=10),
@@ -69,7 +74,7 @@ TRACES = {
         asked=245.0,
         left=True,
     ),
-    2: Trace(
+    2: AttemptTrace(
         [
             line(385.0, 2, {"began": 375.0, "ranks": 4, "resumed": 2}, start_up=16, load=24),
             line(425.0, 3, generate=80, train=80),
@@ -79,7 +84,7 @@ TRACES = {
         image=357.0,
         ready=370.0,
     ),
-    3: Trace(
+    3: AttemptTrace(
         [
             line(610.0, 4, {"began": 600.0, "ranks": 4, "resumed": 4}, start_up=20, load=20),
             line(650.0, 5, generate=90, wait=10, train=60),
@@ -93,15 +98,15 @@ TRACES = {
 
 
 def test_a_run_that_was_preempted_killed_and_finished():
-    table = book(LEDGER, TRACES, now=700.0)
-    first, second, third = map(booked, table.rows)
+    usage = gpu_usage(LEDGER, TRACES, now=700.0)
+    first, second, third = map(charged, usage.attempts)
     used = seconds(generate=180, reward=20, log_probs=10, train=100, refit=10)
     assert first == used | seconds(queue=600, image=60, start_up=220, load=40, save=20, wait=220, drain=38, lost=12)
     used = seconds(generate=160, train=140)
     assert second == used | seconds(queue=600, image=12, start_up=124, load=24, save=40, wait=180, lost=340)
     used = seconds(generate=90, train=60, evaluate=30)
     assert third == used | seconds(queue=240, image=4, start_up=76, load=20, save=10, wait=10, drain=20)
-    told = table.as_json()
+    told = usage.as_json()
     assert told["held_gpu_seconds"] == 6 * 155 + 6 * 170 + 4 * 80
     assert told["goodput"] == pytest.approx(800 / 2270)
     assert told["goodput_with_queue"] == pytest.approx(800 / (2270 + 1440))
@@ -109,40 +114,42 @@ def test_a_run_that_was_preempted_killed_and_finished():
 
 
 def test_nothing_is_lost_before_a_later_attempt_says_where_it_went_on():
-    (row,) = table_of(*LEDGER[:2], traces=TRACES).rows
+    (row,) = usage_of(*LEDGER[:2], traces=TRACES).attempts
     assert (row.seconds["train"], row.seconds["lost"]) == (112, 0)
 
 
 def test_a_checkpoint_that_turned_out_bad_makes_older_work_lost_too():
-    third = Trace([line(610.0, 3, {"resumed": 3, "ranks": 4}, load=40)])
-    (_, second, _) = book(LEDGER, {**TRACES, 3: third}, now=700.0).rows
+    third = AttemptTrace([line(610.0, 3, {"resumed": 3, "ranks": 4}, load=40)])
+    (_, second, _) = gpu_usage(LEDGER, {**TRACES, 3: third}, now=700.0).attempts
     assert second.seconds["generate"] == 80
     assert second.seconds["lost"] == 340 + 20 + 220
 
 
 def test_while_it_starts_its_time_is_start_up():
-    (row,) = table_of(start(1, 900.0, gpus=2), traces={1: Trace(image=910.0)}, running=True).rows
-    assert booked(row) == {"image": 20, "start-up": 180}
+    (row,) = usage_of(start(1, 900.0, gpus=2), traces={1: AttemptTrace(image=910.0)}, running=True).attempts
+    assert charged(row) == {"image": 20, "start-up": 180}
 
 
-def test_while_it_runs_it_is_booked_up_to_the_last_line():
+def test_while_it_runs_it_is_charged_up_to_the_last_line():
     lines = [line(920.0, 0, {"began": 910.0, "ranks": 2}, load=20), line(950.0, 1, train=60)]
-    (row,) = table_of(start(1, 900.0, gpus=2), traces={1: Trace(lines)}, running=True).rows
-    assert booked(row) == {"start-up": 20, "load": 20, "train": 60}
+    (row,) = usage_of(start(1, 900.0, gpus=2), traces={1: AttemptTrace(lines)}, running=True).attempts
+    assert charged(row) == {"start-up": 20, "load": 20, "train": 60}
     assert row.end == 950.0
 
 
 def test_without_a_timeline_what_an_attempt_did_is_lost_and_how_it_left_is_known():
     ledger = [start(1, 0.0, gpus=1), end(1, 100.0, "drained")]
-    assert booked(table_of(*ledger).rows[0]) == {"lost": 100}
-    known = {1: Trace(image=10.0, ready=30.0, asked=80.0, left=True)}
-    assert booked(table_of(*ledger, traces=known).rows[0]) == seconds(image=10, start_up=20, lost=50, drain=20)
+    assert charged(usage_of(*ledger).attempts[0]) == {"lost": 100}
+    known = {1: AttemptTrace(image=10.0, ready=30.0, asked=80.0, left=True)}
+    assert charged(usage_of(*ledger, traces=known).attempts[0]) == seconds(image=10, start_up=20, lost=50, drain=20)
 
 
 def test_a_line_that_was_torn_is_lost_time():
     lines = [line(20.0, 0, {"ranks": 2}, load=40), line(100.0, 2, train=60)]
-    (row,) = table_of(start(1, 0.0, gpus=2), end(1, 100.0, "finished"), traces={1: Trace(lines, left=True)}).rows
-    assert booked(row) == {"load": 40, "train": 60, "lost": 100}
+    (row,) = usage_of(
+        start(1, 0.0, gpus=2), end(1, 100.0, "finished"), traces={1: AttemptTrace(lines, left=True)}
+    ).attempts
+    assert charged(row) == {"load": 40, "train": 60, "lost": 100}
 
 
 def test_a_killed_batch_script_held_its_gpus_until_the_last_sign_of_life():
@@ -153,28 +160,28 @@ def test_a_killed_batch_script_held_its_gpus_until_the_last_sign_of_life():
         start(2, 500.0, job_id="7", restart=1, gpus=1),
         end(2, 510.0, "crashed"),
     ]
-    first, second = table_of(*ledger, traces={1: Trace(lines, seen=30.0)}).rows
-    assert booked(first) == {"load": 20, "lost": 10}
+    first, second = usage_of(*ledger, traces={1: AttemptTrace(lines, seen=30.0)}).attempts
+    assert charged(first) == {"load": 20, "lost": 10}
     assert second.seconds["queue"] == 470
 
 
 def test_an_attempt_whose_node_died_but_not_its_batch_script_held_its_gpus_to_its_end():
-    ledger = [start(1, 0.0, gpus=1), {**end(1, 500.0, "lost"), "seconds": 500.0}]
-    (row,) = table_of(*ledger, traces={1: Trace(seen=30.0)}).rows
-    assert booked(row) == {"lost": 500}
+    ledger = [start(1, 0.0, gpus=1), end(1, 500.0, "lost")._replace(seconds=500.0)]
+    (row,) = usage_of(*ledger, traces={1: AttemptTrace(seen=30.0)}).attempts
+    assert charged(row) == {"lost": 500}
 
 
 def test_a_supervisor_that_was_killed_leaves_a_pause_that_is_nobodys():
     ledger = [start(1, 0.0, ranks=2), end(1, 500.0, "lost"), start(2, 500.0, ranks=2), end(2, 510.0, "crashed")]
-    first, second = table_of(*ledger, traces={1: Trace(seen=30.0)}).rows
-    assert booked(first) == {"lost": 60}
-    assert booked(second) == {"lost": 20}
+    first, second = usage_of(*ledger, traces={1: AttemptTrace(seen=30.0)}).attempts
+    assert charged(first) == {"lost": 60}
+    assert charged(second) == {"lost": 20}
 
 
 def test_the_pause_before_a_resume_by_hand_is_nobodys():
     first = [start(1, 10.0, job_id="7", submitted_at=0.0, gpus=1), end(1, 20.0, "stopped")]
     again = [start(2, 950.0, job_id="8", submitted_at=900.0, gpus=1), end(2, 960.0, "stopped")]
-    assert [row.seconds["queue"] for row in table_of(*first, *again).rows] == [10, 50]
+    assert [row.seconds["queue"] for row in usage_of(*first, *again).attempts] == [10, 50]
 
 
 def test_gpus_that_were_never_given_back_are_held_meanwhile():
@@ -184,22 +191,21 @@ def test_gpus_that_were_never_given_back_are_held_meanwhile():
         start(2, 25.0, job_id="7", restart=0, gpus=1),
         end(2, 60.0, "crashed"),
     ]
-    (_, second) = table_of(*ledger, traces={2: Trace(ready=30.0)}).rows
-    assert booked(second) == {"start-up": 10, "lost": 30}
+    (_, second) = usage_of(*ledger, traces={2: AttemptTrace(ready=30.0)}).attempts
+    assert charged(second) == {"start-up": 10, "lost": 30}
 
 
 def test_a_prologue_of_slurms_is_start_up():
     one = start(1, 60.0, job_id="7", submitted_at=0.0, held_since=10.0, gpus=1)
-    (row,) = table_of(one, end(1, 80.0, "crashed"), traces={1: Trace(ready=70.0)}).rows
-    assert booked(row) == {"queue": 10, "start-up": 60, "lost": 10}
+    (row,) = usage_of(one, end(1, 80.0, "crashed"), traces={1: AttemptTrace(ready=70.0)}).attempts
+    assert charged(row) == {"queue": 10, "start-up": 60, "lost": 10}
 
 
 def test_what_waits_in_the_queue_waits_until_now():
-    waiting = {"job_id": "7", "submitted_at": 0.0, "gpus": 4}
-    (row,) = table_of(now=100.0, waiting=waiting).rows
-    assert (row.attempt, booked(row)) == (None, {"queue": 400})
-    *_, row = table_of(*LEDGER[:2], now=300.0, waiting=waiting).rows
-    assert booked(row) == {"queue": 4 * (300 - 255)}
+    (row,) = usage_of(now=100.0, queued=in_queue("7", 0.0, 4, 100.0)).attempts
+    assert (row.attempt, charged(row)) == (None, {"queue": 400})
+    *_, row = usage_of(*LEDGER[:2], now=300.0, queued=in_queue("7", 0.0, 4, 300.0)).attempts
+    assert charged(row) == {"queue": 4 * (300 - 255)}
 
 
 TIMES = st.floats(0, 1000)
@@ -209,7 +215,7 @@ LINES = st.builds(
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[int, Trace]]:
+def runs(draw: st.DrawFn) -> tuple[list[AttemptStart | AttemptEnd], dict[int, AttemptTrace]]:
     """Attempts whose times come from clocks that agree on nothing."""
     ledger, traces = [], {}
     maybe = st.none() | TIMES
@@ -222,28 +228,28 @@ def runs(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[int, Trace]]:
             ledger.append(end(attempt, draw(TIMES), outcome))
         lines = draw(st.lists(LINES, max_size=4))
         if lines:
-            lines[0] |= draw(st.sampled_from([{}, {"ranks": 3}, {"began": 50.0, "ranks": 8, "resumed": 3}]))
+            more = draw(st.sampled_from([{}, {"ranks": 3}, {"began": 50.0, "ranks": 8, "resumed": 3}]))
+            lines[0] = lines[0]._replace(**more)
         facts = {name: draw(maybe) for name in ("image", "ready", "asked", "seen")}
-        traces[attempt] = Trace(lines, left=draw(st.booleans()), **facts)
+        traces[attempt] = AttemptTrace(lines, left=draw(st.booleans()), **facts)
     return ledger, traces
 
 
 @given(run=runs(), now=TIMES, running=st.booleans(), queued=st.booleans())
 def test_the_sums_hold_and_nothing_is_negative_whatever_the_clocks_say(run, now, running, queued):
-    waiting = {"job_id": "7", "submitted_at": 5.0, "gpus": 2} if queued else None
-    table = book(*run, now, running=running, waiting=waiting)
-    ends = [row.end for row in table.rows]
-    for row, before in zip(table.rows, [float("-inf"), *ends], strict=False):
+    usage = gpu_usage(*run, now, running=running, queued=in_queue("7", 5.0, 2, now) if queued else None)
+    ends = [row.end for row in usage.attempts]
+    for row, before in zip(usage.attempts, [float("-inf"), *ends], strict=False):
         assert before <= row.queued_at <= row.start <= row.end
         assert min(row.seconds.values()) >= 0
         assert set(row.seconds) == set(CATEGORIES)
         held = sum(seconds for name, seconds in row.seconds.items() if name != "queue")
         assert held == pytest.approx(row.gpus * (row.end - row.start))
         assert row.seconds["queue"] == pytest.approx(row.gpus * (row.start - row.queued_at))
-    assert sum(table.total.values()) == pytest.approx(sum(sum(row.seconds.values()) for row in table.rows))
+    assert sum(usage.total.values()) == pytest.approx(sum(sum(row.seconds.values()) for row in usage.attempts))
 
 
-def test_the_ranks_book_under_the_same_names():
+def test_the_ranks_record_under_the_same_names():
     assert {"queue", "image", *timeline.CATEGORIES} | {"lost"} == set(CATEGORIES)
 
 
@@ -252,56 +258,56 @@ def a_run(root: Path) -> RunDir:
     attempt = run.attempt(1)
     attempt.folder.mkdir(parents=True)
     for entry in LEDGER[:1]:
-        append_json_line(run.attempts_ledger, entry)
-    goodput.mark(attempt, "image", 110.0)
-    goodput.mark(attempt, "ready", 130.0)
+        append(run.attempts_ledger, entry)
+    mark_image(attempt, 110.0)
+    mark_ready(attempt, 130.0)
     for entry in TRACES[1].timeline:
-        append_json_line(attempt.timeline, entry)
+        append(attempt.timeline, entry)
     with attempt.timeline.open("a") as file:
         file.write('{"at": 252.0, "st')
     return run
 
 
-def test_the_table_is_read_from_the_runs_own_files_and_left_in_the_record(tmp_path):
+def test_the_usage_is_read_from_the_runs_own_files_and_left_in_the_record(tmp_path):
     run = a_run(tmp_path)
-    write_json(run.attempt(1).drain, {"cause": "preempted", "at": 245.0, "deadline": None})
-    write_json(run.attempt(1).outcome, {"outcome": "drained", "step": 2})
-    append_json_line(run.attempts_ledger, LEDGER[1])
+    write(run.attempt(1).drain, Drain("preempted", "me", 245.0))
+    write(run.attempt(1).outcome, Outcome("drained", 2))
+    append(run.attempts_ledger, LEDGER[1])
     for _ in range(2):
-        goodput.write(run, now=260.0)
-    expected = book(LEDGER[:2], {1: TRACES[1]}, now=260.0)
-    assert read_json(run.goodput) == expected.as_json()
+        write_usage(run, now=260.0)
+    expected = gpu_usage(LEDGER[:2], {1: TRACES[1]}, now=260.0)
+    assert json.loads(run.goodput.read_text()) == expected.as_json()
 
 
 def test_a_run_in_the_queue_asks_for_the_spare_nodes_too(tmp_path):
     run = RunDir(tmp_path)
-    write_json(run.job, {"job_id": "7", "submitted_at": 40.0})
-    write_json(run.plan, {"nodes": 2, "spare_nodes": 1, "gpus_per_node": 8})
-    assert booked(goodput.read(run, 50.0, queued=True).rows[0]) == {"queue": 240}
+    write(run.job, Owner("7", "lab", 40.0))
+    write(run.plan, PlanRecord(2, 8, 1, []))
+    assert charged(read_usage(run, 50.0, queued=True).attempts[0]) == {"queue": 240}
 
 
 def test_a_heartbeat_is_a_sign_of_life(tmp_path):
     run = a_run(tmp_path)
     write_beat = run.attempt(1).heartbeat(0)
     write_beat.parent.mkdir()
-    write_json(write_beat, {"rank": 0, "at": 255.0, "written": 270.0})
-    (row,) = goodput.read(run, now=9000.0).rows
+    write(write_beat, Heartbeat(0, 1, "n1", "train", 1, 1, 255.0, 270.0, 10.0))
+    (row,) = read_usage(run, now=9000.0).attempts
     assert row.end == 270.0
 
 
-def test_a_table_that_cannot_be_written_stops_nothing(tmp_path, capsys, monkeypatch):
-    def full(path: object, value: object) -> None:
+def test_a_usage_that_cannot_be_written_stops_nothing(tmp_path, capsys, monkeypatch):
+    def full(path: object, text: object) -> None:
         raise OSError(28, "No space left on device")
 
     run = a_run(tmp_path)
-    monkeypatch.setattr(goodput, "write_json", full)
-    goodput.write(run, now=260.0)
+    monkeypatch.setattr(goodput, "write_atomic", full)
+    write_usage(run, now=260.0)
     assert "No space left on device" in capsys.readouterr().err
 
 
 def test_status_tells_it_in_one_line_and_the_whole_table_as_json(tmp_path):
     run = a_run(tmp_path)
-    append_json_line(run.attempts_ledger, LEDGER[1])
+    append(run.attempts_ledger, LEDGER[1])
     told = status_json(read_status(run, None))
     (said,) = [text for text in status_lines(told) if text.startswith("  goodput")]
     assert said.split(None, 1)[1] == (
@@ -312,7 +318,7 @@ def test_status_tells_it_in_one_line_and_the_whole_table_as_json(tmp_path):
     assert sum(told["goodput"]["gpu_seconds"].values()) == 600 + told["goodput"]["held_gpu_seconds"]
 
 
-def test_status_says_nothing_of_goodput_where_nothing_was_booked(tmp_path):
+def test_status_says_nothing_of_goodput_where_nothing_was_recorded(tmp_path):
     run = make_run(tmp_path / "run")
     told = status_json(read_status(run, None))
     assert told["goodput"] is None

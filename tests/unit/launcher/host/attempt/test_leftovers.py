@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import errno
 import fcntl
 import os
 import threading
@@ -12,29 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.attempt import begin as begin_module
-from launcher.host.attempt.context import Here, Refused
-from launcher.host.record import ledger
+from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.own import own
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import write_json
+from megatron_rl.contract.records import append, write
+from megatron_rl.contract.run_records import Owner
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A run that job 8 was submitted for."""
     found = RunDir(tmp_path)
-    write_json(found.job, {"job_id": "8"})
+    write(found.job, Owner("8", "lab", 0.0))
     return found
 
 
-def own(run: RunDir, restarts: int = 0) -> int:
-    """Job 8 starts."""
-    here = Here({"MRL_RUN_DIR": str(run.root), "SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": str(restarts)})
-    descriptor = os.open(run.job_lock, os.O_CREAT | os.O_RDWR)
-    try:
-        return begin_module.own(here, argparse.Namespace(lock=descriptor))
-    finally:
-        os.close(descriptor)
+def start(run: RunDir) -> None:
+    """Job 8 starts, and takes the run."""
+    own(JobContext(run, "lab", "8", ["n1"])).release()
 
 
 @contextmanager
@@ -51,17 +47,27 @@ def locked(run: RunDir, seconds: float) -> Iterator[None]:
 
 def begin(run: RunDir, job_id: str) -> None:
     """An attempt of that job, which came to its end."""
-    ledger.record(run, 1, "start", 0.0, job_id=job_id)
-    ledger.record(run, 1, "end", 1.0, job_id=job_id, outcome="stopped", then="over")
+    append(run.attempts_ledger, AttemptStart(1, 0.0, job_id=job_id))
+    append(run.attempts_ledger, AttemptEnd(1, 1.0, "stopped", job_id=job_id, then="over"))
 
 
 def test_a_resumed_run_waits_for_what_the_job_before_it_left_behind(run: RunDir) -> None:
     begin(run, "7")
     with locked(run, 0.7):
-        assert own(run) == 0
+        start(run)
 
 
 def test_a_second_script_in_the_allocation_of_the_first_is_refused_at_once(run: RunDir) -> None:
     begin(run, "8")
     with locked(run, 30.0), pytest.raises(Refused, match="belongs to job 8"):
-        own(run)
+        start(run)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_job_json_alone_tells_the_owner(run: RunDir, monkeypatch, capsys, number) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    start(run)
+    assert "job.json alone tells the owner" in capsys.readouterr().out

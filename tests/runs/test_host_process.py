@@ -1,0 +1,219 @@
+"""The whole script of a job, with stand-ins for Slurm's commands: what is started, how often Python is, and that faults
+of the host side end no run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from run_helpers import FAKE_RANK
+
+from launcher.host.record.ledger import ends_in, read_ledger, starts_in
+from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import read
+from megatron_rl.contract.run_records import Done
+
+ROOT = Path(__file__).parents[2]
+SCONTROL = """#!/bin/sh
+echo "${0##*/} $*" >>"$TOLD"
+case "${0##*/} $*" in
+    *"show job"*"$SLURM_JOB_ID") echo "JobId=7 JobState=RUNNING Requeue=1 BatchFlag=1 Restarts=0 NodeList=node01" ;;
+    *"show job"*) echo "JobId=7 JobState=COMPLETED" ;;
+    sinfo*) echo "node01 idle" ;;
+esac
+"""
+SRUN = """#!/bin/sh
+echo "srun $*" >>"$TOLD"
+for option; do
+    case "$option" in
+        --output=*) out=${option#--output=} ;;
+        -*) ;;
+        *) break ;;
+    esac
+    shift
+done
+export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 SLURM_PROCID=0 SLURM_NTASKS=1 SLURMD_NODENAME=node01
+"$@" >>"$(echo "$out" | sed s/%t/0/)" 2>&1 &
+trap 'kill $!' TERM
+wait $!
+code=$?
+[ $code != 137 ] || echo "srun: error: node01: task 0: Killed" >&2
+exit $code
+"""
+PYTHON = """#!/bin/sh
+echo "python $*" >>"$TOLD"
+exec {python} "$@"
+"""
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+class Job:
+    """Job 7 of one node, as the batch host sees it."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tools, self.told_file = tmp_path / "bin", tmp_path / "told"
+        self.tools.mkdir()
+        for name in ("scontrol", "sinfo", "scancel", "squeue", "sbatch", "sacct"):
+            program(self.tools / name, SCONTROL)
+        program(self.tools / "srun", SRUN)
+        self.python = program(self.tools / "host-python", PYTHON.format(python=sys.executable))
+        self.rank = program(tmp_path / "rank", "#!/bin/sh\n")
+        self.run = RunDir(tmp_path / "share" / "run")
+        self.home = tmp_path
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def write_script(self, ranks: str, **profile: object) -> Path:
+        """The script that mrl-submit would send. ranks: what fake_rank.py does."""
+        program(self.rank, f'#!/bin/sh\nshift 2\nMRL_PARENT_PID=$PPID exec {sys.executable} {FAKE_RANK} {ranks} "$@"\n')
+        clusters = self.home / "clusters.yaml"
+        values = {"run_root": str(self.home / "share"), "container": None, "python": str(self.rank), **profile}
+        lines = "\n".join(f"    {key}: {'null' if value is None else value}" for key, value in values.items())
+        clusters.write_text(f"default: lab\nclusters:\n  lab:\n    gpus_per_node: 8\n{lines}\n")
+        command = [str(Path(sys.executable).with_name("mrl-submit")), "demo", "--cluster", "lab", "job.gpus_per_node=1"]
+        command += ["--run-dir", str(self.run.root), "--dry-run", "--script", "job.backoff_s=1"]
+        environ = {**os.environ, "MRL_CLUSTERS": str(clusters)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        return program(self.home / "job.sbatch", done.stdout)
+
+    def environ(self, restarts: int = 0, **more: str) -> dict[str, str]:
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node01", "SLURM_JOB_NUM_NODES": "1"}
+        slurm |= {"SLURMD_NODENAME": "node01", "SLURM_CPUS_ON_NODE": "2", "SLURM_RESTART_COUNT": str(restarts)}
+        ours = {"TOLD": str(self.told_file), "MRL_HOST_PYTHON": str(self.python), "XDG_STATE_HOME": str(self.home)}
+        return {**os.environ, **slurm, **ours, "PATH": f"{self.tools}:{os.environ['PATH']}", **more}
+
+    def start(self, script: Path, output: object = subprocess.PIPE, **environ: str) -> subprocess.Popen[bytes]:
+        self.process = subprocess.Popen(
+            ["bash", script],
+            env=self.environ(**environ),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return self.process
+
+    def finish(self, limit: float = 40) -> tuple[int, str]:
+        """Exit code and output."""
+        assert self.process is not None
+        said, _ = self.process.communicate(timeout=limit)
+        return self.process.returncode, (said or b"").decode()
+
+    def told(self, *names: str) -> list[str]:
+        lines = self.told_file.read_text().splitlines() if self.told_file.exists() else []
+        return [line for line in lines if line.startswith(names)]
+
+    def wait_for(self, what: Callable[[], object], limit: float = 30) -> None:
+        give_up = time.monotonic() + limit
+        while not what():
+            assert time.monotonic() < give_up, "waited in vain"
+            time.sleep(0.05)
+
+    def ends(self) -> list[AttemptEnd]:
+        return ends_in(read_ledger(self.run))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        os.killpg(made.process.pid, signal.SIGKILL)
+        made.process.wait()
+
+
+def test_a_run_is_made_trained_and_finished_by_one_process(job):
+    job.start(job.write_script("train", health_check="true"))
+    code, said = job.finish()
+    assert code == 0, said
+    assert read(Done, job.run.done).step == 5
+    assert [end.outcome for end in job.ends()] == ["finished"]
+    for made in (job.run.recipe, job.run.resolved, job.run.plan, job.run.script, job.run.code_record):
+        assert made.exists(), made
+    assert [line.split(" ")[1].rpartition("=")[2] for line in job.told("srun")] == ["health", "train"]
+    assert [line.split(" ")[2] for line in job.told("python")] == ["launcher.host.job", "launcher.host.health"]
+
+
+def test_a_signal_drains_and_the_job_is_requeued(job):
+    job.start(job.write_script("long", health_check="false"))
+    job.wait_for(lambda: (job.run.attempt(1).folder / "pid.0").exists())
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for(lambda: "scancel --signal=USR1 7" in job.told("scancel"))
+    os.kill(int((job.run.attempt(1).folder / "pid.0").read_text()), signal.SIGUSR1)  # as Slurm would
+    code, said = job.finish()
+    assert code == 75, said
+    (end,) = job.ends()
+    assert (end.outcome, end.cause, end.then) == ("drained", "signal", "requeue")
+    assert "scontrol requeue 7" in job.told("scontrol")
+
+
+def test_nothing_of_a_killed_host_process_trains_on(job):
+    job.start(job.write_script("long", health_check="false"))
+    pid = job.run.attempt(1).folder / "pid.0"
+    job.wait_for(lambda: pid.exists() and pid.read_text())
+    job.process.kill()
+    job.wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), limit=10)
+
+
+def test_all_is_done_though_nothing_can_be_said(job):
+    with Path("/dev/full").open("w") as full:
+        job.start(job.write_script("crash", health_check="false"), output=full)
+        assert job.finish()[0] == 1
+    assert "scontrol requeue 7" in job.told("scontrol")
+    assert job.ends()[-1].then == "requeue"
+
+
+@pytest.mark.parametrize("file", ["drain.json", "outcome.json", "error.0.json", "hang.json", "nodes.json"])
+def test_an_empty_file_of_an_attempt_ends_no_run(job, file):
+    job.start(job.write_script("long", health_check="false"))
+    job.wait_for(lambda: (job.run.attempt(1).folder / "pid.0").exists())
+    (job.run.attempt(1).folder / file).write_text("")
+    os.kill(int((job.run.attempt(1).folder / "pid.0").read_text()), signal.SIGKILL)
+    code, said = job.finish()
+    assert code in (1, 75), said
+    assert "scontrol requeue 7" in job.told("scontrol"), said
+    assert "Traceback" not in said
+    assert len(job.ends()) == 1
+
+
+@pytest.mark.parametrize("line", ["5", "{}", '{"attempt": 1', "\\xff\\x00"])
+def test_a_damaged_line_of_the_ledger_ends_no_run(job, line):
+    script = job.write_script("train", health_check="false")
+    job.start(script)
+    job.finish()
+    job.run.done.unlink()
+    with job.run.attempts_ledger.open("ab") as ledger:
+        ledger.write(line.encode().decode("unicode_escape").encode("latin-1") + b"\n")
+    job.start(script, SLURM_JOB_ID="8")
+    code, said = job.finish()
+    assert code == 0, said
+    assert [start.attempt for start in starts_in(read_ledger(job.run))] == [1, 2]
+
+
+@pytest.mark.parametrize("file", ["attempts.jsonl", "job.json"])
+def test_a_file_that_cannot_be_read_sends_the_job_elsewhere(job, file):
+    script = job.write_script("train", health_check="false")
+    job.start(script)
+    job.finish()
+    job.run.done.unlink()
+    (job.run.root / file).unlink()
+    (job.run.root / file).mkdir()  # as good as any other error of a read
+    job.told_file.unlink()
+    job.start(script, restarts=1)
+    code, said = job.finish(90)
+    assert code == 75, said
+    assert "nothing is lost: the job comes back without this host" in said
+    assert job.told("scontrol requeue", "scontrol update") == [
+        "scontrol requeue 7",
+        "scontrol update JobId=7 ExcNodeList=node01",
+    ]

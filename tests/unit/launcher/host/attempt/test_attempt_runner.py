@@ -1,0 +1,245 @@
+"""While the steps run: they leave when they are asked to, and are ended when they hang. What they and Slurm were asked
+is a list."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.host.attempt import runner as runner_module
+from launcher.host.attempt.runner import AttemptRunner
+from launcher.host.attempt.steps import Steps
+from launcher.host.attempt.surroundings import Surroundings
+from launcher.host.judge.policy import Facts
+from launcher.host.process.signals import Signals
+from launcher.host.slurm.call import SlurmSilent
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, Hang, Heartbeat, Outcome, RankError
+from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import if_readable, read, write
+
+LIMIT = 1800.0
+FULL = OSError(errno.ENOSPC, "No space left on device")
+SILENT = SlurmSilent("no answer")
+
+
+class Asked(Steps):
+    """Steps, and a job around them, that only note what they were asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def signal(self, signum: int) -> None:
+        self.calls.append(signal.Signals(signum).name)
+
+    def end(self, now: float, hurried: bool) -> None:
+        if "KILL" not in self.calls:
+            self.calls.append("KILL")
+
+
+class Job(Surroundings):
+    takes_nodes = True
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.knows: dict[str, Any] = {}
+
+    def request_for(self, signal_name: str, now: float) -> Drain:
+        return Drain("signal", f"{signal_name} to the batch host", now)
+
+    def complete(self, attempt: Attempt, request: Drain) -> Drain:
+        self.asked.calls.append("why?")
+        return request._replace(**self.knows)
+
+    def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
+        return request
+
+    def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
+        return Facts()
+
+    def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
+        pass
+
+
+class Watched:
+    """An attempt of two ranks, of which one has hung for 2000 s of its 1800."""
+
+    def __init__(self, root: Path) -> None:
+        self.asked = Asked()
+        self.job = Job(self.asked)
+        self.attempt = RunDir(root).attempt(1)
+        self.attempt.heartbeats.mkdir(parents=True)
+        self.now = time.time()
+        self.signals = Signals([signal.SIGUSR2])
+        self.runner = AttemptRunner(self.attempt, self.asked, self.job, self.signals, LIMIT)
+        self.send_heartbeats(silent=2000.0)
+
+    def send_heartbeats(self, silent: float) -> None:
+        for rank, phase in enumerate([HEARTBEAT_WAIT, "generate"]):
+            beat = Heartbeat(rank, 2, "here", phase, 1, 1, self.now - silent, self.now, 10.0)
+            write(self.attempt.heartbeat(rank), beat)
+
+    def look(self, *seconds: float) -> list[str]:
+        """At these times; what was asked since."""
+        before = len(self.asked.calls)
+        for after in seconds:
+            self.runner.look(self.now + after)
+        return self.asked.calls[before:]
+
+    def train(self) -> Watched:
+        self.runner.training = True
+        return self
+
+    def ask(self, cause: str = "preempted", **facts: float) -> None:
+        write(self.attempt.drain, Drain(cause, "test", self.now, **facts))
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGCHLD)}
+    yield Watched(tmp_path)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def failing(times: int, error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
+    left = [error] * times
+
+    def act(*given: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return then(*given, **named)
+
+    return act
+
+
+def test_a_hang_is_recorded_and_the_steps_show_their_stacks_before_they_are_ended(watched):
+    assert watched.train().look(0, 10, 11, 12, 20) == ["SIGQUIT", "KILL"]
+    hang = read(Hang, watched.attempt.hang)
+    assert (hang.rank, hang.phase) == (1, "generate")
+    assert watched.runner.observed().hang == hang
+
+
+def test_nobody_hangs_before_the_ranks_are_started(watched):
+    assert watched.look(0, 10, 20) == []
+
+
+def test_slurm_is_told_again_what_it_did_not_hear(watched, monkeypatch):
+    monkeypatch.setattr(watched.asked, "end", failing(2, SILENT, watched.asked.end))
+    monkeypatch.setattr(watched.asked, "signal", failing(2, SILENT, watched.asked.signal))
+    assert watched.train().look(0, 10, 12, 13, 14) == ["SIGQUIT", "KILL"]
+
+
+def test_a_full_disk_keeps_no_hang_from_being_ended(watched, monkeypatch):
+    monkeypatch.setattr(runner_module, "write", failing(9, FULL, write))
+    assert watched.train().look(0, 10, 11, 12, 13) == ["SIGQUIT", "KILL"]
+    assert watched.runner.observed().hang is not None, "it is known here all the same"
+
+
+def test_when_a_collective_timed_out_all_show_where_they_are_once(watched):
+    write(watched.attempt.error(0), RankError(0, "here", 1, "train", "RuntimeError: Timed out", waited=True))
+    watched.send_heartbeats(silent=0.0)
+    assert watched.train().look(0, 10, 20) == ["SIGQUIT"]
+
+
+def test_another_error_needs_no_stacks(watched):
+    write(watched.attempt.error(0), RankError(0, "here", 1, "train", "ValueError: bad"))
+    watched.send_heartbeats(silent=0.0)
+    assert watched.train().look(0, 10, 20) == []
+
+
+def test_a_request_to_leave_reaches_the_steps_and_its_deadline_is_kept(watched):
+    watched.send_heartbeats(silent=0.0)
+    watched.ask(deadline=watched.now + 20)
+    assert watched.train().look(0) == ["SIGUSR1"]
+    assert watched.look(1, 4, 6) == ["SIGUSR1"], "reminded, but not at every look"
+    assert watched.look(14) == ["SIGUSR1"]
+    assert watched.look(15, 16, 17) == ["KILL"], "the last moment is needed to close the attempt"
+    assert watched.runner.observed().late is None, "whoever takes the nodes is to blame"
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["the disk takes it", "the disk is full"])
+def test_a_signal_is_passed_on_before_slurm_is_asked_why(watched, monkeypatch, written):
+    watched.train().send_heartbeats(silent=0.0)
+    if not written:
+        monkeypatch.setattr(runner_module, "write", failing(99, FULL, write))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert watched.look(0) == ["SIGUSR1", "why?"]
+    request = if_readable(read(Drain, watched.attempt.drain))
+    assert (request is not None) is written
+    assert watched.runner.request == Drain("signal", "SIGUSR2 to the batch host", watched.now)
+
+
+def test_a_disk_that_was_full_for_a_moment_loses_no_request(watched, monkeypatch):
+    watched.train().send_heartbeats(silent=0.0)
+    watched.job.knows = {"cause": "preempted", "deadline": watched.now + 60, "end": watched.now + 60}
+    monkeypatch.setattr(runner_module, "write", failing(2, FULL, write))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    watched.look(0, 1, 2, 3, 4)
+    assert read(Drain, watched.attempt.drain).cause == "preempted"
+
+
+def test_slurm_is_asked_once_a_second_and_not_for_ever(watched):
+    watched.train().send_heartbeats(silent=0.0)
+    watched.ask("signal")
+    assert watched.look(0, 0.1, 0.2, 0.9, 1.1).count("why?") == 2
+    assert watched.look(*range(2, 100)).count("why?") == 8
+
+
+def test_what_slurm_says_is_added_unless_somebody_has_named_a_cause_meanwhile(watched, monkeypatch):
+    watched.train().send_heartbeats(silent=0.0)
+    watched.ask("signal")
+    watched.job.knows = {"cause": "time limit", "deadline": watched.now + 90}
+
+    def meanwhile(attempt: Attempt, request: Drain) -> Drain:
+        watched.ask("cancelled")
+        return request._replace(cause="time limit")
+
+    monkeypatch.setattr(watched.job, "complete", meanwhile)
+    watched.look(0)
+    assert read(Drain, watched.attempt.drain).cause == "cancelled"
+    monkeypatch.undo()
+    watched.look(1, 2)
+    assert read(Drain, watched.attempt.drain).deadline == watched.now + 90
+    assert watched.runner.request.cause == "time limit"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_request_that_cannot_be_read_is_one_and_a_later_signal_is_passed_on(watched, content):
+    watched.train().send_heartbeats(silent=0.0)
+    watched.attempt.drain.write_text(content)
+    assert "SIGUSR1" in watched.look(0, 1, 2)
+    watched.ask(deadline=watched.now + 20)
+    assert watched.look(3, 15, 16)[-1] == "KILL"
+
+
+def test_ranks_that_have_said_how_it_ended_are_not_asked_again(watched):
+    watched.train().ask()
+    write(watched.attempt.outcome, Outcome("drained", 3))
+    watched.send_heartbeats(silent=0.0)
+    assert set(watched.look(0, 10, 20)) <= {"why?"}
+
+
+def test_a_wait_ends_with_what_it_waits_for_or_with_a_request(watched):
+    looks = iter([False, False, True])
+    watched.asked.tick_s = 0.0
+    watched.runner.wait(lambda: next(looks), through_requests=False)
+    watched.ask()
+    watched.runner.wait(lambda: False, through_requests=False)
+    assert watched.runner.request.cause == "preempted"
+
+
+def test_a_signal_wakes_a_wait(watched):
+    watched.asked.tick_s = 60.0
+    began = time.monotonic()
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGUSR2))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    watched.runner.wait(lambda: False, through_requests=False)
+    assert time.monotonic() - began < 10
