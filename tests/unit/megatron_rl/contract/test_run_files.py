@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from launcher.host.attempt.conclude import conclude_lost
 from launcher.host.record import ledger
 from megatron_rl import run_dir
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.run_dir import append_json_line, read_json_lines
@@ -50,13 +51,13 @@ def test_what_is_hurt_in_the_middle_is_passed_over(tmp_path, hurt):
 
 def test_a_ledger_torn_by_a_dead_node_ends_no_run(tmp_path):
     run = RunDir(tmp_path)
-    ledger.record(run, 1, "start", 10.0)
+    ledger.write_line(run, AttemptStart(1, 10.0))
     with run.attempts_ledger.open("a") as file:
         file.write('{"attempt": 1, "event": "e')
     conclude_lost(run, 20.0, unseen="its supervisor was killed")
-    ledger.record(run, 2, "start", 30.0)
-    said = [(line["attempt"], line["event"]) for line in read_json_lines(run.attempts_ledger)]
-    assert said == [(1, "start"), (1, "end"), (2, "start")]
+    ledger.write_line(run, AttemptStart(2, 30.0))
+    lines = ledger.read_ledger(run)
+    assert [(line.attempt, type(line)) for line in lines] == [(1, AttemptStart), (1, AttemptEnd), (2, AttemptStart)]
 
 
 def test_two_nodes_with_the_same_process_id_may_write_one_file_at_once(tmp_path, monkeypatch):
