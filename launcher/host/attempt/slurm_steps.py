@@ -6,8 +6,8 @@ import time
 from typing import Dict, List, Optional, Sequence
 
 from launcher.host.attempt.begin import CodePaths
+from launcher.host.attempt.interfaces import Steps
 from launcher.host.attempt.job_context import JobContext
-from launcher.host.attempt.steps import Steps
 from launcher.host.process.processes import Child
 from launcher.host.slurm import tell
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE
