@@ -18,13 +18,17 @@ def write_script(login: Login, root: Path) -> Path:
     return script
 
 
-def stuck_script(login: Login, pipe: Path) -> None:
-    """Have the first start wait, with all of the run directory written but the resolved recipe, which comes from
-    `pipe`."""
-    os.mkfifo(pipe)
-    once = f"[[ -e {pipe}.used ]] || {{ touch {pipe}.used; exec cat {pipe}; }}"
+def before_the_recipe(login: Login, command: str) -> None:
+    """Have the first start run a command when all of the run directory is written but the resolved recipe."""
+    once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; {command}; }}"
     login.program("bash", f'case "$*" in *"document resolved_yaml") {once} ;; esac\nexec /bin/bash "$@"')
     login.profiles["stub"]["prolog"] = [f'PATH={login.home}/bin:"$PATH"']
+
+
+def stuck_script(login: Login, pipe: Path) -> None:
+    """Have the first start wait for its resolved recipe, which comes from `pipe`."""
+    os.mkfifo(pipe)
+    before_the_recipe(login, f"exec cat {pipe}")
 
 
 def text_of(name: str, script: Path) -> str:
@@ -41,12 +45,10 @@ def test_the_prolog_may_use_variables_that_are_not_set(login: Login) -> None:
 
 def test_a_run_directory_that_was_cut_short_is_made_by_the_next_start(login: Login) -> None:
     root = login.share / "run"
-    stuck_script(login, login.home / "pipe")
+    before_the_recipe(login, "kill -KILL $PPID")
     script = write_script(login, root)
     first = login.adopt(root, login.sbatch(script))
-    wait_until("half of the run directory is there", lambda: list(root.glob("code/**/job.py")), SECONDS)
-    login.lab.run("scancel", "--signal=KILL", "--full", first.job)
-    first.wait("FAILED", "CANCELLED", "COMPLETED", "NODE_FAIL")
+    first.wait("FAILED")
     assert not first.dir.resolved.exists()
     second = login.adopt(root, login.sbatch(script))
     assert second.wait() == "COMPLETED", second.log()
