@@ -27,6 +27,10 @@ class Tally:
         self._values[name] = value
         self._reductions[name] = reduction
 
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Put what is summed over the ranks."""
+        self.put(name, Reduction.SUM, value)
+
     def reduce(self, control: dist.ProcessGroup) -> Mapping[str, float]:
         """The values over all ranks of the gloo group `control`, in fp64. One all-gather: every rank sums in rank
         order, so all ranks see the same bits."""

@@ -41,7 +41,7 @@ def taught_policy(config: RunConfig, platform: Any, environment: object, *, writ
     tokenizer = build_tokenizer(config.tokenizer)
     platform.seed(config.model.supervised.seed)
     policy = build_policy(config.model, tokenizer.vocab_size, platform)
-    supervised.teach(policy, config, environment, tokenizer, platform, quiet_safe_points(), writer=writer)
+    supervised.teach(policy, config, environment, tokenizer, quiet_safe_points(), writer=writer)
     return policy
 
 
