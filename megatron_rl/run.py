@@ -27,6 +27,7 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.refit.publish import Refit, SharedWeights
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
@@ -94,6 +95,7 @@ class Run:
     initial_weights: str | None
     trainer: Trainer
     engine: Engine
+    refit: Refit
     driver: RolloutDriver
     checkpointer: Checkpointer
     writer: Writer
@@ -160,7 +162,8 @@ def set_up(
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
     engine = Engine(models.policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    engine.policy_version = counters.policy_version
+    refit = SharedWeights(engine)
+    refit.publish(counters.policy_version)
     bank = open_bank(
         run_dir,
         attempt.number,
@@ -183,6 +186,7 @@ def set_up(
         initial_weights=counters.initial_weights,
         trainer=trainer,
         engine=engine,
+        refit=refit,
         driver=RolloutDriver(environment, engine, bank, config, groups, safe_points, asyncio.Runner()),
         checkpointer=checkpointer,
         writer=writer,
@@ -236,7 +240,7 @@ def load_initial_weights(
     model = config.model
     if model.init == "supervised":
         safe_points.activity.enter("teaching the base model", 0)
-        supervised.teach(policy, config, environment, tokenizer, platform, safe_points, writer=dist.get_rank() == 0)
+        supervised.teach(policy, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
     if model.init != "checkpoint":
         return None
     assert model.checkpoint is not None  # checked by the configuration

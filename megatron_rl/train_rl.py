@@ -41,16 +41,24 @@ def train_step(run: Run) -> None:
     """One step. Where LeaveAgreed comes between two updates of it, `run.trainer.between_steps` is false."""
     step = run.step + 1
     run.safe_points.activity.enter("training", step)
-    report = StepReport(step, run.safe_points.timeline)
 
     batch = run.driver.collect(run.next_ordinal)
-    updates = run.trainer.train(batch, step, report.tally)
+    stats = run.trainer.train(batch, step)
     with run.safe_points.phase("refit"):
-        # The engine reads the training weights where they are: all its refit takes is to know their version.
-        run.engine.policy_version = run.trainer.policy_version
+        run.refit.publish(run.trainer.policy_version)
     run.step, run.next_ordinal = step, batch.next_ordinal
 
-    metrics, line = report.metrics(batch, updates, run.trainer.policy_version, run.groups)
+    report = StepReport(
+        step=step,
+        stats=stats,
+        generation_rounds=batch.rounds,
+        first_ordinal=batch.first_ordinal,
+        next_ordinal=batch.next_ordinal,
+        policy_version=run.trainer.policy_version,
+        dropped=batch.dropped,
+        failures=batch.failures,
+    )
+    metrics, line = report.lines(run.safe_points.timeline, run.groups.control)
     run.writer.step(step, metrics | save_metrics(run))
     run.writer.timeline(line)
     run.writer.rollouts(step, GroupsView(batch.groups))

@@ -52,6 +52,18 @@ class Trajectory:
             finish_reason=completion.finish_reason,
         )
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for lists that do not fit together, which an agent's author may make."""
+        if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} in its loss mask, "
+                f"{len(self.logprobs)} logprobs and {len(self.versions)} versions: it needs one of each for a token"
+            )
+        if not self.turns:
+            raise ValueError("a trajectory needs at least one turn of the model")
+        if self.loss_mask[:1] == [True]:
+            raise ValueError("the first token of a trajectory cannot be trained on: no token before it predicts it")
+
     @property
     def prompt_length(self) -> int:
         """Tokens before the first turn."""
@@ -61,11 +73,6 @@ class Trajectory:
     def answer_length(self) -> int:
         """Tokens the model sampled, in all turns together."""
         return sum(map(len, self.turns))
-
-    @property
-    def oldest_version(self) -> int:
-        """Policy version of the oldest weights that sampled any of it."""
-        return min((min(self.versions[turn.start : turn.stop], default=-1) for turn in self.turns), default=-1)
 
 
 @dataclass(frozen=True, slots=True)

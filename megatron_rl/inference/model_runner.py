@@ -19,9 +19,9 @@ from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.randomness import uniforms
 from megatron_rl.inference.sampling import SamplingRows, sample
 from megatron_rl.inference.scheduler import Prefill, RowAnswer, StepPlan
-from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+from megatron_rl.platform.attention import whole_sequences
 
 
 class ModelRunner:
@@ -93,9 +93,8 @@ class ModelRunner:
         source = torch.repeat_interleave((ends - lengths)[sequence], length) + within
         target = torch.repeat_interleave(torch.arange(rows.start, rows.stop) * self._cache.length, length) + within
         tokens = [token for tokens in sequences for token in tokens]
-        places = [range(end - len(tokens), end) for tokens, end in zip(sequences, ends.tolist(), strict=True)]
         layout = PrefillLayout(
-            packed=packed_layout(places, len(tokens), self.device),
+            packed=self.policy.layout(whole_sequences(map(len, sequences))),
             cache=self._cache,
             source=source.to(self.device),
             target=target.to(self.device),

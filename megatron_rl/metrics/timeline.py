@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.contract.attempt_records import TimelineLine
 
 if TYPE_CHECKING:  # it needs torch, and a clock runs before there is torch
-    from megatron_rl.metrics.tally import Tally
+    from megatron_rl.metrics.tally import Reduction, Tally
 
 CATEGORIES = (
     "start-up",
@@ -75,10 +75,10 @@ class Timeline:
         the seconds of all ranks between two lines are their number times the difference, to the last digit."""
         self.switch(self._category)
         if self._first:
-            tally.add("timeline/began", self.began)
-        tally.add("timeline/at", self._since + self._offset)
+            tally.put("timeline/began", Reduction.SUM, self.began)
+        tally.put("timeline/at", Reduction.SUM, self._since + self._offset)
         for name, seconds in self._seconds.items():
-            tally.add(f"timeline/{name}", seconds)
+            tally.put(f"timeline/{name}", Reduction.SUM, seconds)
             self._seconds[name] = 0.0
 
     def line(self, total: Mapping[str, float], ranks: int, step: int, resumed: int | None = None) -> TimelineLine:

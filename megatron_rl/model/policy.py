@@ -9,10 +9,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.attention import Layout, Rotation
 from megatron_rl.model.config import ModelConfig, Recompute
-from megatron_rl.model.layers import packed_layer_spec
+from megatron_rl.model.layers import Rotation, packed_layer_spec
 from megatron_rl.platform.api import Platform
+from megatron_rl.platform.attention import Layout, PackedSequences
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -39,10 +39,18 @@ class Policy(GPTModel):
         logits, _ = self.output_layer(hidden, weight=weight)
         return logits.squeeze(1)[:, : self._tokens]
 
-    def prepare(self, tokens: int, device: torch.device) -> None:
-        """Note the size of the vocabulary without padding and tabulate the rotations, [max positions, 1, head size],
-        computed in fp32 and kept in the model's dtype."""
-        self._tokens = tokens
+    @property
+    def device(self) -> torch.device:
+        return self._platform.device
+
+    def layout(self, packed: PackedSequences) -> Layout:
+        """The attention layout of whole sequences on the policy's device."""
+        return self._platform.attention_layout(packed)
+
+    def prepare(self, tokens: int, platform: Platform) -> None:
+        """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,
+        1, head size], computed in fp32 and kept in the model's dtype."""
+        self._tokens, self._platform, device = tokens, platform, platform.device
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
         angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
         cosines, sines = angles.cos(), angles.sin()
@@ -97,7 +105,7 @@ def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recomp
     config = transformer_config(model, platform)
     policy = Policy(
         config=config,
-        transformer_layer_spec=packed_layer_spec(config, recompute),
+        transformer_layer_spec=packed_layer_spec(config, recompute, platform),
         vocab_size=padded_vocab_size(model.vocab_size or vocab_size, model.vocab_multiple),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -110,5 +118,5 @@ def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recomp
         rope_scaling_factor=model.rope_scaling or 1.0,
     )
     policy.to(device=platform.device, dtype=DTYPES[model.dtype])
-    policy.prepare(vocab_size, platform.device)
+    policy.prepare(vocab_size, platform)
     return policy

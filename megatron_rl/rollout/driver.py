@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,14 @@ class RolloutBatch:
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Ordinals of the whole batch settled without training, and why."""
     rounds: int = 1
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Answers of this driver's groups that were lost, by reason."""
+        total: Counter[str] = Counter()
+        for group in self.groups:
+            total.update(group.failures)
+        return total
 
 
 class RolloutDriver:

@@ -226,10 +226,10 @@ def _fail_in_step_3_of_rank_1(rank: int) -> None:
 
     train = Trainer.train
 
-    def fails(self: Any, batch: Any, step: int, tally: Any) -> Any:
+    def fails(self: Any, batch: Any, step: int) -> Any:
         if rank == 1 and step == 3:
             raise RuntimeError("the device fell off the bus")
-        return train(self, batch, step, tally)
+        return train(self, batch, step)
 
     Trainer.train = fails  # type: ignore[method-assign]
 
@@ -239,10 +239,10 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
 
     train = Trainer.train
 
-    def spoiled(self: Any, batch: Any, step: int, tally: Any) -> Any:
+    def spoiled(self: Any, batch: Any, step: int) -> Any:
         if step == 3:
             self.policy.decoder.final_layernorm.weight.register_hook(lambda gradient: gradient * math.nan)
-        return train(self, batch, step, tally)
+        return train(self, batch, step)
 
     Trainer.train = spoiled  # type: ignore[method-assign]
 

@@ -64,10 +64,10 @@ def losses_and_weights(
         groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)
         share = shares(0, len(groups), ranks)[rank]
         tally = Tally()
-        updates = run.trainer.train(batch_of(groups, share.start, share.stop), step, tally)
+        run.trainer.train(batch_of(groups, share.start, share.stop), step).put(tally)
         total = dict(tally.reduce(of_ranks.control))
-        del total["packed_tokens"]  # how prompts were shared: the layout's own
-        tallied.append(total | {f"grad_norm/{i}": update.grad_norm for i, update in enumerate(updates)})
+        del total["batch.packed_tokens"]  # how prompts were shared: the layout's own
+        tallied.append(total)
     return tallied, torch.cat([weight.detach().flatten() for weight in run.trainer.policy.parameters()])
 
 

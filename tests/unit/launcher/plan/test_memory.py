@@ -12,9 +12,9 @@ from launcher.plan.gpu_memory import Memory, checkpoint_bytes, rank_memories, vo
 from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
-from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy, padded_vocab_size
+from megatron_rl.platform.attention import whole_sequences
 
 MODELS = {
     "tied": {},
@@ -156,7 +156,7 @@ def test_activations_are_what_autograd_keeps(recompute, fields, platform, groups
                 saved[storage.data_ptr()] = storage
             return tensor
 
-        layout = packed_layout([range(tokens)], tokens, torch.device("cpu"))
+        layout = policy.layout(whole_sequences([tokens]))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), layout).sum()
         kept[layers] = sum(storage.nbytes() for storage in saved.values())

@@ -202,8 +202,6 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     from bank_helpers import bank_in, drive
     from core_helpers import build_run, tiny_run
 
-    from megatron_rl.metrics.tally import Tally
-
     characters = "".join(sorted(set("What is 1/4 + 1/4? 2 + 3 + 2? 7 - 1?\\boxed{}0123456789")))
     config = tiny_run(
         model={"max_position_embeddings": 64},
@@ -228,4 +226,4 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     batch = run.driver.collect(0)
     rewards = {trajectory.reward for made in batch.groups for trajectory in made.trajectories}
     assert rewards == {-1.0}  # such a policy boxes nothing
-    assert len(run.trainer.train(batch, 1, Tally())) == 1
+    assert run.trainer.train(batch, 1).update.updates == 1

@@ -299,7 +299,7 @@ def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path)
     for group in groups:
         assert tokens([group])[0] == expected[group.ordinal not in begun][group.ordinal]
     assert begun
-    assert {answer.oldest_version for group in groups for answer in group.trajectories} == {3, 4}
+    assert {min(answer.versions[answer.prompt_length :]) for group in groups for answer in group.trajectories} == {3, 4}
 
 
 def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ LOG_PROB = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     """Of any number of turns, some of whose tokens may not be trained on."""
-    tokens = draw(TOKENS)
+    tokens = [7, *draw(TOKENS)]
     logprobs, versions, turns = [0.0] * len(tokens), [-1] * len(tokens), []
-    for sampled, said in draw(st.lists(st.tuples(TOKENS, TOKENS), max_size=3)):
+    for sampled, said in draw(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)):
         turns.append(range(len(tokens), len(tokens) + len(sampled)))
         tokens = [*tokens, *sampled, *said]
         logprobs += [draw(LOG_PROB) for _ in sampled] + [0.0] * len(said)

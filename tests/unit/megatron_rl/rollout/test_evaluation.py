@@ -28,7 +28,7 @@ class Scripted(EvaluationAgent):
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         self.requests.append(request)
-        return EvaluationResponse([[trajectory([], [1], problem.golden["reward"])] for problem in request.problems])
+        return EvaluationResponse([[trajectory([1], [1], problem.golden["reward"])] for problem in request.problems])
 
 
 def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:

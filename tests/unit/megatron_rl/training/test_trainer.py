@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import (
+    CPU,
     VOCAB,
     answer_of,
     batch_of,
@@ -25,8 +26,10 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
+from megatron_rl.metrics.stats import StepStats
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.run import Run
+from megatron_rl.training.batch import training_batch
 from megatron_rl.training.trainer import GradientsNotFinite
 
 GROUPS = random_groups(4, 4)
@@ -44,11 +47,17 @@ OPTIONS = {
 }
 
 
-def trained(run: Run, groups: list[TrajectoryGroup], step: int = 1) -> dict[str, float]:
-    """What `Trainer.train` tallied for one batch."""
+def trained(run: Run, groups: list[TrajectoryGroup], step: int = 1) -> StepStats:
+    """What `Trainer.train` counted of one batch, as numbers."""
+    stats = run.trainer.train(batch_of(groups, 0, len(groups)), step)
     tally = Tally()
-    run.trainer.train(batch_of(groups, 0, len(groups)), step, tally)
-    return dict(tally.reduce(run.groups.control))
+    stats.put(tally)
+    return stats.reduced(tally.reduce(run.groups.control))
+
+
+def of_loss(stats: StepStats) -> Any:
+    assert stats.loss is not None
+    return stats.loss
 
 
 def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float) -> tuple[Tensor, Tensor]:
@@ -124,13 +133,12 @@ def test_loss_and_gradient_are_those_of_a_padded_implementation(
     expected = naive_loss(twin, reference, GROUPS, config)
     expected.backward()
 
-    tally = Tally()
-    (update,) = run.trainer.train(batch_of(GROUPS, 0, 4), 1, tally)
-    assert tally.reduce(groups.control)["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    stats = trained(run, GROUPS)
+    assert of_loss(stats).loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     theirs = {name: weight.grad for name, weight in twin.named_parameters()}
     ours = in_their_names(run.trainer.policy, config.model, lambda weight: weight.main_grad)
     norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in theirs.values()))
-    assert update.grad_norm == pytest.approx(norm, rel=1e-4)
+    assert stats.update.grad_norm == pytest.approx(norm, rel=1e-4)
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * max(1.0, norm))
 
@@ -152,7 +160,7 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
     def advantage_weighted() -> float:
         with torch.no_grad():
             logprobs, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
-        return float(((logprobs * mask).sum(1) * run.trainer.answers(GROUPS).advantages).sum())
+        return float(((logprobs * mask).sum(1) * training_batch(GROUPS, config, 0, CPU).advantages).sum())
 
     before = advantage_weighted()
     for step in range(1, 4):
@@ -163,20 +171,19 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
 def test_updates_and_policy_version_are_counted(platform: Any, groups: Any) -> None:
     config = tiny_run(grpo={"iterations": 2, "global_batch": 8})  # 4 x 4 answers: 2 updates a pass
     run = build_run(config, platform, groups)
-    tally = Tally()
-    updates = run.trainer.train(batch_of(GROUPS, 0, 4), 1, tally)
-    assert [update.applied for update in updates] == [True] * 4
+    stats = trained(run, GROUPS)
+    assert stats.update.updates == stats.update.applied == 4
     assert run.trainer.policy_version == 4
 
 
 def test_with_more_updates_the_old_logprobs_are_those_before_the_first(platform: Any, groups: Any) -> None:
     """So the ratio leaves 1 from the second update on, and is exactly 1 with a single one."""
     single = trained(build_run(tiny_run(), platform, groups), GROUPS)
-    assert single["max/ratio"] == 1
+    assert of_loss(single).ratio_max == 1
     rate = {"learning_rate": 1e-2}
-    several = trained(build_run(tiny_run(grpo={"iterations": 3}, optimizer=rate), platform, groups), GROUPS)
-    assert several["max/ratio"] > 1.01
-    assert several["sum/clip_high"] + several["sum/clip_low"] > 0
+    several = of_loss(trained(build_run(tiny_run(grpo={"iterations": 3}, optimizer=rate), platform, groups), GROUPS))
+    assert several.ratio_max > 1.01
+    assert several.clip_high + several.clip_low > 0
 
 
 def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, groups: Any) -> None:
@@ -184,17 +191,17 @@ def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, g
     assert run.trainer.reference is None
     forwards = []
     hook = run.trainer.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
-    tallied = trained(run, GROUPS)
+    stats = trained(run, GROUPS)
     hook.remove()
     assert forwards == [True]  # one micro-batch, forward for backward, and nothing else
-    assert "sum/kl" not in tallied
+    assert of_loss(stats).kl is None
 
 
 def test_the_reference_stays_what_it_was(platform: Any, groups: Any) -> None:
     run = build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups)
     assert run.trainer.reference is not None
     before = [weight.detach().clone() for weight in run.trainer.reference.parameters()]
-    assert trained(run, GROUPS)["sum/kl"] > 0
+    assert of_loss(trained(run, GROUPS)).kl > 0
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.reference.parameters(), strict=True))
 
 
@@ -202,15 +209,15 @@ def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: An
     equal = [replace(each, trajectories=[replace(r, reward=0.5) for r in each.trajectories]) for each in GROUPS]
     run = build_run(tiny_run(), platform, groups)
     before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
-    tallied = trained(run, equal)
-    assert tallied["signal"] == 0
+    stats = trained(run, equal)
+    assert stats.batch.groups_with_signal == 0
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.policy.parameters(), strict=True))
 
 
 def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: Any) -> None:
     empty = [TrajectoryGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
-    tallied = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
-    assert (tallied["answers"], tallied["failed"], tallied["loss"]) == (0, 16, 0)
+    stats = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
+    assert (stats.batch.answers, stats.batch.failed, stats.loss) == (0, 16, None)
 
 
 # A gradient that is not finite
@@ -227,9 +234,8 @@ def test_a_non_finite_gradient_skips_the_update(platform: Any, groups: Any, dist
     for run in (disturbed, undisturbed):
         trained(run, GROUPS, 1)
     before = [weight.detach().clone() for weight in disturbed.trainer.policy.parameters()]
-    (update,) = poisoned(disturbed)
-    assert not update.applied
-    assert not math.isfinite(update.grad_norm)
+    update = poisoned(disturbed).update
+    assert (update.updates, update.applied, update.grad_norm) == (1, 0, 0)
     assert disturbed.trainer.policy_version == 1
     assert all(torch.equal(a, b) for a, b in zip(before, disturbed.trainer.policy.parameters(), strict=True))
     for run in (disturbed, undisturbed):
@@ -250,11 +256,11 @@ def test_too_many_in_a_row_stop_the_run(platform: Any, groups: Any) -> None:
         poisoned(run)
 
 
-def poisoned(run: Run) -> list[Any]:
+def poisoned(run: Run) -> StepStats:
     """A training step whose gradient has one element that is not a number."""
     weight = run.trainer.policy.decoder.layers[0].mlp.linear_fc1.weight
     hook = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), math.nan))
     try:
-        return run.trainer.train(batch_of(GROUPS, 0, 4), 1, Tally())
+        return run.trainer.train(batch_of(GROUPS, 0, 4), 1)
     finally:
         hook.remove()
