@@ -11,7 +11,7 @@ from megatron_rl.inference.api import Completion
 
 
 def test_a_single_answer_is_one_turn_behind_its_prompt() -> None:
-    one = Trajectory.single([1, 2, 3], Completion([4, 0], [-0.5, -0.25], "stop", 7), "4", 1.0)
+    one = Trajectory.single([1, 2, 3], Completion([4, 0], [-0.5, -0.25], "stop", [7, 7]), "4", 1.0)
     assert one.tokens == [1, 2, 3, 4, 0]
     assert one.loss_mask == [False, False, False, True, True]
     assert one.logprobs == [0.0, 0.0, 0.0, -0.5, -0.25]
