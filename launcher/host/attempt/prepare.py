@@ -73,9 +73,7 @@ class Preparation:
         if self._checks.fabric:
             fit = [host for host in self._context.hosts if host not in assignment.bad]
             assignment = self._check_and_assign("fabric", fit)
-        self._runner.look(time.time())
-        if self._runner.request is not None:
-            raise Asked()
+        self._leave_if_asked()
         mark_ready(self._attempt, time.time())
         return assignment
 
@@ -117,10 +115,11 @@ class Preparation:
         """
         context, attempt = self._context, self._attempt
         reports = read_node_reports(attempt)
-        silent = bool(checked) and not (
-            reports.nodes or reports.unreadable
-        )  # it is the check that failed, not all nodes
-        unfit = {} if silent else unfit_nodes(reports, checked)
+        answered = bool(reports.nodes or reports.unreadable)
+        if checked and not answered:  # it is the check that failed, and not all nodes at once
+            self._runner.wait_for_reason()
+            self._leave_if_asked()
+        unfit = unfit_nodes(reports, checked) if answered else {}
         unfit.update(self._failed_before())
         self._job.unfit = unfit
         for host, why in sorted(unfit.items()):
@@ -129,7 +128,7 @@ class Preparation:
         if plan is None:
             raise FileNotFoundError("{}: there is no plan".format(context.run.plan))
         try:
-            if silent:
+            if checked and not answered:
                 raise NotEnoughNodes("no node has answered the health check")
             assignment = assign(plan, context.hosts, unfit, context.given)
         except NotEnoughNodes as error:
@@ -167,5 +166,10 @@ class Preparation:
     def _wait(self, ended: Callable[[], bool]) -> None:
         """Raises Asked when the attempt is asked to leave meanwhile."""
         self._runner.wait(ended, through_requests=False)
+        self._leave_if_asked()
+
+    def _leave_if_asked(self) -> None:
+        """Raises Asked."""
+        self._runner.look(time.time())
         if self._runner.request is not None:
             raise Asked()

@@ -23,6 +23,7 @@ from megatron_rl.contract.records import ABSENT, Unreadable, if_readable, read, 
 
 LEARN = 10  # questions, one a second, about what a request to leave does not say
 LEARN_EVERY_S = 1.0
+SIGNAL_S = 3.0  # over which Slurm signals the processes of a job that it ends
 LEAVE_LIMIT_S = 60.0  # that the other ranks have once the first one left in order
 
 
@@ -77,6 +78,12 @@ class AttemptRunner:
             if self.request is not None and not through_requests:
                 return
             self.signals.wait(self.steps.tick_s)
+
+    def wait_for_reason(self) -> None:
+        """Watch a moment longer where something ended for no reason that is known yet: who ends a job signals all of
+        it, and our own signal may come last."""
+        give_up = time.monotonic() + SIGNAL_S
+        self.wait(lambda: time.monotonic() >= give_up, through_requests=False)
 
     def look(self, now: float) -> None:
         """Do what is due."""

@@ -115,7 +115,10 @@ def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment)
     runner.training = True
     runner.also.append(lambda now: None if runner.request is not None else replicas.restart_ended(now))
     runner.wait(lambda: train.exit_code() is not None)
+    runner.look(time.time())
     code = signed(train.exit_code() or 0)
+    if code and not (runner.request or runner.attempt.outcome.exists() or runner.attempt.errors()):
+        runner.wait_for_reason()
     sys.stderr.write(tail(words, LONG_TAIL))  # it names the rank that was killed
     steps.stop_all()
     return code
