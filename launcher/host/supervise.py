@@ -15,8 +15,7 @@ import sys
 import time
 from typing import List, Optional
 
-from launcher.host.attempt.close import close
-from launcher.host.attempt.conclude import conclude_lost
+from launcher.host.attempt.conclude import close, conclude_lost
 from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.this_machine import ThisMachine

@@ -85,3 +85,59 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     failures: Mapping[str, int]
     """Answers lost, by reason. A failure is never a reward of 0: it is left out of the group."""
+
+
+class Conversation:
+    """A trajectory being made, turn by turn.
+
+        conversation = Conversation(prompt_tokens)
+        conversation.add_turn(completion)         # the model's answer to conversation.tokens
+        conversation.add_observation(tokens)      # what the environment says to it
+        ...
+        conversation.scored(text, reward)
+
+    It only grows: what the model has sampled is never turned into text and back, which may give other tokens.
+    """
+
+    def __init__(self, prompt_tokens: list[int]) -> None:
+        self.tokens: list[int] = []
+        """All so far: the prompt of the next turn."""
+        self._loss_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._turns: list[range] = []
+        self._last: Completion | None = None
+        self.add_observation(prompt_tokens)
+
+    def add_turn(self, completion: Completion) -> None:
+        first = len(self.tokens)
+        self.tokens += completion.tokens
+        self._loss_mask += [True] * len(completion.tokens)
+        self._logprobs += completion.logprobs
+        self._versions += completion.versions
+        self._turns.append(range(first, len(self.tokens)))
+        self._last = completion
+
+    def add_observation(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self._loss_mask += [False] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        self._versions += [-1] * len(tokens)
+
+    def scored(self, text: str, reward: float) -> Trajectory:
+        """The whole. Raises ValueError where the model has had no turn.
+
+        text: what the model said, see `Trajectory.text`.
+        """
+        if self._last is None:
+            raise ValueError("a conversation without a turn of the model is no trajectory")
+        return Trajectory(
+            tokens=list(self.tokens),
+            loss_mask=list(self._loss_mask),
+            logprobs=list(self._logprobs),
+            versions=list(self._versions),
+            turns=list(self._turns),
+            text=text,
+            reward=reward,
+            finish_reason=self._last.finish_reason,
+        )

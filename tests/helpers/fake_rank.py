@@ -16,11 +16,12 @@ import time
 from datetime import timedelta
 from typing import NoReturn
 
+from json_files import append_json_line, read_json, read_json_lines, write_json
+
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
 parser.add_argument("script")

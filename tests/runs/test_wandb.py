@@ -22,7 +22,7 @@ from wandb_server import Server, Shown
 
 from launcher.cluster.choice import load_clusters
 from launcher.job.draft import draft
-from launcher.job.fork import Fork, fill
+from launcher.job.fork import PlannedFork, fill
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
 from megatron_rl.contract.paths import RunDir
@@ -141,7 +141,7 @@ def test_a_fork_is_another_wandb_run_that_has_the_steps_of_its_source(server: Se
         append(source.metrics, MetricsLine(number, {"loss": float(number)}))
     source.checkpoint(2).mkdir(parents=True)
     target = a_run(tmp_path / "fork")
-    fill(Fork(source, 2, load_recipe("demo"), ()), target)
+    fill(PlannedFork(source, 2, load_recipe("demo"), ()), target)
     record = record_of(target, 1, last_step=2)
     step(record, 3, loss=30.0)
     left(target, 1, record, outcome="finished")

@@ -80,9 +80,9 @@ def finish(run: Run) -> None:
     assert run.dir.done.exists(), run.log()
 
 
-def resume(login: Login, run: Run, *overrides: str) -> Run:
-    """`mrl resume`: the same run as another job."""
-    said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json").stdout)
+def resume(login: Login, run: Run, *overrides: str, **changes: str) -> Run:
+    """`mrl resume`: the same run as another job. changes: environment variables."""
+    said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json", **changes).stdout)
     assert said["job_id"] != run.job
     login.jobs.append(said["job_id"])
     return login.adopt(run.dir.root, said["job_id"])

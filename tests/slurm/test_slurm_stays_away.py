@@ -13,6 +13,7 @@ from together import Together
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
 together = Together()
+LONG = '{"steps": 10000}'
 OVER = ("CANCELLED", "COMPLETED", "FAILED")
 SOON = 40.0
 """Seconds within which a job that comes back would have."""
@@ -97,7 +98,7 @@ def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login) -> None:
     assert run.dir.last_attempt() == 1
     assert run.state() == "COMPLETED"
 
-    again = resume(login, run)
+    again = resume(login, run, MRL_STUB=LONG)
     again.wait_for_step(steps + 2)
     assert [line["step"] for line in again.metrics()] == list(range(1, len(again.metrics()) + 1))
     assert told(login, run.job)["attempt"] == 2, "an old job id still names the run"

@@ -1,20 +1,24 @@
-"""The end of an attempt: decide what becomes of the job, and write it down. Nothing is done about it yet.
+"""The end of an attempt: judge it, decide what becomes of the job, write both down, and act on it.
 
-Whoever comes first does it: the process that saw the end, or the next start, where that one was killed or could not
-write. Both go by the same files and so conclude the same.
+Whoever comes first concludes it: the process that saw the end, or the next start, where that one was killed or could
+not write. Both go by the same files and so conclude the same.
 """
 
 import socket
 import sys
+import time
 from typing import List, Optional
 
+from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import dead_nodes
 from launcher.host.judge import policy
 from launcher.host.judge.causes import OF_ENDED
 from launcher.host.judge.policy import Decision, Facts, decide
+from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import Verdict, judge
 from launcher.host.record.evidence import Observed, read_drain, read_evidence
+from launcher.host.record.goodput import write_usage
 from launcher.host.record.ledger import (
     newest_known_checkpoint,
     read_ledger,
@@ -24,13 +28,42 @@ from launcher.host.record.ledger import (
 )
 from launcher.host.record.logs import ended_by_slurm
 from launcher.host.slurm import ask
-from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, Outcome
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, LOST, NODE_FAILURE, REQUEUE, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.records import Unreadable, if_readable, read, write
 from megatron_rl.contract.run_records import Done
 
 UNSEEN = "its batch script was killed: its node died, it had no memory left, or it did not leave in time"
+
+
+def close(
+    run: RunDir,
+    attempt: Attempt,
+    surroundings: Surroundings,
+    observed: Observed,
+    request: Optional[Drain],
+    began: float,
+) -> AttemptEnd:
+    """Judge the attempt, write its end into the ledger, and have the job start again where it should.
+
+    Args:
+        observed: of its end, by this process.
+        request: to leave, that this process knows of and may not have been able to write.
+        began: unix time.
+    """
+    now = time.time()
+    outcome = read(Outcome, attempt.outcome)
+    drained = isinstance(outcome, Unreadable) or (isinstance(outcome, Outcome) and outcome.outcome == DRAINED)
+    request = surroundings.final_request(attempt, read_drain(attempt) or request, drained)
+    verdict = judge(read_evidence(attempt, observed, request))
+    facts = surroundings.facts(attempt, request)
+    seconds = round(now - began, 3)
+    end = conclude(run, attempt, verdict, request, facts, now, job_id=surroundings.job_id, seconds=seconds)
+    print("attempt {}: {}".format(attempt.number, describe_end(end, now)))
+    surroundings.bring_back(attempt, end, facts.returning)
+    write_usage(run, now)
+    return end
 
 
 def conclude(

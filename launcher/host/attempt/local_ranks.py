@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
-from launcher.host.attempt.steps import Steps
+from launcher.host.attempt.interfaces import Steps
 from launcher.host.judge.evidence import RankExit
 from launcher.host.process.processes import Child
 from megatron_rl.contract.codes import PARENT_VARIABLE, SILENCE_VARIABLE

@@ -20,6 +20,7 @@ from megatron_rl.contract.run_records import Owner
 LEFTOVERS_S = 60.0  # that what an earlier start left behind may hold the lock
 COMPLETING_S = 300.0  # an epilog, or a process that does not die
 LOOK_S = 5.0  # between questions to Slurm
+ENTER_S = 5.0  # that a job which holds the lock has to enter itself as the owner
 
 
 class NothingToDo(Exception):
@@ -107,8 +108,18 @@ def _lock(context: JobContext, owner: Optional[Owner], last: Optional[Line]) -> 
     try:
         return Lock(context.run.job_lock, LEFTOVERS_S if expected else 0.0)
     except IsLocked:
-        job_id = owner.job_id if owner is not None else "another one"
+        job_id = _job_that_begins(context.run)
         raise Refused("{}: belongs to job {}, whose script is running".format(context.run.root, job_id)) from None
+
+
+def _job_that_begins(run: RunDir) -> str:
+    """The job whose host side holds the lock, and is about to enter itself as the owner if it has not yet."""
+    give_up = time.monotonic() + ENTER_S
+    owner = find(Owner, run.job)
+    while owner is None and time.monotonic() < give_up:
+        time.sleep(0.1)
+        owner = find(Owner, run.job)
+    return owner.job_id if owner is not None else "another one"
 
 
 def _wait_for_earlier_jobs(context: JobContext, owner: Optional[Owner]) -> None:

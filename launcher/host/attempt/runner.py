@@ -8,8 +8,7 @@ import sys
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional, Set
 
-from launcher.host.attempt.steps import Steps
-from launcher.host.attempt.surroundings import Surroundings
+from launcher.host.attempt.interfaces import Steps, Surroundings
 from launcher.host.judge.causes import is_complete
 from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.verdict import ASKED_FOR_STACKS

@@ -4,9 +4,9 @@ import sys
 import time
 from typing import Dict, List, Optional
 
+from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.start_again import bring_back
-from launcher.host.attempt.surroundings import Surroundings
 from launcher.host.judge.causes import (
     TO_BATCH_HOST,
     TO_STEPS,

@@ -6,7 +6,7 @@ import traceback
 from typing import Callable, NamedTuple, TypeVar
 
 from launcher.host.attempt.begin import begin_attempt, code_paths, create
-from launcher.host.attempt.close import close
+from launcher.host.attempt.conclude import close
 from launcher.host.attempt.host_fault import come_back
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo, own

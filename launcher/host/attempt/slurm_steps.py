@@ -6,8 +6,8 @@ import time
 from typing import Dict, List, Optional, Sequence
 
 from launcher.host.attempt.begin import CodePaths
+from launcher.host.attempt.interfaces import Steps
 from launcher.host.attempt.job_context import JobContext
-from launcher.host.attempt.steps import Steps
 from launcher.host.process.processes import Child
 from launcher.host.slurm import tell
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE
@@ -60,6 +60,7 @@ class SlurmSteps(Steps):
     def use_code(self, code: CodePaths) -> None:
         """Have the steps work in, and import from, this snapshot."""
         self._environ["PYTHONPATH"], self._folder = code.pythonpath, code.folder
+        self._environ["PWD"] = code.folder  # bash keeps this name of it: containers may not know what a link leads to
 
     def start(self, name: str, hosts: Sequence[str], errors: Optional[str] = None) -> Child:
         """Start a step. Raises OSError.

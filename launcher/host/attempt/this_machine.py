@@ -2,7 +2,7 @@
 
 from typing import Optional
 
-from launcher.host.attempt.surroundings import Surroundings
+from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.judge.policy import Facts
 from launcher.host.process.processes import start_time
 from launcher.host.record.ledger import newest_known_checkpoint

@@ -91,6 +91,6 @@ def test_a_plan_is_of_its_run_directory_and_says_what_the_script_exports():
     assert job.plan_json["version"] == 1
     assert plan.environment["MRL_RUN_DIR"] == "/shared/other"
     assert "/shared/other:/shared/other" in " ".join(plan.container)
-    exported = dict(re.findall(r"^export (\w+)=(.*)$", drafted.script, re.MULTILINE))
+    exported = dict(re.findall(r"^ +export (\w+)=(.*)$", drafted.script, re.MULTILINE))
     for name, value in plan_of(drafted).environment.items():
         assert shlex.split(exported[name]) == ([value] if value else [""]), name

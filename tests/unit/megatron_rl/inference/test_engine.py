@@ -292,3 +292,45 @@ def test_a_caller_that_gives_up_takes_nobody_along(policy: Policy) -> None:
         return await asyncio.wait_for(patient, timeout=60)
 
     assert tokens_of(asyncio.run(together())) == [greedy_without_cache(policy, PROMPTS[2], 12)] * 2
+
+
+def test_a_caller_that_gives_up_leaves_no_row_behind(policy: Policy) -> None:
+    """Whether its samples are being decoded, wait for a row, or both."""
+    engine = engine_of(policy, max_batch=5)
+
+    async def give_up() -> None:
+        callers = [asyncio.create_task(engine.generate(ask(prompt, 4))) for prompt in PROMPTS]
+        while not engine.partial_answers():
+            await asyncio.sleep(0)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+
+    asyncio.run(give_up())
+    assert not engine.busy
+    assert engine.partial_answers() == []
+    (completions,) = answer(engine, ask(PROMPTS[1], 5))
+    assert tokens_of(completions) == [greedy_without_cache(policy, PROMPTS[1], 12)] * 5
+
+
+def test_it_lives_longer_than_the_loops_that_ask_it(policy: Policy) -> None:
+    """One that was closed in the middle of an answer, one that is gone on with, and none at all."""
+    engine = engine_of(policy)
+
+    async def a_moment() -> None:
+        asyncio.get_running_loop().create_task(engine.generate(ask(PROMPTS[2], 3)))
+        while not engine.partial_answers():
+            await asyncio.sleep(0)
+
+    asyncio.run(a_moment())  # cancels what is left in it
+    with asyncio.Runner() as runner:
+        for prompt in PROMPTS[:2]:
+            assert tokens_of(runner.run(engine.generate(ask(prompt)))) == [greedy_without_cache(policy, prompt, 12)]
+    request_id = engine.submit(ask(PROMPTS[3]))
+    assert engine.take(request_id) is None
+    while engine.busy:
+        engine.step()
+    completions = engine.take(request_id)
+    assert completions is not None
+    assert tokens_of(completions) == [greedy_without_cache(policy, PROMPTS[3], 12)]
+    assert engine.take(request_id) is None

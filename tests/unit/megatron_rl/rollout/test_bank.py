@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from bank_helpers import bank_in, drive
+from bank_helpers import bank_in, collect, drive
 from core_helpers import answer_of, build_run, tiny_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.scheduler import RowAnswer, StepPlan
-from megatron_rl.rank import safe_points
 from megatron_rl.rollout.bank import bank as bank_module
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
@@ -44,11 +42,6 @@ def run(platform: Any, groups: Any) -> Run:
     return run_of(platform, groups)
 
 
-@pytest.fixture(autouse=True)
-def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(run: Run) -> list[TrajectoryGroup]:
     run.engine.policy_version = 0
@@ -59,28 +52,6 @@ def bank_of(run: Run, folder: Path, attempt: int, resume: ResumeConfig = KEEP, v
     """Of an attempt that goes on with weights of this version, which the engine then has."""
     run.engine.policy_version = version
     return bank_in(folder, attempt, resume, version, **where)
-
-
-def collect(
-    run: Run, bank: Bank | None = None, share: range = range(PROMPTS), stop_after: int | None = None
-) -> list[TrajectoryGroup]:
-    """A driver's groups; none where it was asked to leave after `stop_after` steps of the engine."""
-    step, steps = run.engine.step, 0
-
-    def counted() -> None:
-        nonlocal steps
-        step()
-        steps += 1
-        run.safe_points.drain.asked |= steps == stop_after
-
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.engine, "step", counted)
-        drive(run, bank or bank_in(Path(folder)))
-        try:
-            return run.driver._roll_out(share)
-        finally:
-            run.safe_points.drain.asked = False
-            run.driver.close()
 
 
 def tokens(groups: list[TrajectoryGroup]) -> list[list[list[int]]]:
@@ -193,9 +164,7 @@ def test_evaluation_leaves_nothing_in_the_bank(run: Run, tmp_path: Path) -> None
 def torn_bank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
     """Name and content of the file of a step that was interrupted twice."""
     folder = tmp_path_factory.mktemp("torn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
-        collect(run, bank_of(run, folder, 1, ResumeConfig(flush_s=0.001)), stop_after=25)
+    collect(run, bank_of(run, folder, 1, ResumeConfig(flush_s=0.001)), stop_after=25)
     (path,) = bank_files(folder)
     return path.name, path.read_bytes()
 

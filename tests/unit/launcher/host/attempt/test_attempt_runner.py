@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from launcher.host.attempt import runner as runner_module
+from launcher.host.attempt.interfaces import Steps, Surroundings
 from launcher.host.attempt.runner import AttemptRunner
-from launcher.host.attempt.steps import Steps
-from launcher.host.attempt.surroundings import Surroundings
 from launcher.host.judge.policy import Facts
 from launcher.host.process.signals import Signals
 from launcher.host.slurm.call import SlurmSilent

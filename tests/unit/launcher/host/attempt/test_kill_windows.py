@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher.host.attempt import begin as begin_module
-from launcher.host.attempt import close, conclude, host_fault, own, slurm_run, start_again
+from launcher.host.attempt import conclude, host_fault, own, slurm_run, start_again
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo
 from launcher.host.attempt.slurm_job import SlurmJob
@@ -67,7 +67,7 @@ class World:
         patch.setattr(conclude, "write", self._effect("DONE", write))
         patch.setattr(conclude, "write_line", self._effect("ledger", conclude.write_line))
         patch.setattr(start_again, "write", self._effect("confirm", write))
-        patch.setattr(close, "write_usage", lambda run, now: None)
+        patch.setattr(conclude, "write_usage", lambda run, now: None)
 
     def _effect(self, name: str, act: Callable[..., None] | None = None) -> Callable[..., None]:
         def effect(*given: Any, **named: Any) -> None:
@@ -92,7 +92,7 @@ class World:
         job = SlurmJob(self.context(), notice=60.0, backoff=30.0, outlives_nodes=False)
         job.unfit = self.unfit
         with contextlib.suppress(Killed):
-            close.close(self.run, self.run.attempt(1), job, Observed(code=code), None, time.time())
+            conclude.close(self.run, self.run.attempt(1), job, Observed(code=code), None, time.time())
         self.cut = NEVER
 
     def start(self, restarts: int = 1, **named: Any) -> str:

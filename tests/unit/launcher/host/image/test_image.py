@@ -6,6 +6,7 @@ enroot and unsquashfs are stand-ins on PATH: they are not on a machine that has 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import struct
@@ -272,7 +273,7 @@ def test_only_a_lock_allows_to_remove_what_another_importer_may_be_writing(machi
     theirs = record.with_name(f".{record.stem}.othernode.7.tmp")
     theirs.write_text("half an image")
     if not locks:
-        monkeypatch.setattr(cache, "RunLock", no_locks)
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     machine.tag_is("sha256:" + "0" * 64)
     import_image("a:1", machine.cache, refresh=True)
     assert theirs.exists() == (not locks)

@@ -1,15 +1,41 @@
-"""What is known around an attempt beyond its own processes and files, and what can be done about it there."""
+"""What the life of an attempt asks of whatever starts its processes, and of whatever is around it."""
 
 from abc import ABC, abstractmethod
-from typing import Optional
+from typing import List, Optional
 
+from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.policy import Facts
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain
 from megatron_rl.contract.paths import Attempt
 
 
+class Steps(ABC):
+    """The processes of an attempt."""
+
+    tick_s = 1.0  # between looks at them
+    remind_s = 5.0  # between signals to those that were asked to leave
+    end_together = True  # whether whatever started them ends them all with the first that ends badly
+
+    @abstractmethod
+    def signal(self, signum: int) -> None:
+        """Send a signal to every rank. Raises SlurmRefused."""
+
+    @abstractmethod
+    def end(self, now: float, hurried: bool) -> None:
+        """End all that runs; called again until it has ended. Raises SlurmRefused.
+
+        Args:
+            hurried: without leaving them time.
+        """
+
+    def exits(self) -> List[RankExit]:
+        """The ranks that have ended, as far as their own processes tell."""
+        return []
+
+
 class Surroundings(ABC):
-    """A Slurm job, or nothing."""
+    """What is known around an attempt beyond its own processes and files, and what can be done about it there: a Slurm
+    job, or nothing."""
 
     job_id: Optional[str] = None
     takes_nodes = False  # whether ranks that are late at a deadline are so because somebody takes their nodes away
