@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.rank.config import JobConfig, PlacementConfig
+from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
 
 
 class LayoutError(Exception):
@@ -81,7 +81,7 @@ class Sizes:
     @property
     def dp(self) -> int:
         """Data-parallel replicas of the training world."""
-        return self.training_world // self.model_size
+        return data_parallel_size(self.training_world, self.tp, self.pp, self.cp)
 
     @property
     def expert_dp(self) -> int:

@@ -9,7 +9,6 @@ from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import (
     answers_per_update,
     checkpoint_bytes,
-    longest_sequence,
     rank_memories,
     vocabulary,
     whole_model,
@@ -62,7 +61,7 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
 def batch(config: RunConfig, plan: Plan) -> Batch:
     """The arithmetic of a recipe on a plan."""
     grpo, training = config.grpo, config.training
-    length, replicas = longest_sequence(config), plan.sizes.dp
+    length, replicas = config.sequence_length, plan.sizes.dp
     answers_of_replica = answers_per_update(config, replicas)
     return Batch(
         prompts=grpo.prompts_per_step,

@@ -58,10 +58,6 @@ class Policy(GPTModel):
         self._sines = torch.cat((-sines, sines), dim=-1)[:, None].to(self.config.params_dtype)
 
 
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    return -(-vocab_size // multiple) * multiple
-
-
 def transformer_config(model: ModelConfig, platform: Platform) -> TransformerConfig:
     dtype = DTYPES[model.dtype]
     return TransformerConfig(
@@ -93,8 +89,7 @@ def transformer_config(model: ModelConfig, platform: Platform) -> TransformerCon
 def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recompute: Recompute = "none") -> Policy:
     """The policy with random weights (drawn from torch's generator) on the platform's device.
 
-    vocab_size: the tokenizer's; the embedding has `model.vocab_size` rows, or as many as the tokenizer has tokens,
-    padded to a multiple of `model.vocab_multiple`.
+    vocab_size: the tokenizer's; see `ModelConfig.padded_vocab_size` for the embedding's.
 
     Raises ConfigurationError where the tokenizer has more tokens than `model.vocab_size`.
     """
@@ -106,7 +101,7 @@ def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recomp
     policy = Policy(
         config=config,
         transformer_layer_spec=packed_layer_spec(config, recompute, platform),
-        vocab_size=padded_vocab_size(model.vocab_size or vocab_size, model.vocab_multiple),
+        vocab_size=model.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -13,7 +13,7 @@ from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.policy import build_policy, padded_vocab_size
+from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.attention import whole_sequences
 
 MODELS = {
@@ -30,7 +30,7 @@ def test_the_number_of_parameters_is_that_of_the_real_model(fields, platform, gr
     model = tiny_model(**fields)
     policy = build_policy(model, VOCAB, platform)
     real = sum(weight.numel() for weight in policy.parameters())
-    assert whole_model(model, padded_vocab_size(VOCAB, model.vocab_multiple)) == real
+    assert whole_model(model, model.padded_vocab_size(VOCAB)) == real
 
 
 def test_of_the_demo_too(platform, groups):
