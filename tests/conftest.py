@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no fault of the code: what is slow shows in the durations.
+settings.register_profile("mrl", deadline=None)
+settings.load_profile("mrl")
 
 # Before torch is imported: threads that wait for each other on busy cores make small tensors slow.
 os.environ["OMP_NUM_THREADS"] = "1"
