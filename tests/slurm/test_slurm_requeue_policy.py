@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from json_files import read_json
 from lab import wait_until
-from login import SECONDS, Login
+from login import SECONDS, Login, Run
 from together import Together
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
 together = Together()
+
+
+def ends_of(run: Run) -> list[dict[str, Any]]:
+    """Lines of the ledger. Not of an attempt that left at once because Slurm had not heard in time, on a busy machine,
+    which node the job avoids from now on."""
+    return [line for line in run.ledger() if line["event"] == "end" and line.get("cause") != "bad nodes"]
 
 
 @together
@@ -24,14 +32,15 @@ def test_a_crash_after_a_new_checkpoint_comes_back_later_and_the_second_time_els
     assert "1st of at most 3 without a new checkpoint" in said
 
     assert run.wait() == "COMPLETED", run.log()
-    assert run.ends() == [("crashed", None), ("crashed", None), ("finished", None)]
-    assert run.field("Restarts") == "2"
-    starts = [line for line in run.ledger() if line["event"] == "start"]
-    ends = [line for line in run.ledger() if line["event"] == "end"]
+    assert run.field("Restarts") == str(run.dir.last_attempt() - 1)
+    starts = {line["attempt"]: line for line in run.ledger() if line["event"] == "start"}
+    ends = ends_of(run)
+    assert [end["outcome"] for end in ends] == ["crashed", "crashed", "finished"]
     assert [end["crashes"] for end in ends[:2]] == [1, 1], "there was a new checkpoint between them"
-    for before, after in zip(ends, starts[1:], strict=False):
+    for before in ends[:2]:
+        after = starts[before["attempt"] + 1]
         assert after["at"] >= before["not_before"] - 1.5  # Slurm knows whole seconds only
-    first, second, third = ({rank["host"] for rank in run.seen(attempt).values()} for attempt in (1, 2, 3))
+    first, second, third = ({rank["host"] for rank in run.seen(end["attempt"]).values()} for end in ends)
     assert first == second
     assert ends[1]["excluded"] == [ends[0]["node"]]
     assert ends[0]["node"] in first - third
@@ -43,22 +52,22 @@ def test_the_same_crash_on_another_node_is_held_and_mrl_resume_goes_on(login: Lo
     login.confine(4, 6)
     run = login.submit(*DEMO, "job.backoff_s=1", stub={"steps": 1000, "crash_at": 3})
     assert run.wait() == "FAILED"
-    assert run.ends() == [("crashed", None)] * 3
-    second = run.ledger()[3]
+    _, second, end = ends_of(run)
     assert second["excluded"] == [second["node"]], "the second time on the same node"
-    end = run.ledger()[-1]
     assert (end["rank"], end["error"], end["then"]) == (1, "RuntimeError: boom", "held")
     said = login.call("mrl", "status", run.dir.root).stdout
     assert "failed" in said
     assert "RuntimeError: boom; held: the same error at the same step twice" in said
     assert "mrl resume" in said
     login.lab.run("scontrol", "requeue", run.job)  # of somebody who does not know
-    wait_until("it has started again", lambda: run.field("Restarts") == "3" and run.state() == "FAILED", SECONDS)
-    assert run.dir.last_attempt() == 3
+    attempts = run.dir.last_attempt()
+    again = str(attempts)
+    wait_until("it has started again", lambda: run.field("Restarts") == again and run.state() == "FAILED", SECONDS)
+    assert run.dir.last_attempt() == attempts
     login.call("mrl", "resume", run.dir.root, MRL_STUB="{}")
-    again = login.adopt(run.dir.root)
-    login.jobs.append(again.job)
-    assert again.wait() == "COMPLETED"
+    resumed = login.adopt(run.dir.root)
+    login.jobs.append(resumed.job)
+    assert resumed.wait() == "COMPLETED"
 
 
 @together
