@@ -17,6 +17,7 @@ from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import PromptTooLong, ResumableInference
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
@@ -87,7 +88,9 @@ class RolloutDriver:
         signal stand in: their advantages are 0. A prompt too long for the engine is dropped; without a further round
         the batch is smaller by it.
 
-        Raises LeaveAgreed, with nothing changed, where a rank was asked to leave.
+        Raises:
+            LeaveAgreed: a rank was asked to leave; nothing has changed.
+            ConfigurationError: all prompts of the step are too long.
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
@@ -112,6 +115,12 @@ class RolloutDriver:
             kept.extend(group for group in groups if group.ordinal in place)
             positions.extend(place[group.ordinal] for group in groups if group.ordinal in place)
             ordinal += missing
+        if set(dropped.values()) == {_FATES[_TOO_LONG]} and not filled:
+            raise ConfigurationError(
+                f"the prompts {first_ordinal} to {ordinal - 1}, all of a step, are too long: with "
+                "sampling.max_new_tokens they exceed training.sequence_length or "
+                f"model.max_position_embeddings {self.config.sequence_length}"
+            )
         return RolloutBatch(kept, positions, first_ordinal, ordinal, dropped, round_)
 
     def close(self) -> None:

@@ -55,13 +55,13 @@ def slices(folder: Path) -> Iterator[float]:
 def slow_teaching(folder: Path, rank: int) -> None:
     from megatron_rl.training import supervised
 
-    original, pause = supervised.microbatches, slices(folder)
+    original, pause = supervised.pack, slices(folder)
 
     def slowly(*args: Any, **options: Any) -> Any:
         time.sleep(next(pause))
         return original(*args, **options)
 
-    supervised.microbatches = slowly
+    supervised.pack = slowly
 
 
 def slow_generation(folder: Path, rank: int) -> None:
@@ -99,22 +99,23 @@ def slow_reward(folder: Path, rank: int) -> None:
 
 def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> None:
     """score: the log-probs before the first update. _update: the micro-batches of an update."""
+    from megatron_rl.training import trainer as module
     from megatron_rl.training.trainer import Trainer
 
-    original, forward = getattr(Trainer, method), Trainer._logprobs
+    original, logprobs = getattr(Trainer, method), module.token_logprobs
 
     def slowly(trainer: Trainer, *args: Any) -> Any:
         def pausing(*inputs: Any) -> Any:
             time.sleep(0.3)
-            return forward(trainer, *inputs)
+            return logprobs(*inputs)
 
         if trainer.policy_version == policy_version:
             (folder / "here").touch()
-            trainer._logprobs = pausing  # type: ignore[assignment,method-assign]
+            module.token_logprobs = pausing
         try:
             return original(trainer, *args)
         finally:
-            trainer.__dict__.pop("_logprobs", None)
+            module.token_logprobs = logprobs
 
     setattr(Trainer, method, slowly)
 
