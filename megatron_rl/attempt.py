@@ -75,7 +75,7 @@ def run_attempt(
         with safe_points.phase("drain"):
             leave(run, run_dir)
     save_metrics(run)
-    run.driver.bank.close()
+    run.driver.close()
     write_timeline(run)
     if world.rank == 0:
         step = run.step if outcome == FINISHED else run.checkpointer.published

@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.rank.config import JobConfig, PlacementConfig
+from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import EvaluationConfig, ResumeConfig
 from megatron_rl.section import Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
@@ -71,11 +71,10 @@ class RunConfig(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the training world on the most nodes, rounded down where the sizes do not divide: the placement
-        refuses those."""
+        """Replicas of the training world on the most nodes."""
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
-        return nodes * self.job.gpus_per_node // (layout.tp * layout.pp * layout.cp)
+        return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:

@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         gc.freeze()
         gc.enable()
+        box.start_heartbeats()
         outcome = run_attempt(run_dir, attempt, world, activity, drain, timeline)
     except Exception as error:  # noqa: BLE001 - the one place that turns any failure into an error file
         code = EXIT_CONFIG if isinstance(error, ConfigurationError) else EXIT_CRASHED

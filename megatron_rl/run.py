@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,8 +27,10 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.refit.publish import Refit, SharedWeights
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.training import supervised
 from megatron_rl.training.optimizer import PolicyOptimizer
 from megatron_rl.training.trainer import Trainer
@@ -92,6 +95,7 @@ class Run:
     initial_weights: str | None
     trainer: Trainer
     engine: Engine
+    refit: Refit
     driver: RolloutDriver
     checkpointer: Checkpointer
     writer: Writer
@@ -117,6 +121,14 @@ class Run:
                 initial_weights=self.initial_weights,
             )
         )
+
+    def evaluate(self) -> dict[str, Any]:
+        """Greedy accuracy on the environment's evaluation sets, and how it was asked for. Collective."""
+        asked = self.environment.prompt_format
+        accuracies = evaluate(
+            self.environment, self.engine, self.config, self.groups, self.safe_points, self.driver.runner
+        )
+        return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
 
 def set_up(
@@ -150,9 +162,16 @@ def set_up(
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
     engine = Engine(models.policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    engine.policy_version = counters.policy_version
+    refit = SharedWeights(engine)
+    refit.publish(counters.policy_version)
     bank = open_bank(
-        run_dir, attempt.number, config, engine, groups, step=counters.step, next_ordinal=counters.next_ordinal
+        run_dir,
+        attempt.number,
+        config,
+        groups.data,
+        step=counters.step,
+        policy_version=counters.policy_version,
+        next_ordinal=counters.next_ordinal,
     )
     writer: Writer = NoMetrics()
     if dist.get_rank() == 0:
@@ -167,7 +186,8 @@ def set_up(
         initial_weights=counters.initial_weights,
         trainer=trainer,
         engine=engine,
-        driver=RolloutDriver(environment, engine, bank, config, groups, safe_points),
+        refit=refit,
+        driver=RolloutDriver(environment, engine, bank, config, groups, safe_points, asyncio.Runner()),
         checkpointer=checkpointer,
         writer=writer,
         step=counters.step,
@@ -220,7 +240,7 @@ def load_initial_weights(
     model = config.model
     if model.init == "supervised":
         safe_points.activity.enter("teaching the base model", 0)
-        supervised.teach(policy, config, environment, tokenizer, platform, safe_points, writer=dist.get_rank() == 0)
+        supervised.teach(policy, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
     if model.init != "checkpoint":
         return None
     assert model.checkpoint is not None  # checked by the configuration

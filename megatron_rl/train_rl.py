@@ -14,7 +14,6 @@ from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.metrics.report import StepReport
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed
-from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run import Run
 
@@ -28,7 +27,7 @@ def train(run: Run) -> str:
     try:
         while True:
             if run.evaluated < run.step and evaluation_due(run.step, run.config.evaluation.every, last):
-                evaluate_run(run)
+                evaluate(run)
             if run.saved < run.step and schedule.due(run.step):
                 save(run)
             if run.step == last:
@@ -42,16 +41,24 @@ def train_step(run: Run) -> None:
     """One step. Where LeaveAgreed comes between two updates of it, `run.trainer.between_steps` is false."""
     step = run.step + 1
     run.safe_points.activity.enter("training", step)
-    report = StepReport(step, run.safe_points.timeline)
 
     batch = run.driver.collect(run.next_ordinal)
-    updates = run.trainer.train(batch, step, report.tally)
+    stats = run.trainer.train(batch, step)
     with run.safe_points.phase("refit"):
-        # The engine reads the training weights where they are: all its refit takes is to know their version.
-        run.engine.policy_version = run.trainer.policy_version
+        run.refit.publish(run.trainer.policy_version)
     run.step, run.next_ordinal = step, batch.next_ordinal
 
-    metrics, line = report.metrics(batch, updates, run.trainer.policy_version, run.groups)
+    report = StepReport(
+        step=step,
+        stats=stats,
+        generation_rounds=batch.rounds,
+        first_ordinal=batch.first_ordinal,
+        next_ordinal=batch.next_ordinal,
+        policy_version=run.trainer.policy_version,
+        dropped=batch.dropped,
+        failures=batch.failures,
+    )
+    metrics, line = report.lines(run.safe_points.timeline, run.groups.control)
     run.writer.step(step, metrics | save_metrics(run))
     run.writer.timeline(line)
     run.writer.rollouts(step, GroupsView(batch.groups))
@@ -61,13 +68,10 @@ def evaluation_due(step: int, every: int, last: int) -> bool:
     return step in (0, last) or (every > 0 and step % every == 0)
 
 
-def evaluate_run(run: Run) -> None:
-    """Greedy accuracy on the environment's evaluation sets, and how it was asked for."""
+def evaluate(run: Run) -> None:
     run.safe_points.activity.enter("evaluating", run.step)
     with run.safe_points.phase("evaluate"):
-        limit, asked = run.config.evaluation.prompts, run.environment.prompt_format
-        accuracies = evaluate(run.environment, run.engine, run.config.sampling, run.groups, run.safe_points, limit)
-        run.writer.evaluation(run.step, {**accuracies, "eval/prompt_format": asked} if asked else accuracies)
+        run.writer.evaluation(run.step, run.evaluate())
     run.evaluated = run.step
 
 
@@ -83,7 +87,7 @@ def save(run: Run) -> None:
 def begin_save(run: Run) -> None:
     """Block for the copy to the host's memory."""
     run.writer.sync()
-    run.driver.bank.saving(run.step, run.next_ordinal)
+    run.driver.bank.begin_checkpoint(run.step, run.next_ordinal)
     run.checkpointer.save(run.step, run.sharded_state(), run.counters())
     run.saved = run.step
 
@@ -95,7 +99,7 @@ def save_metrics(run: Run) -> dict[str, float]:
     for outcome in run.checkpointer.poll():
         if isinstance(outcome, Published):
             logger.info("checkpoint of step %d published, %d bytes", outcome.step, outcome.bytes)
-            run.driver.bank.saved(outcome.step)
+            run.driver.bank.end_checkpoint(outcome.step)
             metrics |= {"time/save_blocked_s": outcome.blocked_s, "time/save_s": outcome.total_s}
         else:
             logger.warning("%s", outcome)

@@ -31,6 +31,7 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
+        """Its process id."""
         return self._process.pid
 
     def ended(self) -> bool:

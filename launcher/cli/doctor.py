@@ -78,6 +78,7 @@ def command(
 
 
 def on_this_machine(config: RunConfig | None) -> list[Finding]:
+    """Findings about a run without Slurm."""
     run_root = disk.inspect(Path.cwd() / "runs")
     return examine_local(machine.inspect(), run_root, checkpoint_size(config), config)
 
@@ -118,11 +119,13 @@ def refusals(recipe: Recipe, profile: Profile) -> list[str]:
 
 
 def missing_files(config: RunConfig, profile: Profile) -> list[Need]:
+    """What the run reads and the cluster has not yet."""
     cache = Cache.of(profile)
     return [need for need in needs(config, profile) if cache.find(need) is None]
 
 
 def checkpoint_size(config: RunConfig | None) -> int | None:
+    """Bytes of a checkpoint; None where that is not known."""
     rows = vocabulary(config) if config else None
     return checkpoint_bytes(config, rows) if config and rows else None
 

@@ -49,8 +49,8 @@ def command(
     fork = plan_fork(run_at_step, overrides)
     where = f"{fork.source.root.name} after step {fork.step}" + "".join(f"\n  {one}" for one in fork.changes)
     if dry_run:
-        told = {"from": str(fork.source.root.absolute()), "step": fork.step, "changes": changes_json(fork.changes)}
-        click.echo(json.dumps(told) if as_json else f"would fork {where}")
+        answer = {"from": str(fork.source.root.absolute()), "step": fork.step, "changes": changes_json(fork.changes)}
+        click.echo(json.dumps(answer) if as_json else f"would fork {where}")
         return
     with forked(fork, run_dir) as run:
         if not as_json:

@@ -27,10 +27,10 @@ def command(recipe: str, overrides: tuple[str, ...], cluster: str | None, as_jso
     name = clusters.choose(cluster, os.environ, asked.config.cluster)
     profile = None if name == LOCAL else clusters.profile(name)
     plan = make_plan(asked, profile)
-    record = plan_json(asked.config, plan, profile)
+    summary = plan_json(asked.config, plan, profile)
     if as_json:
-        click.echo(json.dumps(record, indent=1))
+        click.echo(json.dumps(summary, indent=1))
         return
     from launcher.cli.show.plan import show  # rich is slow to import
 
-    show(asked.config, plan, record, name)
+    show(asked.config, plan, summary, name)

@@ -28,5 +28,5 @@ def command(run: str | None, now: bool, as_json: bool) -> None:
     (status,) = read_statuses([find(run)])
     done = requeue(status, now)
     job_id = status.job.job_id if status.job else None
-    told = {"run": status.name, "run_dir": str(status.run.root.absolute()), "job_id": job_id, "done": done}
-    click.echo(json.dumps(told) if as_json else f"{status.name}: {done}")
+    answer = {"run": status.name, "run_dir": str(status.run.root.absolute()), "job_id": job_id, "done": done}
+    click.echo(json.dumps(answer) if as_json else f"{status.name}: {done}")

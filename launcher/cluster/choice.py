@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.recipe.documents import locator, parse, read_text
-from launcher.recipe.problems import Locate, diagnose
+from launcher.recipe.problems import Locate, validation_problems
 
 LOCAL = "local"
 """Not a profile: this machine, without Slurm."""
@@ -47,6 +47,7 @@ class Clusters:
     _locate: Locate
 
     def names(self) -> list[str]:
+        """All that a run can go to."""
         return [*sorted({*self.own, *self.shipped}), LOCAL]
 
     def choose(self, cli: str | None, environ: Mapping[str, str], recipe_cluster: str | None) -> str:
@@ -116,7 +117,7 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
         try:
             own[name] = Profile.model_validate(values)
         except ValidationError as error:
-            problems += diagnose(error, Profile, locate, prefix=(*prefix, name))
+            problems += validation_problems(error, Profile, locate, prefix=(*prefix, name))
     if problems:
         raise BadInput(problems)
     clusters = Clusters(str(file), default, own, shipped, environ, lambda path: locate(_in_file(path, prefix)))

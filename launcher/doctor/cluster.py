@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from launcher.backends.slurm.facts import SlurmFacts
-from launcher.backends.slurm.parse import Gres, Row, gres, options, records, settings, table, version
+from launcher.backends.slurm.parse import Fields, Gres, gres, oneliners, options, settings, table, version
 from launcher.cluster.profile import Profile
 
 OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "maint", "unknown", "future", "error")
@@ -26,6 +26,7 @@ class Node:
 
     @property
     def in_service(self) -> bool:
+        """Whether jobs can run there, now or when it is free."""
         return self.state not in OUT_OF_SERVICE
 
     def gpus(self, kind: str = "gpu") -> int:
@@ -38,14 +39,14 @@ class Cluster:
     """What Slurm says of itself. Keys are Slurm's own; what is unset or unlimited is absent."""
 
     client: tuple[int, int, int] | None
-    config: Row
-    partitions: Mapping[str, Row]
+    config: Fields
+    partitions: Mapping[str, Fields]
     nodes: Mapping[str, list[Node]]
     """By partition."""
-    qos: Mapping[str, Row] | None
+    qos: Mapping[str, Fields] | None
     """None: there is no accounting database, or it did not answer."""
-    associations: list[Row]
-    reservations: Mapping[str, Row]
+    associations: list[Fields]
+    reservations: Mapping[str, Fields]
     enforced: frozenset[str] = field(default_factory=frozenset)
     """AccountingStorageEnforce: which of the recorded limits are kept."""
 
@@ -68,24 +69,25 @@ class Cluster:
 class Target:
     """Where a job of the profile lands."""
 
-    partition: Row
+    partition: Fields
     qos_name: str | None
-    qos: Row
-    partition_qos: Row
+    qos: Fields
+    partition_qos: Fields
     """Its limits go before those of `qos`."""
-    association: Row
+    association: Fields
 
     @property
     def name(self) -> str:
+        """Of the partition."""
         return self.partition["PartitionName"]
 
 
 def read_cluster(facts: SlurmFacts) -> Cluster:
     """Understand what was collected; texts that are missing leave empty places."""
     config = settings(facts.config.text)
-    partitions = [row for row in records(facts.partitions.text) if "PartitionName" in row]
+    partitions = [row for row in oneliners(facts.partitions.text) if "PartitionName" in row]
     associations = table(facts.associations.text) if facts.associations.known else []
-    reservations = [row for row in records(facts.reservations.text) if "ReservationName" in row]
+    reservations = [row for row in oneliners(facts.reservations.text) if "ReservationName" in row]
     return Cluster(
         client=version(facts.version.text),
         config=config,
@@ -122,7 +124,7 @@ def target(cluster: Cluster, profile: Profile, name: str) -> Target:
     )
 
 
-def _association(cluster: Cluster, account: str | None, partition: str) -> Row:
+def _association(cluster: Cluster, account: str | None, partition: str) -> Fields:
     """The row of this user for the account, one for the partition first."""
     rows = [row for row in cluster.associations if account is None or row.get("Account") == account]
     fitting = [row for row in rows if row.get("Partition") in (None, partition)]

@@ -12,8 +12,8 @@ from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
 from launcher.doctor import limits, local, nodes, preemption, software, storage
-from launcher.doctor.ask import Ask, wish
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
+from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import Finding, error, note, ok, warning
 from launcher.fetch.prefetch import Need
 from launcher.host.image.reference import is_path
@@ -28,7 +28,7 @@ class Facts:
     software: Software
     run_root: Disk
     node: NodeFacts | None
-    """None: not asked for."""
+    """None: not demand for."""
     missing_secrets: tuple[str, ...]
     """Names of the profile's secrets that are not set in this shell."""
     missing_files: tuple[Need, ...]
@@ -45,20 +45,20 @@ def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Fi
     Args:
         config: the recipe; None looks at the cluster for a run of one node.
     """
-    asked = wish(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
+    demand = demand_of(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
     cluster = read_cluster(facts.slurm)
     found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
-    found += software.slurm(facts.slurm, cluster)
+    found += software.controller(facts.slurm, cluster)
     if facts.slurm.config.known:
-        found += _placed(cluster, profile, asked)
+        found += _placed(cluster, profile, demand)
         found.append(software.accounting(facts.slurm, cluster))
-        found += software.containers(facts.slurm, facts.software, asked)
+        found += software.containers(facts.slurm, facts.software, demand)
     if facts.node is not None:
-        found += software.compute_node(facts.node, profile, asked)
+        found += software.compute_node(facts.node, profile, demand)
     found += software.host_python(facts.software, facts.node, profile)
-    found += storage.run_root(facts.run_root, asked)
-    found += storage.shared(facts.run_root, facts.node, asked)
-    found += _belongings(facts, profile)
+    found += storage.run_root(facts.run_root, demand)
+    found += storage.shared(facts.run_root, facts.node, demand)
+    found += _secrets_and_files(facts, profile)
     return list(dict.fromkeys(found))  # several partitions have much in common
 
 
@@ -66,10 +66,10 @@ def examine_local(
     machine: Machine, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
 ) -> list[Finding]:
     """Every finding of a run on this machine, without Slurm."""
-    here = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
+    profile = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
     return [
         *local.machine(machine, config),
-        *storage.run_root(run_root, wish(config, here, checkpoint_bytes, _speed(run_root))),
+        *storage.run_root(run_root, demand_of(config, profile, checkpoint_bytes, _speed(run_root))),
     ]
 
 
@@ -77,7 +77,7 @@ def _speed(run_root: Disk) -> float | None:
     return run_root.measured.bytes_per_s if run_root.measured else None
 
 
-def _placed(cluster: Cluster, profile: Profile, asked: Ask) -> Iterator[Finding]:
+def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Finding]:
     """What holds in each partition that the job may start in."""
     names = partition_names(cluster, profile)
     if not names:
@@ -88,14 +88,14 @@ def _placed(cluster: Cluster, profile: Profile, asked: Ask) -> Iterator[Finding]
             continue
         place = target(cluster, profile, name)
         yield from limits.access(cluster, place, profile)
-        yield from nodes.nodes(cluster, place, profile, asked)
-        yield from limits.sizes(cluster, place, asked)
-        yield from limits.time_limit(cluster, place, profile, asked)
-        yield from preemption.preemption(cluster, place, asked)
+        yield from nodes.nodes(cluster, place, profile, demand)
+        yield from limits.sizes(cluster, place, demand)
+        yield from limits.time_limit(cluster, place, profile, demand)
+        yield from preemption.preemption(cluster, place, demand)
         yield from preemption.requeue(cluster)
 
 
-def _belongings(facts: Facts, profile: Profile) -> Iterator[Finding]:
+def _secrets_and_files(facts: Facts, profile: Profile) -> Iterator[Finding]:
     """Secrets and files that the job takes along."""
     if facts.missing_secrets:
         names = ", ".join(facts.missing_secrets)

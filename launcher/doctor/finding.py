@@ -23,18 +23,22 @@ class Finding:
 
 
 def ok(topic: str, text: str) -> Finding:
+    """As it should be."""
     return Finding("ok", topic, text)
 
 
 def note(topic: str, text: str, fix: str | None = None) -> Finding:
+    """Good to know."""
     return Finding("note", topic, text, fix)
 
 
 def warning(topic: str, text: str, fix: str) -> Finding:
+    """It runs, but may lose work or time."""
     return Finding("warning", topic, text, fix)
 
 
 def error(topic: str, text: str, fix: str) -> Finding:
+    """It will not run."""
     return Finding("error", topic, text, fix)
 
 

@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.backends.slurm.parse import Row, number, time_limit_s, tres
+from launcher.backends.slurm.parse import Fields, number, time_limit_s, tres
 from launcher.cluster.profile import Profile
-from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Target
+from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
 
 SIGNAL_SLACK_S = 60  # Slurm may send --signal this much early, and never late
@@ -68,57 +68,57 @@ def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Findi
             yield note("account", f"{text} ({known}); this cluster does not check")
 
 
-def time_limit(cluster: Cluster, target: Target, profile: Profile, ask: Ask) -> Iterator[Finding]:
+def time_limit(cluster: Cluster, target: Target, profile: Profile, demand: Demand) -> Iterator[Finding]:
     """How long one attempt may run, and whether the time to save at its end suffices."""
     caps = _time_caps(cluster, target)
-    limit, source = ask.time_limit_s, ask.time_limit_key
+    limit, source = demand.time_limit_s, demand.time_limit_key
     if limit is None:
         limit = time_limit_s(target.partition.get("DefaultTime")) or min((cap.seconds for cap in caps), default=None)
         source = "the default there"
     if limit is None:
-        yield note("time limit", f"none: an attempt of {ask.who} ends only by preemption, failure or mrl cancel")
+        yield note("time limit", f"none: an attempt of {demand.who} ends only by preemption, failure or mrl cancel")
         return
     over = [cap for cap in caps if cap.seconds < limit]
     for cap in over:
         yield error(
             "time limit",
             f"{span(limit)} ({source}) is over the {span(cap.seconds)} of {cap.source} ({cap.key}): {cap.outcome}",
-            f"set {ask.time_limit_key} to {_slurm_time(cap.seconds)} or less; the run goes on in the next attempt",
+            f"set {demand.time_limit_key} to {_slurm_time(cap.seconds)} or less; the run goes on in the next attempt",
         )
     if not over:
         yield ok("time limit", f"each attempt runs up to {span(limit)} ({source}), then saves and is requeued")
-        yield _end_notice(profile, ask, limit)
+        yield _end_notice(profile, demand, limit)
 
 
-def _end_notice(profile: Profile, ask: Ask, limit_s: int) -> Finding:
+def _end_notice(profile: Profile, demand: Demand, limit_s: int) -> Finding:
     told = f"{span(profile.signal_s)} before it (signal_s; Slurm may be up to {SIGNAL_SLACK_S} s early)"
     fix = "raise signal_s in the profile above the time of a step and a save"
     if profile.signal_s >= limit_s:
         return error("time limit", f"the run is told to save {told}, so no attempt could do any work", fix)
-    if ask.write_s is not None and ask.write_s > profile.signal_s:
+    if demand.write_s is not None and demand.write_s > profile.signal_s:
         return warning(
             "time limit",
-            f"the run is told to save {told}, but a checkpoint takes about {span(ask.write_s)}: each limit loses "
-            f"{ask.loss}",
+            f"the run is told to save {told}, but a checkpoint takes about {span(demand.write_s)}: each limit loses "
+            f"{demand.loss}",
             fix,
         )
     return ok("time limit", f"the run is told to save {told}: the step under way and a save must fit in")
 
 
-def sizes(cluster: Cluster, target: Target, ask: Ask) -> Iterator[Finding]:
+def sizes(cluster: Cluster, target: Target, demand: Demand) -> Iterator[Finding]:
     """Limits on nodes and GPUs of the partition, the QOS, the partition's QOS and the account."""
     row = target.partition
     most, least = number(row.get("MaxNodes"), 0), number(row.get("MinNodes"), 0)
-    if most and ask.nodes > most:
+    if most and demand.nodes > most:
         yield error(
             "size",
-            f"{count(ask.nodes, 'node')} are more than partition {target.name} gives one job, {most} (MaxNodes)",
+            f"{count(demand.nodes, 'node')} are more than partition {target.name} gives one job, {most} (MaxNodes)",
             "lower job.nodes (and job.spare_nodes), or choose another partition",
         )
-    if ask.nodes < least:
+    if demand.nodes < least:
         yield error(
             "size",
-            f"{count(ask.nodes, 'node')} are fewer than partition {target.name} wants, {least} (MinNodes)",
+            f"{count(demand.nodes, 'node')} are fewer than partition {target.name} wants, {least} (MinNodes)",
             "choose another partition",
         )
     if cluster.qos is None:
@@ -126,7 +126,7 @@ def sizes(cluster: Cluster, target: Target, ask: Ask) -> Iterator[Finding]:
     if not cluster.limits_kept:
         yield ok("limits", "this cluster keeps none of accounts and QOS (AccountingStorageEnforce)")
         return
-    broken = [problem for source, limits in _limit_rows(target) for problem in _broken(source, limits, target, ask)]
+    broken = [problem for source, limits in _limit_rows(target) for problem in _broken(source, limits, target, demand)]
     yield from broken
     jobs = number(target.qos.get("MaxJobsPU"), 0)
     if jobs:
@@ -134,7 +134,7 @@ def sizes(cluster: Cluster, target: Target, ask: Ask) -> Iterator[Finding]:
         yield note("limits", f"at most {count(jobs, 'job')} of yours run at a time ({whose}): sweeps take turns")
     if not broken:
         yield ok(
-            "limits", f"what is asked for ({ask.needed}) is within those of your account and QOS {target.qos_name}"
+            "limits", f"what is asked for ({demand.needed}) is within those of your account and QOS {target.qos_name}"
         )
 
 
@@ -161,7 +161,7 @@ def _time_caps(cluster: Cluster, target: Target) -> list[_Cap]:
     ]
 
 
-def _limit_rows(target: Target) -> list[tuple[str, Row]]:
+def _limit_rows(target: Target) -> list[tuple[str, Fields]]:
     rows = [(f"QOS {target.qos_name}", target.qos)]
     if target.partition_qos and target.partition_qos != target.qos:
         rows.insert(0, (f"QOS {target.partition_qos['Name']} of partition {target.name}", target.partition_qos))
@@ -175,12 +175,14 @@ def _outcome(target: Target) -> str:
     )
 
 
-def _broken(source: str, limits: Row, target: Target, ask: Ask) -> Iterator[Finding]:
+def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iterator[Finding]:
     """Limits that the job exceeds all by itself."""
     for column, key in TRES_LIMITS.items():
         for resource, most in tres(limits.get(column)).items():
             kind = resource.partition(":")[0]  # gres/gpu:h100 counts as gres/gpu
-            asked, name = {"node": (ask.nodes, "node"), "gres/gpu": (ask.nodes * ask.gpus, "GPU")}.get(kind, (0, ""))
+            asked, name = {"node": (demand.nodes, "node"), "gres/gpu": (demand.nodes * demand.gpus, "GPU")}.get(
+                kind, (0, "")
+            )
             if asked > most:
                 yield error(
                     "limits",
@@ -189,7 +191,7 @@ def _broken(source: str, limits: Row, target: Target, ask: Ask) -> Iterator[Find
                 )
 
 
-def _admitted(row: Row, key: str, what: str, mine: str | None) -> Iterator[Finding]:
+def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[Finding]:
     """Allow... and Deny... lists of a partition."""
     name = row["PartitionName"]
     allowed, denied = row.get(f"Allow{key}", "ALL"), row.get(f"Deny{key}", "")

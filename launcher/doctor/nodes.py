@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from launcher.cluster.profile import Profile
-from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Node, Target
+from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, count, error, note, ok, warning
 
 
-def nodes(cluster: Cluster, target: Target, profile: Profile, ask: Ask) -> Iterator[Finding]:
+def nodes(cluster: Cluster, target: Target, profile: Profile, demand: Demand) -> Iterator[Finding]:
     """Are there nodes as the job wants them, enough of them, and enough that work?"""
     there = cluster.nodes.get(target.name, [])
     if not there:
@@ -27,21 +27,21 @@ def nodes(cluster: Cluster, target: Target, profile: Profile, ask: Ask) -> Itera
             "correct constraint: in the profile",
         )
         return
-    if ask.gpus:
-        yield from _gpus(target, profile, ask, featured)
-    fitting = [node for node in featured if not ask.gpus or node.gpus(profile.gres) >= ask.gpus]
+    if demand.gpus:
+        yield from _gpus(target, profile, demand, featured)
+    fitting = [node for node in featured if not demand.gpus or node.gpus(profile.gres) >= demand.gpus]
     if fitting:
-        yield from _enough(target, ask, fitting)
-        yield from _cpus(profile, ask, fitting)
+        yield from _enough(target, demand, fitting)
+        yield from _cpus(profile, demand, fitting)
 
 
-def _gpus(target: Target, profile: Profile, ask: Ask, there: list[Node]) -> Iterator[Finding]:
+def _gpus(target: Target, profile: Profile, demand: Demand, there: list[Node]) -> Iterator[Finding]:
     kinds = Counter((one.type or "gpu", one.count) for node in there for one in node.gres if one.name == "gpu")
     known = ", ".join(f"{number} x {kind}:{each}" for (kind, each), number in sorted(kinds.items())) or "none"
     if not kinds:
         yield error(
             "gpus",
-            f"the nodes of {target.name} have no GPUs that Slurm knows of, {ask.who} asks for {ask.gpus} a node",
+            f"the nodes of {target.name} have no GPUs that Slurm knows of, {demand.who} asks for {demand.gpus} a node",
             "choose another partition, or job.device=cpu",
         )
     elif not any(node.gpus(profile.gres) for node in there):
@@ -51,15 +51,18 @@ def _gpus(target: Target, profile: Profile, ask: Ask, there: list[Node]) -> Iter
             f"none is called {profile.gres} in {target.name}; there are: {types}",
             "correct gres: in the profile",
         )
-    elif max(node.gpus(profile.gres) for node in there) < ask.gpus:
+    elif max(node.gpus(profile.gres) for node in there) < demand.gpus:
         yield error(
             "gpus",
-            f"{ask.gpus} GPUs a node are asked for, the nodes of {target.name} have: {known}",
+            f"{demand.gpus} GPUs a node are asked for, the nodes of {target.name} have: {known}",
             "lower job.gpus_per_node",
         )
     else:
         most = max(node.gpus(profile.gres) for node in there)
-        yield ok("gpus", f"{target.name} has {known}; each node of {ask.who} gets {ask.gpus} ({_flag(profile, ask)})")
+        yield ok(
+            "gpus",
+            f"{target.name} has {known}; each node of {demand.who} gets {demand.gpus} ({_flag(profile, demand)})",
+        )
         if most != profile.gpus_per_node:
             yield note(
                 "gpus",
@@ -68,18 +71,18 @@ def _gpus(target: Target, profile: Profile, ask: Ask, there: list[Node]) -> Iter
             )
 
 
-def _flag(profile: Profile, ask: Ask) -> str:
+def _flag(profile: Profile, demand: Demand) -> str:
     kind = "" if profile.gres == "gpu" else f"{profile.gres}:"
-    return f"--gpus-per-node={kind}{ask.gpus}"
+    return f"--gpus-per-node={kind}{demand.gpus}"
 
 
-def _enough(target: Target, ask: Ask, fitting: list[Node]) -> Iterator[Finding]:
+def _enough(target: Target, demand: Demand, fitting: list[Node]) -> Iterator[Finding]:
     working = [node for node in fitting if node.in_service]
     idle = sum(node.state == "idle" for node in working)
-    what = f"{ask.needed} needed, {target.name} has {count(len(fitting), 'such node')}"
-    if len(fitting) < ask.nodes:
+    what = f"{demand.needed} needed, {target.name} has {count(len(fitting), 'such node')}"
+    if len(fitting) < demand.nodes:
         yield error("nodes", f"{what}: such a job can never start", "lower job.nodes, or choose another partition")
-    elif len(working) < ask.nodes:
+    elif len(working) < demand.nodes:
         out = Counter(node.state for node in fitting if not node.in_service)
         states = ", ".join(f"{number} {state}" for state, number in sorted(out.items()))
         yield warning(
@@ -91,11 +94,11 @@ def _enough(target: Target, ask: Ask, fitting: list[Node]) -> Iterator[Finding]:
         yield ok("nodes", f"{what}, {len(working)} in service and {idle} idle now")
 
 
-def _cpus(profile: Profile, ask: Ask, fitting: list[Node]) -> Iterator[Finding]:
+def _cpus(profile: Profile, demand: Demand, fitting: list[Node]) -> Iterator[Finding]:
     most = max(node.cpus for node in fitting)
-    wanted = ask.ranks * (profile.cpus_per_task or 1)
+    wanted = demand.ranks * (profile.cpus_per_task or 1)
     if most and wanted > most:
-        each = f"{ask.ranks} ranks of {count(profile.cpus_per_task or 1, 'CPU')}"
+        each = f"{demand.ranks} ranks of {count(profile.cpus_per_task or 1, 'CPU')}"
         yield error(
             "cpus",
             f"{each} are {wanted} a node, the nodes have {most}",

@@ -6,8 +6,8 @@ By slurm.conf(5), qos(8) and, for what those leave open, Slurm's own preempt plu
 from __future__ import annotations
 
 from launcher.backends.slurm.parse import number, options, time_limit_s
-from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster, Target
+from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, note, ok, span, warning
 from launcher.host.judge.policy import REQUEUES_PREEMPTED_ITSELF
 
@@ -17,14 +17,16 @@ NODE_TIMEOUT_S = 300
 TIGHT_S = 60  # a shorter notice than this is called short where the time of a save is not known
 
 
-def preemption(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
+def preemption(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
     """Who takes the nodes away, with how much notice, and what then."""
     kind = cluster.config.get("PreemptType", "preempt/none")
     if kind == "preempt/none" or _modes(cluster.config.get("PreemptMode")) <= {"OFF", "GANG"}:
-        return [ok("preemption", f"off on this cluster (PreemptType={kind}): nobody takes nodes away from {ask.who}")]
+        return [
+            ok("preemption", f"off on this cluster (PreemptType={kind}): nobody takes nodes away from {demand.who}")
+        ]
     if kind == "preempt/qos":
-        return _by_qos(cluster, target, ask)
-    return _by_partition(cluster, target, ask)
+        return _by_qos(cluster, target, demand)
+    return _by_partition(cluster, target, demand)
 
 
 def requeue(cluster: Cluster) -> list[Finding]:
@@ -57,10 +59,11 @@ def requeue(cluster: Cluster) -> list[Finding]:
 
 
 def kill_wait_s(cluster: Cluster) -> int:
+    """Seconds from SIGTERM to SIGKILL."""
     return number(cluster.config.get("KillWait"), KILL_WAIT_S)
 
 
-def _by_partition(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
+def _by_partition(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
     modes = _modes(target.partition.get("PreemptMode") or cluster.config.get("PreemptMode"))
     stronger = _stronger_partitions(cluster, target)
     if modes <= {"OFF", "GANG"}:
@@ -70,17 +73,17 @@ def _by_partition(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
         return [ok("preemption", f"no partition above tier {tier} shares the nodes of {target.name}: never preempted")]
     grace = number(target.partition.get("GraceTime"))
     by = f"by jobs of partition {_listed(stronger)} (by partition: a higher PriorityTier)"
-    return _preempted(cluster, target, ask, by, modes, grace, f"GraceTime of partition {target.name}")
+    return _preempted(cluster, target, demand, by, modes, grace, f"GraceTime of partition {target.name}")
 
 
-def _by_qos(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
+def _by_qos(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
     if cluster.qos is None or target.qos_name not in cluster.qos:
         named = f"QOS {target.qos_name}" if target.qos_name else "the QOS of your jobs"
         return [
             warning(
                 "preemption",
-                f"goes by QOS on this cluster, and {named} is not known here: whether and how {ask.who} is preempted "
-                "cannot be told",
+                f"goes by QOS on this cluster, and {named} is not known here: whether and how {demand.who} is "
+                "preempted cannot be told",
                 "ask sacctmgr show qos where it works, or name a qos in the profile",
             )
         ]
@@ -95,17 +98,17 @@ def _by_qos(cluster: Cluster, target: Target, ask: Ask) -> list[Finding]:
         return [ok("preemption", f"no QOS may preempt {target.qos_name} (none lists it in Preempt)")]
     grace = time_limit_s(target.qos.get("GraceTime")) or 0
     by = f"by jobs of QOS {_listed(stronger)} (by QOS: it lists {target.qos_name} in Preempt)"
-    return _preempted(cluster, target, ask, by, modes, grace, f"GraceTime of QOS {target.qos_name}")
+    return _preempted(cluster, target, demand, by, modes, grace, f"GraceTime of QOS {target.qos_name}")
 
 
 def _preempted(
-    cluster: Cluster, target: Target, ask: Ask, by: str, modes: set[str], grace_s: int, source: str
+    cluster: Cluster, target: Target, demand: Demand, by: str, modes: set[str], grace_s: int, source: str
 ) -> list[Finding]:
     kill_s = kill_wait_s(cluster)
-    found = [_ending(cluster, ask, by, modes)]
+    found = [_ending(cluster, demand, by, modes)]
     if "SUSPEND" in modes:
         return found
-    found.append(_notice(ask, grace_s, kill_s, source))
+    found.append(_notice(demand, grace_s, kill_s, source))
     if grace_s:
         found.append(_signals(cluster, grace_s))
     exempt = next(
@@ -121,17 +124,19 @@ def _preempted(
     return found
 
 
-def _ending(cluster: Cluster, ask: Ask, by: str, modes: set[str]) -> Finding:
+def _ending(cluster: Cluster, demand: Demand, by: str, modes: set[str]) -> Finding:
     if "REQUEUE" in modes:
-        return ok("preemption", f"{ask.who} can be preempted {by}; it is requeued and goes on (PreemptMode=REQUEUE)")
+        return ok("preemption", f"{demand.who} can be preempted {by}; it is requeued and goes on (PreemptMode=REQUEUE)")
     if "SUSPEND" in modes:
         return warning(
             "preemption",
-            f"{ask.who} can be preempted {by} and is then stopped in place (PreemptMode=SUSPEND): it gets no notice, "
-            "keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they wake up",
+            f"{demand.who} can be preempted {by} and is then stopped in place (PreemptMode=SUSPEND): it gets no "
+            "notice, keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they wake up",
             "use a partition or QOS whose PreemptMode is REQUEUE",
         )
-    cancelled = f"{ask.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL)"
+    cancelled = (
+        f"{demand.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL)"
+    )
     fix = "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE"
     if cluster.before(*REQUEUES_PREEMPTED_ITSELF):
         return note(
@@ -140,25 +145,27 @@ def _ending(cluster: Cluster, ask: Ask, by: str, modes: set[str]) -> Finding:
     return warning("preemption", f"{cancelled}: --requeue does not help", fix)
 
 
-def _notice(ask: Ask, grace_s: int, kill_s: int, source: str) -> Finding:
+def _notice(demand: Demand, grace_s: int, kill_s: int, source: str) -> Finding:
     """From the first signal to SIGKILL, against what a save needs."""
     total = grace_s + kill_s
     notice = f"notice of {span(grace_s)} ({source}), then SIGTERM and {span(kill_s)} later SIGKILL (KillWait)"
     if grace_s == 0:
         notice = f"no grace ({source} is 0): SIGTERM at once and SIGKILL {span(kill_s)} later (KillWait)"
-    if ask.save_every is None:
+    if demand.save_every is None:
         return ok("notice", notice)
     fix = "ask for a longer GraceTime"
-    if ask.save_every != "auto":
-        fix += f", or lower save.every ({ask.save_every}) so that less is lost"
-    if ask.write_s is not None and ask.write_s > total:
+    if demand.save_every != "auto":
+        fix += f", or lower save.every ({demand.save_every}) so that less is lost"
+    if demand.write_s is not None and demand.write_s > total:
         return warning(
-            "notice", f"{notice}; a checkpoint takes about {span(ask.write_s)}, so a preemption loses {ask.loss}", fix
+            "notice",
+            f"{notice}; a checkpoint takes about {span(demand.write_s)}, so a preemption loses {demand.loss}",
+            fix,
         )
-    if ask.write_s is None and total < TIGHT_S:
-        return warning("notice", f"{notice}; a save that takes longer is lost, and with it {ask.loss}", fix)
-    takes = "a save" if ask.write_s is None else f"a checkpoint, about {span(ask.write_s)},"
-    return ok("notice", f"{notice}; {takes} must fit in, or {ask.loss} are lost")
+    if demand.write_s is None and total < TIGHT_S:
+        return warning("notice", f"{notice}; a save that takes longer is lost, and with it {demand.loss}", fix)
+    takes = "a save" if demand.write_s is None else f"a checkpoint, about {span(demand.write_s)},"
+    return ok("notice", f"{notice}; {takes} must fit in, or {demand.loss} are lost")
 
 
 def _signals(cluster: Cluster, grace_s: int) -> Finding:

@@ -9,8 +9,8 @@ from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.backends.slurm.parse import number
 from launcher.cluster.profile import Profile
-from launcher.doctor.ask import Ask
 from launcher.doctor.cluster import Cluster
+from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, error, note, ok, span, warning
 from launcher.host.image.reference import ImageError, is_path, parse
 
@@ -21,7 +21,7 @@ DOCKER_HUB = "registry-1.docker.io"
 MIN_JOB_AGE_S = 300
 
 
-def slurm(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
+def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
     """Is there a Slurm, does its controller answer, is it one that this works with?"""
     if not facts.version.there:
         yield error(
@@ -52,17 +52,17 @@ def slurm(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
             yield ok("slurm", f"{shown}, cluster {name}")
 
 
-def containers(facts: SlurmFacts, software: Software, ask: Ask) -> Iterator[Finding]:
+def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterator[Finding]:
     """Can the container be started, and may its image be had?"""
-    if ask.image is None:
+    if demand.image is None:
         yield ok("containers", "none: the ranks run on the nodes as they are")
         return
     missing = [flag for flag in NEEDED if flag not in facts.srun_help.text]
     if not facts.srun_help.known or NEEDED[0] in missing:
         yield error(
             "pyxis",
-            f"srun knows no --container-image here, and {ask.who} wants {ask.image}: sbatch would take the job and "
-            "every step would fail",
+            f"srun knows no --container-image here, and {demand.who} wants {demand.image}: sbatch would take the job "
+            "and every step would fail",
             "ask for pyxis on this cluster, or set container: null in the profile",
         )
         return
@@ -71,8 +71,8 @@ def containers(facts: SlurmFacts, software: Software, ask: Ask) -> Iterator[Find
         yield error("pyxis", f"this one ({named}) lacks {', '.join(missing)}", "ask for pyxis 0.15 or later")
     else:
         yield ok("pyxis", named)
-    if not is_path(ask.image):
-        yield _credentials(software, ask.image)
+    if not is_path(demand.image):
+        yield _credentials(software, demand.image)
 
 
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
@@ -100,7 +100,7 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
         yield ok("python", f"{name} is {software.host_python.text.strip()} on this machine; {later}")
 
 
-def compute_node(node: NodeFacts, profile: Profile, ask: Ask) -> Iterator[Finding]:
+def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[Finding]:
     """What the step found, beside python and the run root."""
     if node.failure:
         yield warning(
@@ -111,15 +111,15 @@ def compute_node(node: NodeFacts, profile: Profile, ask: Ask) -> Iterator[Findin
         return
     driver = f", NVIDIA driver {node.driver}" if node.driver else ""
     yield ok("compute node", f"a step ran on {node.host}{driver}")
-    if ask.gpus and not node.driver and profile.health_check:
+    if demand.gpus and not node.driver and profile.health_check:
         yield note("compute node", "no nvidia-smi there: the health check cannot see the state of the GPUs")
-    if ask.image and node.enroot is None and not is_path(ask.image):
+    if demand.image and node.enroot is None and not is_path(demand.image):
         yield error(
             "enroot",
-            f"not found on {node.host}, and {ask.who} needs containers",
+            f"not found on {node.host}, and {demand.who} needs containers",
             "install it there, or load it in prolog: of the profile",
         )
-    elif ask.image and node.enroot is not None:
+    elif demand.image and node.enroot is not None:
         yield ok("enroot", f"{node.enroot or 'there'} on {node.host}")
 
 

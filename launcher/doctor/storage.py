@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from launcher.backends.probe.disk import Disk, over_quota
 from launcher.backends.probe.node import NodeFacts
-from launcher.doctor.ask import Ask
+from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, error, note, ok, size, span, warning
 
 SLOW_BYTES_PER_S = 50e6
 MOVE = "set run_root: in the profile to a directory on the shared file system"
 
 
-def run_root(disk: Disk, ask: Ask) -> Iterator[Finding]:
+def run_root(disk: Disk, demand: Demand) -> Iterator[Finding]:
     """Can it be written, how fast, and how much fits in?"""
     if disk.measured is None:
         yield error(
@@ -30,11 +30,11 @@ def run_root(disk: Disk, ask: Ask) -> Iterator[Finding]:
     made = "" if found.directory == str(disk.path) else ", will be made"
     kind = f" on {found.file_system}" if found.file_system else ""
     yield ok("run root", f"{disk.path}{made}{kind}")
-    yield _speed(found.bytes_per_s, ask)
-    yield from _space(disk, found.free_bytes, ask)
+    yield _speed(found.bytes_per_s, demand)
+    yield from _space(disk, found.free_bytes, demand)
 
 
-def shared(disk: Disk, node: NodeFacts | None, ask: Ask) -> Iterator[Finding]:
+def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Finding]:
     """Do the nodes see what this machine writes?"""
     if node is not None and node.failure is None:
         if node.shared:
@@ -45,28 +45,33 @@ def shared(disk: Disk, node: NodeFacts | None, ask: Ask) -> Iterator[Finding]:
         kind = disk.measured.file_system if disk.measured else ""
         yield note(
             "run root",
-            f"{kind} is mostly a disk of one machine, and all nodes of {ask.who} must see {disk.path}",
+            f"{kind} is mostly a disk of one machine, and all nodes of {demand.who} must see {disk.path}",
             f"mrl doctor --deep tries it on a compute node; if it is not shared, {MOVE}",
         )
 
 
-def _speed(bytes_per_s: float, ask: Ask) -> Finding:
+def _speed(bytes_per_s: float, demand: Demand) -> Finding:
     """One writer here is no measure of a job's many, so only what is slow for one is called slow."""
     text = f"{size(bytes_per_s)}/s from this machine, one writer, flushed"
     if bytes_per_s < SLOW_BYTES_PER_S:
-        lasts = f"; a checkpoint of {size(ask.checkpoint_bytes)} may take very long" if ask.checkpoint_bytes else ""
+        lasts = (
+            f"; a checkpoint of {size(demand.checkpoint_bytes)} may take very long" if demand.checkpoint_bytes else ""
+        )
         return warning("speed", f"{text}: slow for a shared file system{lasts}", MOVE)
-    if ask.write_s is not None and ask.checkpoint_bytes:
+    if demand.write_s is not None and demand.checkpoint_bytes:
         return ok(
             "speed",
-            f"{text}; a checkpoint of {size(ask.checkpoint_bytes)} takes about {span(ask.write_s)} ({ask.write_basis})",
+            f"{text}; a checkpoint of {size(demand.checkpoint_bytes)} takes about {span(demand.write_s)} "
+            f"({demand.write_basis})",
         )
     return ok("speed", text)
 
 
-def _space(disk: Disk, free: int, ask: Ask) -> Iterator[Finding]:
-    wanted = (ask.checkpoint_bytes or 0) * ask.kept
-    need = f"{ask.who} keeps up to {size(wanted)} ({ask.kept} checkpoints, one of them under way)" if wanted else ""
+def _space(disk: Disk, free: int, demand: Demand) -> Iterator[Finding]:
+    wanted = (demand.checkpoint_bytes or 0) * demand.kept
+    need = (
+        f"{demand.who} keeps up to {size(wanted)} ({demand.kept} checkpoints, one of them under way)" if wanted else ""
+    )
     fix = "remove old runs, keep fewer checkpoints (save.keep, save.keep_every), or choose another run_root"
     if wanted > free:
         yield error("space", f"{size(free)} free, and {need}", fix)

@@ -65,11 +65,13 @@ def explain(kind: str, name: str, error: Exception) -> str:
         return f"{kind} {name}: is no name of the hub, such as Qwen/Qwen2.5-32B"
     if isinstance(error, OSError) and error.filename:
         return f"{kind} {name}: {error.filename}: {error.strerror}"
-    said = str(error).strip().splitlines()
-    return f"{kind} {name}: {said[0] if said else type(error).__name__}; is there internet here? (HF_ENDPOINT, proxies)"
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    return f"{kind} {name}: {reason}; is there internet here? (HF_ENDPOINT, proxies)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of this module; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m launcher.fetch.hub", description="Fetch a repository of the hub.")
     parser.add_argument("kind", choices=["model", "tokenizer", "dataset"])
     parser.add_argument("name")

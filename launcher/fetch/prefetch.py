@@ -50,7 +50,7 @@ class Cache:
 
     @classmethod
     def of(cls, profile: Profile | None, environ: Mapping[str, str] = os.environ) -> Cache:
-        """That of a cluster; None is this machine."""
+        """The cache of a cluster; None is this machine."""
         if profile is None:
             home = own_huggingface_home(environ)
             return cls(home / "mrl" / "images", home)
@@ -83,15 +83,15 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
 
 
 def missing(config: RunConfig, profile: Profile | None) -> list[str]:
-    """In words, for a dry run: what the cluster does not have yet, and what to do about it."""
+    """Notes for a dry run: what the cluster does not have yet, and what to do about it."""
     cache = Cache.of(profile)
     absent = [need for need in needs(config, profile) if cache.find(need) is None]
-    said = [_about(need, config, cache) for need in absent if need.kind == "image"]
+    notes = [_about(need, config, cache) for need in absent if need.kind == "image"]
     of_the_hub = [str(need) for need in absent if need.kind != "image"]
     if of_the_hub:
         where = f"not in {cache.huggingface}, and the job runs offline"
-        said.append(f"{where}: {', '.join(of_the_hub)}; `mrl prefetch` fetches them")
-    return said
+        notes.append(f"{where}: {', '.join(of_the_hub)}; `mrl prefetch` fetches them")
+    return notes
 
 
 def _about(need: Need, config: RunConfig, cache: Cache) -> str:

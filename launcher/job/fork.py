@@ -105,13 +105,13 @@ def checkpoint_of(run: RunDir, step: int | None) -> int:
     if step is None:
         return steps[0]
     if step not in steps:
-        kept = ", ".join(map(str, sorted(steps)))
-        raise BadInput(f"{run.root}: has no checkpoint of step {step}; there are {kept} (save.keep keeps the newest)")
+        known = ", ".join(map(str, sorted(steps)))
+        raise BadInput(f"{run.root}: has no checkpoint of step {step}; there are {known} (save.keep keeps the newest)")
     return step
 
 
 def refuse_misfits(changed: Sequence[Change], step: int, steps: int) -> None:
-    """Raises BadInput for a change that the checkpoint cannot follow."""
+    """Refuse a change that the checkpoint cannot follow. Raises BadInput."""
     problems = [f"{one}: the weights of the checkpoint fix it" for one in changed if one.key.startswith(FIXED)]
     if steps <= step:
         problems.append(f"training.steps {steps}: the checkpoint is of step {step} already; give more")

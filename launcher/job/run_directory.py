@@ -24,6 +24,8 @@ from megatron_rl.contract.run_records import Owner, RecipeChange
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
+    """A run directory in which an attempt can start."""
+
     run: RunDir
     attempt: Attempt | None
     """The attempt to start; None: the run is finished and there is nothing to do."""

@@ -84,8 +84,8 @@ def submit(
                 job_id = _hand_over(job, run, after)
             except sbatch.SubmissionRefused as error:
                 found.handed_over = False
-                said = translate(str(error), flags_by_name(header(job)))
-                raise BadInput(f"cluster {job.cluster}: {said}") from error
+                reason = translate(str(error), flags_by_name(header(job)))
+                raise BadInput(f"cluster {job.cluster}: {reason}") from error
     complaint = submissions.note(run, job.cluster, job_id)
     notes = (*drafted.notes, *([complaint] if complaint else []))
     return SubmittedJob(run, job_id, found.changes, notes, fresh)

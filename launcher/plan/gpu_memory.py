@@ -47,6 +47,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Bytes of all terms."""
         return sum(term.bytes for term in self.terms)
 
 
@@ -61,6 +62,7 @@ class Weights:
 
     @property
     def all(self) -> int:
+        """Shared and experts' together."""
         return self.dense + self.experts
 
 
@@ -68,12 +70,7 @@ def vocabulary(config: RunConfig) -> int | None:
     """Rows of the embedding, padding included; None where only the tokenizer knows."""
     model, tokenizer = config.model, config.tokenizer
     tokens = model.vocab_size or (len(tokenizer.alphabet) + 2 if tokenizer.type == "characters" else None)
-    return None if tokens is None else -(-tokens // model.vocab_multiple) * model.vocab_multiple
-
-
-def longest_sequence(config: RunConfig) -> int:
-    """Tokens of a prompt and its answer together."""
-    return config.training.sequence_length or config.model.max_position_embeddings
+    return None if tokens is None else model.padded_vocab_size(tokens)
 
 
 def answers_per_update(config: RunConfig, dp: int) -> int:
@@ -114,8 +111,8 @@ def whole_model(model: ModelConfig, vocab: int) -> int:
     return weights(model, vocab).all
 
 
-def memory(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
-    """Of the fullest rank of each role that the layout has."""
+def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
+    """The memory of the fullest rank of each role that the layout has."""
     found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
     if sizes.partitioned:
         stages = (_inference(config, sizes, vocab, stage) for stage in range(sizes.inference_pp))
@@ -124,7 +121,7 @@ def memory(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
 
 
 def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
-    """One checkpoint, of all ranks together."""
+    """Bytes of one checkpoint, of all ranks together."""
     return whole_model(config.model, vocab) * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
 
 
@@ -189,8 +186,8 @@ def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
 
 
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
-    """Of the largest micro-batch, on one rank: a sequence that alone has more than fits makes its own."""
-    longest = longest_sequence(config)
+    """Tokens of the largest micro-batch on one rank: a sequence that alone has more than fits makes its own."""
+    longest = config.sequence_length
     most = min(config.training.tokens_per_microbatch, answers_per_update(config, sizes.dp) * longest)
     return -(-max(most, longest) // sizes.cp)
 
@@ -228,7 +225,7 @@ def _cache(config: RunConfig, sizes: Sizes) -> Term:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     layers, heads = model.num_layers // sizes.inference_pp, -(-model.num_query_groups // sizes.inference_tp)
     rows = config.inference.max_batch
-    length = config.training.sequence_length or model.max_position_embeddings
+    length = config.sequence_length
     return Term(
         "KV cache",
         2 * size * layers * rows * length * heads * model.head_size,

@@ -46,17 +46,17 @@ def nearest(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> l
                 if not check(candidate, node_gpus, model):
                     found.append((_distance(sizes, candidate), changes))
     found.sort(key=lambda entry: entry[0])
-    kept: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []
     for _, changes in found:
         # More than what suffices is worth saying only where a rank then holds less of the model, or more ranks work.
-        sufficient = [less for less in kept if less.items() <= changes.items()]
-        variant = len(changes) > 1 and any(other.keys() == changes.keys() for other in kept)
+        sufficient = [less for less in chosen if less.items() <= changes.items()]
+        variant = len(changes) > 1 and any(other.keys() == changes.keys() for other in chosen)
         if not variant and all(_strain(sizes, changes) < _strain(sizes, less) for less in sufficient):
-            kept.append(changes)
-        if len(kept) == NAMED:
+            chosen.append(changes)
+        if len(chosen) == NAMED:
             break
-    kept = kept or [_simplest(sizes, node_gpus)]
-    return [_as_overrides(changes, replace(sizes, **changes)) for changes in kept]
+    chosen = chosen or [_simplest(sizes, node_gpus)]
+    return [_as_overrides(changes, replace(sizes, **changes)) for changes in chosen]
 
 
 def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:

@@ -86,6 +86,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Who does what, on one count of nodes."""
+
     mode: Literal["colocated", "partitioned"]
     nodes: int
     """Without the spare ones."""
@@ -99,6 +101,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
+        """Node by node."""
         return tuple(_ranks(self.sizes))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.rank.config import JobConfig, PlacementConfig
+from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
 
 
 class LayoutError(Exception):
@@ -38,6 +38,7 @@ class Sizes:
 
     @classmethod
     def of(cls, job: JobConfig, placement: PlacementConfig, nodes: int) -> Sizes:
+        """The sizes of a recipe on this many nodes."""
         training, inference = placement.training, placement.inference
         return cls(
             nodes=nodes,
@@ -56,6 +57,7 @@ class Sizes:
 
     @property
     def inference_tp(self) -> int:
+        """That of the training where none was asked for."""
         return self.asked_inference_tp or self.tp
 
     @property
@@ -78,7 +80,8 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        return self.training_world // self.model_size
+        """Data-parallel replicas of the training world."""
+        return data_parallel_size(self.training_world, self.tp, self.pp, self.cp)
 
     @property
     def expert_dp(self) -> int:
@@ -92,6 +95,7 @@ class Sizes:
 
     @property
     def replicas(self) -> int:
+        """Inference replicas."""
         return self.generating // self.replica_size
 
 

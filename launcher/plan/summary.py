@@ -9,8 +9,7 @@ from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import (
     answers_per_update,
     checkpoint_bytes,
-    longest_sequence,
-    memory,
+    rank_memories,
     vocabulary,
     whole_model,
 )
@@ -60,8 +59,9 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
 
 
 def batch(config: RunConfig, plan: Plan) -> Batch:
+    """The arithmetic of a recipe on a plan."""
     grpo, training = config.grpo, config.training
-    length, replicas = longest_sequence(config), plan.sizes.dp
+    length, replicas = config.sequence_length, plan.sizes.dp
     answers_of_replica = answers_per_update(config, replicas)
     return Batch(
         prompts=grpo.prompts_per_step,
@@ -77,8 +77,8 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
 
 
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """What plan.json holds and `mrl plan --json` prints. Sizes in bytes; `ranks` has one row a GPU; `alternatives` are
-    the smaller plans of a range `job.nodes`, in what they may differ."""
+    """What `mrl plan --json` prints, and plan.json holds with each step's argv. Sizes in bytes; `ranks` has one row a
+    GPU; `alternatives` are the smaller plans of a range `job.nodes`, in what they may differ."""
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
     gpu_bytes = int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
@@ -132,6 +132,6 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
                 "bytes": each.total,
                 "gpu_bytes": gpu_bytes,
             }
-            for each in memory(config, sizes, vocab)
+            for each in rank_memories(config, sizes, vocab)
         ],
     }

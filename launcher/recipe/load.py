@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from launcher.errors import BadInput
 from launcher.recipe.documents import locator, parse, read_text
 from launcher.recipe.located_yaml import Located, YamlProblems, read
-from launcher.recipe.problems import Locate, diagnose, did_you_mean, known_keys, where_named
+from launcher.recipe.problems import Locate, did_you_mean, known_keys, validation_problems, where_named
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 
@@ -68,7 +68,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise BadInput(diagnose(error, RunConfig, locate)) from error
+        raise BadInput(validation_problems(error, RunConfig, locate)) from error
     _check_environment(config, locate)
     config = _with_absolute_code(config, asked, locate)
     return Recipe(asked, text, tuple(overrides), config)
@@ -119,7 +119,7 @@ def read_resolved(path: Path) -> RunConfig:
     try:
         return RunConfig.model_validate(document.value)
     except ValidationError as error:
-        raise BadInput(diagnose(error, RunConfig, locator(str(path), document))) from error
+        raise BadInput(validation_problems(error, RunConfig, locator(str(path), document))) from error
 
 
 def _read_text(asked: str) -> tuple[str, str]:
@@ -203,4 +203,4 @@ def _check_environment(config: RunConfig, locate: Any) -> None:
     try:
         environment.Config.model_validate(config.environment.args)
     except ValidationError as error:
-        raise BadInput(diagnose(error, environment.Config, locate, prefix=_FREE_FORM)) from error
+        raise BadInput(validation_problems(error, environment.Config, locate, prefix=_FREE_FORM)) from error

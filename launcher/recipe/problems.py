@@ -17,8 +17,8 @@ _UNITS = {"integer": "an integer", "number": "a number", "string": "text", "bool
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
-def diagnose(error: ValidationError, model: type[BaseModel], locate: Locate, prefix: Path = ()) -> list[str]:
-    """One line per problem.
+def validation_problems(error: ValidationError, model: type[BaseModel], locate: Locate, prefix: Path = ()) -> list[str]:
+    """A sentence for each problem that pydantic found.
 
     Args:
         error: raised by `model.model_validate`.
@@ -86,7 +86,8 @@ def _sentence(
 
 
 def _schema_of(path: Path, known: Mapping[Path, Mapping[str, Any]], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the value at `path`, which may be an item of a list or mapping; of the nearest key around it otherwise."""
+    """The schema of the value at `path`, which may be an item of a list or mapping; else that of the nearest key around
+    it."""
     for end in range(len(path), 0, -1):
         if path[:end] in known:
             field = known[path[:end]]
@@ -96,8 +97,8 @@ def _schema_of(path: Path, known: Mapping[Path, Mapping[str, Any]], schema: Mapp
 
 
 def where_named(message: str, locate: Locate, section: Path = (), prefix: Path = ()) -> str:
-    """A section, or more than one, is wrong as a whole: point at the key that the message names, at one that was
-    overridden first."""
+    """Where to point when a section is wrong as a whole: at a key that the message names, one that was overridden
+    first."""
     here, _ = locate((*prefix, *section))
     named = []
     for word in re.findall(r"[A-Za-z_][\w.]*", message):

@@ -71,10 +71,12 @@ class RunStatus:
 
     @property
     def name(self) -> str:
+        """Of its directory."""
         return str(self.run.root.absolute().name)
 
     @property
     def alive(self) -> bool:
+        """Whether it may go on without anybody's doing, for all we know."""
         return self.state in ALIVE
 
 
@@ -235,13 +237,13 @@ def _ended(run: RunDir, last: LedgerLine | None, state: State, reason: str) -> t
     if not isinstance(last, AttemptEnd):
         return state, reason, ""
     back = last.then in STARTS_AGAIN  # and yet the job has ended
-    said = _sentence(last._replace(then=None, why="") if back else last)
+    ending = _sentence(last._replace(then=None, why="") if back else last)
     if back:
         done = if_readable(read(Requeued, run.attempt(last.attempt).requeued))
-        said += f"; it did not come back: {(done and done.problem) or reason}"
+        ending += f"; it did not come back: {(done and done.problem) or reason}"
     if last.outcome in (STOPPED, DRAINED):
-        return "stopped", said, ""
-    return "lost" if last.outcome == LOST else "failed", said, ""
+        return "stopped", ending, ""
+    return "lost" if last.outcome == LOST else "failed", ending, ""
 
 
 def _sentence(end: AttemptEnd) -> str:

@@ -1,1 +1,1 @@
-"""What makes experience of a model: trajectories, agents, environments by name."""
+"""What makes experience of a model: trajectories, agents, the keys of what they draw, environments by name."""

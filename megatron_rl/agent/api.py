@@ -29,6 +29,8 @@ class GroupRolloutRequest:
     key: int
     """Key of the group's random numbers, see `GenerationRequest.key`."""
     inference: InferenceInterface
+    reward_timeout_s: float
+    """See `EnvironmentConfig.reward_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class EvaluationRequest:
     samples_per_problem: int
     key: int
     inference: InferenceInterface
+    reward_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.section import Section
+from megatron_rl.section import PositiveFloat, Section
 
 
 class EnvironmentConfig(Section):
@@ -12,3 +12,6 @@ class EnvironmentConfig(Section):
     """Registered name: see `mrl environments`."""
     args: dict[str, Any] = {}
     """Arguments of that environment, checked by its own Config class."""
+    reward_timeout_s: PositiveFloat = 600.0
+    """Longest wait for the reward of one answer, where the environment's scoring waits. One that takes longer loses the
+    answer, and the run goes on. Keep it below job.silence_limit_s."""

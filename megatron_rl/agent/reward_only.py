@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from inspect import isawaitable, iscoroutinefunction
+from itertools import count
 from typing import Any
 
 from megatron_rl.agent.api import (
@@ -16,11 +17,10 @@ from megatron_rl.agent.api import (
     EvaluationResponse,
     GroupRolloutRequest,
 )
+from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface
-from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.rollout.stream import stable_key
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,24 @@ class RewardOnlyAgent(Environment):
         """Finite score of one answer; `response` is its text without special tokens.
 
         `async def` where scoring waits, for another process for example: all answers of a group are then scored at
-        once. The engine generates in the same event loop, so a plain one must be quick.
+        once, and `environment.reward_timeout_s` ends the wait. The engine generates in the same event loop, so a plain
+        one must be quick.
 
         Whatever this raises costs that one answer: it is left out of its group and counted among the failures.
         """
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         trajectories, failures = await self._answer(
-            request.problem, request.group_size, request.sampling, request.key, request.inference
+            request.problem,
+            GenerationRequest(
+                self.tokenizer.encode(request.problem.prompt),
+                request.group_size,
+                request.sampling,
+                request.key,
+                request.ordinal,
+            ),
+            request.inference,
+            request.reward_timeout_s,
         )
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
 
@@ -55,28 +65,25 @@ class RewardOnlyAgent(Environment):
         """All problems are handed to the engine at once; it decides how many it answers together."""
         import asyncio  # slow, and the launcher imports this module to check a recipe
 
-        answered = await asyncio.gather(
-            *(
-                self._answer(
-                    problem,
-                    request.samples_per_problem,
-                    request.sampling,
-                    stable_key("evaluation", request.key, index),
-                    request.inference,
-                )
-                for index, problem in enumerate(request.problems)
-            )
-        )
-        return EvaluationResponse([trajectories for trajectories, _ in answered])
+        async def answer(index: int, problem: Problem) -> list[Trajectory]:
+            prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
+            asked = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
+            try:
+                return (await self._answer(problem, asked, request.inference, request.reward_timeout_s))[0]
+            except PromptTooLong as error:
+                logger.warning("problem %d of an evaluation counts as lost: %s", index, error)
+                return []
+
+        return EvaluationResponse(await asyncio.gather(*map(answer, count(), request.problems)))
 
     async def _answer(
-        self, problem: Problem, samples: int, sampling: Sampling, key: int, inference: InferenceInterface
+        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, timeout_s: float
     ) -> tuple[list[Trajectory], Counter[str]]:
         """Scored answers in sample order, and the number of those lost, by reason."""
-        prompt_tokens = self.tokenizer.encode(problem.prompt)
-        completions = await inference.generate(GenerationRequest(prompt_tokens, samples, sampling, key))
+        completions = await inference.generate(request)
         scored = [
-            self._score(problem, self.tokenizer.decode(completion.tokens), completion) for completion in completions
+            self._score(problem, self.tokenizer.decode(completion.tokens), completion, timeout_s)
+            for completion in completions
         ]
         if iscoroutinefunction(self.get_reward):
             import asyncio  # as above
@@ -90,14 +97,16 @@ class RewardOnlyAgent(Environment):
             if isinstance(result, Exception):
                 failures[self._reason(result, problem, text)] += 1
             else:
-                trajectories.append(Trajectory.single(prompt_tokens, completion, text, result))
+                trajectories.append(Trajectory.single(request.prompt_tokens, completion, text, result))
         return trajectories, failures
 
-    async def _score(self, problem: Problem, text: str, completion: Completion) -> tuple[str, float | Exception]:
+    async def _score(
+        self, problem: Problem, text: str, completion: Completion, timeout_s: float
+    ) -> tuple[str, float | Exception]:
         """The answer's text and its reward, or what scoring it raised."""
         try:
             score = self.get_reward(text, problem.golden, completion.finish_reason)
-            reward = float(await score if isawaitable(score) else score)
+            reward = float(await _within(timeout_s, score) if isawaitable(score) else score)
             if not math.isfinite(reward):
                 raise ValueError(f"the reward is {reward}")
         except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
@@ -111,3 +120,16 @@ class RewardOnlyAgent(Environment):
             logger.error("get_reward failed on the answer %r to %r", text, problem.prompt, exc_info=error)
         first_line = str(error).partition("\n")[0]
         return f"get_reward: {type(error).__name__}: {first_line}"[:200]
+
+
+async def _within(timeout_s: float, score: Awaitable[float]) -> float:
+    """What is awaited. Raises TimeoutError where that takes too long."""
+    import asyncio  # as above
+
+    try:
+        async with asyncio.timeout(timeout_s) as clock:
+            return await score
+    except TimeoutError as error:
+        if not clock.expired():
+            raise
+        raise TimeoutError(f"no score within {timeout_s:g} s (environment.reward_timeout_s)") from error

@@ -45,12 +45,24 @@ class Trajectory:
             tokens=prompt_tokens + completion.tokens,
             loss_mask=[False] * prompt + [True] * answer,
             logprobs=[0.0] * prompt + completion.logprobs,
-            versions=[-1] * prompt + [completion.policy_version] * answer,
+            versions=[-1] * prompt + completion.versions,
             turns=[range(prompt, prompt + answer)],
             text=text,
             reward=reward,
             finish_reason=completion.finish_reason,
         )
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for lists that do not fit together, which an agent's author may make."""
+        if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} in its loss mask, "
+                f"{len(self.logprobs)} logprobs and {len(self.versions)} versions: it needs one of each for a token"
+            )
+        if not self.turns:
+            raise ValueError("a trajectory needs at least one turn of the model")
+        if self.loss_mask[:1] == [True]:
+            raise ValueError("the first token of a trajectory cannot be trained on: no token before it predicts it")
 
     @property
     def prompt_length(self) -> int:
@@ -61,11 +73,6 @@ class Trajectory:
     def answer_length(self) -> int:
         """Tokens the model sampled, in all turns together."""
         return sum(map(len, self.turns))
-
-    @property
-    def oldest_version(self) -> int:
-        """Policy version of the oldest weights that sampled any of it."""
-        return min((min(self.versions[turn.start : turn.stop], default=-1) for turn in self.turns), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +85,59 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     failures: Mapping[str, int]
     """Answers lost, by reason. A failure is never a reward of 0: it is left out of the group."""
+
+
+class Conversation:
+    """A trajectory being made, turn by turn.
+
+        conversation = Conversation(prompt_tokens)
+        conversation.add_turn(completion)         # the model's answer to conversation.tokens
+        conversation.add_observation(tokens)      # what the environment says to it
+        ...
+        conversation.scored(text, reward)
+
+    It only grows: what the model has sampled is never turned into text and back, which may give other tokens.
+    """
+
+    def __init__(self, prompt_tokens: list[int]) -> None:
+        self.tokens: list[int] = []
+        """All so far: the prompt of the next turn."""
+        self._loss_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._turns: list[range] = []
+        self._last: Completion | None = None
+        self.add_observation(prompt_tokens)
+
+    def add_turn(self, completion: Completion) -> None:
+        first = len(self.tokens)
+        self.tokens += completion.tokens
+        self._loss_mask += [True] * len(completion.tokens)
+        self._logprobs += completion.logprobs
+        self._versions += completion.versions
+        self._turns.append(range(first, len(self.tokens)))
+        self._last = completion
+
+    def add_observation(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self._loss_mask += [False] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        self._versions += [-1] * len(tokens)
+
+    def scored(self, text: str, reward: float) -> Trajectory:
+        """The whole. Raises ValueError where the model has had no turn.
+
+        text: what the model said, see `Trajectory.text`.
+        """
+        if self._last is None:
+            raise ValueError("a conversation without a turn of the model is no trajectory")
+        return Trajectory(
+            tokens=list(self.tokens),
+            loss_mask=list(self._loss_mask),
+            logprobs=list(self._logprobs),
+            versions=list(self._versions),
+            turns=list(self._turns),
+            text=text,
+            reward=reward,
+            finish_reason=self._last.finish_reason,
+        )

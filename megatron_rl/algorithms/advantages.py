@@ -17,12 +17,12 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_
     (arXiv 2503.20783). A group without signal (see `has_signal`), such as one answer alone, gives exactly 0.
 
     Args:
-        rewards: [rollouts], any floating type.
-        group: [rollouts] int64, the group of each rollout in 0..num_groups-1; groups may differ in size.
+        rewards: [trajectories], any floating type.
+        group: [trajectories] int64, the group of each trajectory in 0..num_groups-1; groups may differ in size.
         divide_by_std: False is Dr. GRPO.
 
     Returns:
-        [rollouts] fp32, without gradient.
+        [trajectories] fp32, without gradient.
 
     Raises:
         RuntimeError: a group index is not below `num_groups`.
@@ -35,7 +35,7 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_
 
 
 def group_std(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Population standard deviation of each group's rewards, [groups] fp32; 0 where a group has no rollout.
+    """Population standard deviation of each group's rewards, [groups] fp32; 0 where a group has no trajectory.
 
     Arguments as for `group_advantages`.
     """
@@ -43,7 +43,7 @@ def group_std(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
 
 
 def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Reward minus the group's mean, [rollouts] fp32."""
+    """Reward minus the group's mean, [trajectories] fp32."""
     rewards = rewards.detach().float()
     lowest = rewards.new_zeros(num_groups).scatter_reduce(0, group, rewards, "amin", include_self=False)
     # Above the lowest instead of above 0: n equal rewards need not sum to exactly n times one of them, zeros do.

@@ -8,6 +8,10 @@ from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
+LARGEST_D = 20.0
+"""k3 takes d for no more than this: exp of 88 is infinite in fp32, and a token the policy all but dropped would decide
+the step alone."""
+
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
     """Penalty of each token for leaving the reference policy, with d = ref_logprobs - logprobs.
@@ -40,4 +44,5 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -
         case "k2":
             return d.square() / 2
         case "k3":
+            d = d.clamp(max=LARGEST_D)
             return d.expm1() - d

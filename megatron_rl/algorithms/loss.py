@@ -1,4 +1,4 @@
-"""The GRPO loss over the generated tokens of a micro-batch."""
+"""The GRPO loss over the trained tokens of a micro-batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from torch import Tensor
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.importance import truncated_weights
 from megatron_rl.algorithms.kl import kl_penalty
+from megatron_rl.metrics.stats import LossStats
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to it: exp of more than 88 is infinite in fp32, and infinity times 0 has no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class GrpoInputs:
-    """The generated tokens of one micro-batch, all answers one after the other; every tensor is [tokens] fp32.
+class TrainedTokens:
+    """The trained tokens of one micro-batch, all sequences one after the other; every tensor is [tokens] fp32.
 
     All log-probs are of softmax(logits / T), T the sampling temperature.
     """
@@ -22,35 +26,20 @@ class GrpoInputs:
     logprobs: Tensor
     """Of the policy in training; the only tensor with a gradient."""
     old_logprobs: Tensor
-    """At the weights that sampled. With a single update these are `logprobs.detach()`: the ratio is exactly 1."""
+    """At the weights that sampled. On policy these are `logprobs.detach()`: the ratio is exactly 1."""
+    inference_logprobs: Tensor
+    """Of the engine that sampled."""
+    entropy: Tensor
+    """Of the distributions the tokens were drawn from; for the record alone."""
     advantages: Tensor
     weights: Tensor
-    """Each token's share of the global mean, see `reduction.token_weights`; 0 for tokens that carry no loss."""
-    inference_logprobs: Tensor | None = None
-    """Of the engine that sampled."""
+    """Each token's share of the global mean, see `reduction.token_weights`; 0 for tokens that carry no loss, whose
+    other numbers, finite or not, then count for nothing."""
     ref_logprobs: Tensor | None = None
     """Of the reference policy; needed when `kl_beta` is above 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrpoStats:
-    """What the loss saw, over the tokens whose weight is not 0; scalars without gradient."""
-
-    sums: dict[str, Tensor]
-    """Add over micro-batches and ranks, then divide by `tokens` for the mean.
-
-    tokens                the number of tokens
-    ratio                 exp(logprobs - old_logprobs)
-    clip_low, clip_high   number of tokens whose gradient the lower, the upper clip removed
-    kl                    the penalty, before kl_beta; present when kl_beta is above 0
-    inference_difference  |old - inference log-prob|; present when inference_logprobs are
-    importance_weight     truncated importance weight; present with importance_cap
-    """
-    maxima: dict[str, Tensor]
-    """Largest `ratio` and `inference_difference`: take the maximum over micro-batches and ranks. 0 without tokens."""
-
-
-def grpo_loss(inputs: GrpoInputs, config: GrpoConfig) -> tuple[Tensor, GrpoStats]:
+def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossStats]:
     """Weighted sum of the token losses (arXiv 2402.03300, asymmetric clip of arXiv 2503.14476). Per token:
 
         -w min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A) + kl_beta KL - entropy_coefficient (-p log p)
@@ -61,49 +50,59 @@ def grpo_loss(inputs: GrpoInputs, config: GrpoConfig) -> tuple[Tensor, GrpoStats
     The entropy term is the sampled token's summand of the entropy, without importance ratio.
 
     Returns:
-        The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and the stats.
+        The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
 
     Raises:
-        ValueError: an option needs log-probs that `inputs` lacks.
+        ValueError: kl_beta is above 0 and there are no ref_logprobs.
     """
-    log_ratio = inputs.logprobs - inputs.old_logprobs
-    ratio = log_ratio.exp()
-    unclipped = ratio * inputs.advantages
-    clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high) * inputs.advantages
+    trained = tokens.weights != 0
+    logprobs, old, inference = (
+        torch.where(trained, values, 0.0)
+        for values in (tokens.logprobs, tokens.old_logprobs, tokens.inference_logprobs)
+    )
+    ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    unclipped = ratio * tokens.advantages
+    clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high) * tokens.advantages
     token_loss = -torch.minimum(unclipped, clipped)
 
     # Where the advantage is positive only the upper clip can bind, where it is negative only the lower one.
     removed = unclipped.detach() > clipped.detach()
     per_token = {
-        "tokens": torch.ones_like(removed),
-        "ratio": ratio.detach(),
-        "clip_low": removed & (inputs.advantages < 0),
-        "clip_high": removed & (inputs.advantages > 0),
+        "tokens": trained,
+        "entropy": torch.where(trained, tokens.entropy, 0.0),
+        "ratio": ratio.detach() * trained,
+        "clip_low": removed & (tokens.advantages < 0) & trained,
+        "clip_high": removed & (tokens.advantages > 0) & trained,
+        "inference_difference": (old - inference).abs(),
     }
     if config.importance_cap is not None:
-        if inputs.inference_logprobs is None:
-            raise ValueError("grpo.importance_cap needs inference_logprobs, the engine's log-probs of its tokens")
-        weight = truncated_weights(inputs.old_logprobs, inputs.inference_logprobs, config.importance_cap)
+        weight = truncated_weights(old, inference, config.importance_cap)
         token_loss = token_loss * weight
-        per_token["importance_weight"] = weight
+        per_token["importance_weight"] = weight * trained
     if config.kl_beta > 0:
-        if inputs.ref_logprobs is None:
+        if tokens.ref_logprobs is None:
             raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
-        kl = kl_penalty(inputs.logprobs, inputs.ref_logprobs, config.kl_estimator)
+        kl = kl_penalty(logprobs, torch.where(trained, tokens.ref_logprobs, 0.0), config.kl_estimator)
         token_loss = token_loss + config.kl_beta * kl
         per_token["kl"] = kl.detach()
     if config.entropy_coefficient > 0:
-        token_loss = token_loss + config.entropy_coefficient * inputs.logprobs.exp() * inputs.logprobs
-    if inputs.inference_logprobs is not None:
-        per_token["inference_difference"] = (inputs.old_logprobs - inputs.inference_logprobs).abs()
+        token_loss = token_loss + config.entropy_coefficient * logprobs.exp() * logprobs
 
-    return (token_loss * inputs.weights).sum(), _stats(per_token, trained=inputs.weights != 0)
+    loss = (token_loss * tokens.weights).sum()
+    return loss, _statistics(loss.detach(), per_token)
 
 
-def _stats(per_token: dict[str, Tensor], trained: Tensor) -> GrpoStats:
-    """Sums and maxima over the trained tokens, with one reduction for all of them."""
-    values = torch.stack([value.to(torch.float32) for value in per_token.values()]) * trained
+def _statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
+    """Of values that are 0 where a token is not trained, with one reduction for all of them."""
+    values = torch.stack([value.to(torch.float32) for value in per_token.values()])
     sums = dict(zip(per_token, values.sum(dim=1).unbind(), strict=True))
     # The two maxima are of values never below 0: a column of zeros changes neither and gives an empty micro-batch one.
     largest = dict(zip(per_token, torch.nn.functional.pad(values, (0, 1)).amax(dim=1).unbind(), strict=True))
-    return GrpoStats(sums, {name: largest[name] for name in ("ratio", "inference_difference") if name in largest})
+    return LossStats(
+        loss=loss,
+        ratio_max=largest["ratio"],
+        inference_difference_max=largest["inference_difference"],
+        kl=sums.pop("kl", None),
+        importance_weight=sums.pop("importance_weight", None),
+        **sums,
+    )

@@ -14,20 +14,20 @@ def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalt
     0 up to `max_new_tokens - buffer` tokens, from there falling linearly to `-penalty` at `max_new_tokens`.
 
     Args:
-        length: [rollouts] integer, tokens of each answer.
+        length: [trajectories] integer, tokens of each answer.
         max_new_tokens: the limit, in tokens.
         buffer: tokens before the limit over which the penalty grows, above 0.
         penalty: reward taken away at the limit, not negative.
 
     Returns:
-        [rollouts] fp32, each in [-penalty, 0].
+        [trajectories] fp32, each in [-penalty, 0].
     """
     into_buffer = (length - (max_new_tokens - buffer)).float() / buffer
     return into_buffer.clamp(0, 1).mul(-penalty)
 
 
 def shaped_rewards(rewards: Tensor, length: Tensor, *, max_new_tokens: int, overlong: OverlongConfig) -> Tensor:
-    """The rewards advantages are computed from, [rollouts]: less the overlong penalty in `mode: penalty`."""
+    """The rewards advantages are computed from, [trajectories]: less the overlong penalty in `mode: penalty`."""
     if overlong.mode != "penalty":
         return rewards
     return rewards + overlong_penalty(
@@ -41,9 +41,9 @@ def trained_mask(cut: Tensor, overlong: OverlongConfig) -> Tensor:
     A masked answer still counts in its group's mean: it is a sample of the policy like the others.
 
     Args:
-        cut: [rollouts] bool, whether the answer ended at the limit of new tokens (finish reason `length`).
+        cut: [trajectories] bool, whether the answer ended at the limit of new tokens (finish reason `length`).
 
     Returns:
-        [rollouts] fp32, 1 where the answer is trained on and 0 where it is not.
+        [trajectories] fp32, 1 where the answer is trained on and 0 where it is not.
     """
     return (~cut).float() if overlong.mode == "mask" else torch.ones_like(cut, dtype=torch.float32)

@@ -17,8 +17,8 @@ def local_normaliser(lengths: Tensor, trained: Tensor, reduction: Reduction) -> 
     """This rank's part of the normaliser: its trained tokens, or its trained answers that have a token.
 
     Args:
-        lengths: [rollouts] int64, answer tokens.
-        trained: [rollouts] 0 or 1, which answers carry loss.
+        lengths: [trajectories] int64, answer tokens.
+        trained: [trajectories] 0 or 1, which answers carry loss.
 
     Returns:
         A count; its sum over all ranks is the `normaliser` of `token_weights`.
@@ -34,12 +34,12 @@ def token_weights(lengths: Tensor, trained: Tensor, reduction: Reduction, normal
     `sequence`: 1 / (length * normaliser), the mean over answers of their token means (GRPO, arXiv 2402.03300).
 
     Args:
-        lengths: [rollouts] int64, answer tokens.
-        trained: [rollouts] 0 or 1, which answers carry loss.
+        lengths: [trajectories] int64, answer tokens.
+        trained: [trajectories] 0 or 1, which answers carry loss.
         normaliser: sum of `local_normaliser` over all ranks; 0 says that nothing is trained.
 
     Returns:
-        [rollouts] fp32, 0 for answers that carry no loss.
+        [trajectories] fp32, 0 for answers that carry no loss.
     """
     share = trained.float() / (normaliser or 1.0)
     return share if reduction == "token" else share / lengths.clamp(min=1)

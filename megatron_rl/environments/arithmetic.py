@@ -5,18 +5,23 @@ https://github.com/open-thought/reasoning-gym, `reasoning_gym/arithmetic/chain_s
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from string import Formatter
+from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.rollout.stream import stable_key
 from megatron_rl.section import NonNegativeInt, PositiveInt, Section
 
 TEMPLATE_FIELDS = ("expression", "question", "num_terms", "num_digits")
@@ -95,11 +100,9 @@ class ArithmeticEnvironment(RewardOnlyAgent, Demonstrator):
 
 
 def _distinct_problems(config: ArithmeticConfig) -> list[Problem]:
-    # Imported here because it takes seconds, and the launcher, which only checks the arguments, lacks the package.
-    from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
-
-    tasks = ChainSumDataset(
-        ChainSumConfig(
+    chain_sum = _chain_sum()
+    tasks = chain_sum.ChainSumDataset(
+        chain_sum.ChainSumConfig(
             min_terms=config.min_terms,
             max_terms=config.max_terms,
             min_digits=config.min_digits,
@@ -109,6 +112,27 @@ def _distinct_problems(config: ArithmeticConfig) -> list[Problem]:
         )
     )
     return list({problem.prompt: problem for problem in _render(tasks, config.template)}.values())
+
+
+def _chain_sum() -> Any:
+    """reasoning_gym.arithmetic.chain_sum, imported when it is needed: the launcher, which only checks the arguments,
+    lacks the package.
+
+    The packages around it import all their hundred tasks, matplotlib and sympy with them, most of a second of every
+    start of a rank. So bare ones take their place meanwhile, and leave again: who wants all of them can have them.
+    """
+    name = "reasoning_gym.arithmetic.chain_sum"
+    package = None if "reasoning_gym" in sys.modules else importlib.util.find_spec("reasoning_gym")
+    if package is None or package.submodule_search_locations is None:
+        return importlib.import_module(name)
+    for bare, inside in (("reasoning_gym", ""), ("reasoning_gym.arithmetic", "arithmetic")):
+        sys.modules[bare] = ModuleType(bare)
+        sys.modules[bare].__path__ = [str(Path(place, inside)) for place in package.submodule_search_locations]
+    try:
+        return importlib.import_module(name)
+    finally:
+        for module in [module for module in sys.modules if module.partition(".")[0] == "reasoning_gym"]:
+            del sys.modules[module]
 
 
 def _render(tasks: Iterable[Mapping[str, Any]], template: str) -> Iterable[Problem]:

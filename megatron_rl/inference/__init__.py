@@ -1,1 +1,1 @@
-"""Tokens in, tokens and log-probs out: the engine, and what may be asked of any engine."""
+"""Tokens in; tokens, log-probs and policy versions out: what any engine may be asked, and this process's own."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_rl.model.attention import PackedLayout
+from megatron_rl.platform.attention import Layout
 
 
 class KeyValueCache:
@@ -39,7 +39,7 @@ class KeyValueCache:
 class PrefillLayout:
     """Attention of whole prompts; what they leave behind goes to every row that continues them."""
 
-    packed: PackedLayout
+    packed: Layout
     cache: KeyValueCache
     source: Tensor
     """[copied] packed token ..."""

@@ -1,4 +1,5 @@
-"""Every metric a run writes, by name: the one registry behind console, TensorBoard and metrics.jsonl.
+"""Every metric a run writes, by name, with its meaning and formula: the one registry behind console, TensorBoard and
+metrics.jsonl.
 
 Names under time/ throughput/ system/ may differ between two runs of the same recipe; all others are reproducible.
 A value that does not exist in a step is absent from its line, never NaN.
@@ -6,53 +7,179 @@ A value that does not exist in a step is absent from its line, never NaN.
 
 from __future__ import annotations
 
-STEP_METRICS = {
-    "mean_reward": "mean reward of the step's answers, as scored",
-    "reward_std": "standard deviation of those rewards",
-    "nonzero_groups_ratio": "share of groups whose rewards differ, the only ones with a gradient",
-    "loss": "GRPO loss, mean over the step's updates",
-    "grad_norm": "gradient norm before clipping, mean over the step's applied updates",
-    "learning_rate": "of the step's last update",
-    "entropy": "mean entropy in nats of the distributions the answer tokens were drawn from, full vocabulary",
-    "clip_fraction": "share of tokens whose gradient the clip removed",
-    "clip_fraction_low": "... by the lower clip",
-    "clip_fraction_high": "... by the upper clip",
-    "kl": "mean KL estimate to the initial weights (kl_beta > 0)",
-    "importance_ratio": "mean of exp(log_prob - old_log_prob)",
-    "importance_ratio_max": "largest of them",
-    "importance_weight": "mean truncated importance weight (importance_cap)",
-    "inference_logprob_difference": "mean |training - engine log-prob| of the sampled tokens",
-    "inference_logprob_difference_max": "largest of them",
-    "answer_length": "mean tokens per answer",
-    "answer_length_max": "longest answer",
-    "answer_length_min": "shortest answer",
-    "prompt_length": "mean tokens per prompt",
-    "truncated_ratio": "share of answers cut at sampling.max_new_tokens",
-    "staleness": "mean optimizer steps between the weights that sampled and those trained",
-    "staleness_max": "largest of them",
-    "failed_rollouts": "answers lost; reasons are in failed_rollouts_by_reason",
-    "failed_rollouts_by_reason": "answers lost, by reason (absent where none is)",
-    "skipped_updates": "updates of this step skipped for a non-finite gradient",
-    "packed_tokens_ratio": "packed tokens over tokens of prompts and answers: below 1 where prompts are shared",
-    "generation_rounds": "rounds of generation (dynamic sampling draws several)",
-    "first_ordinal": "first prompt of the step in the prompt stream",
-    "next_ordinal": "first prompt of the next step",
-    "dropped_ordinals": "prompts settled without training, with the reason (absent where none is)",
-    "policy_version": "optimizer steps behind the weights at the end of the step",
-    "throughput/tokens_per_s": "generated tokens per second of the whole step",
-    "throughput/tokens_per_s_per_rank": "... per rank",
-    "throughput/generated_tokens_per_s": "generated tokens per second of generation",
-    "time/step_s": "seconds of the whole step, evaluation and saving aside; like all below the mean over the ranks",
-    "time/generate_s": "seconds in generation",
-    "time/reward_s": "seconds in which rewards were waited for and nothing was generated",
-    "time/log_probs_s": "seconds scoring old and reference log-probs",
-    "time/train_s": "seconds in forward, backward and update",
-    "time/refit_s": "seconds until the engine had the new weights",
-    "time/wait_s": "seconds waiting for other ranks",
-    "time/save_blocked_s": "seconds training stood still for the newest published checkpoint",
-    "time/save_s": "seconds from its begin until it was published",
-    "system/failed_saves": "checkpoints that could not be written",
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.metrics.stats import LossStats, Number, StepStats
+
+TIMED = ("generate", "reward", "log-probs", "train", "refit", "wait")
+"""Categories of the timeline that belong to a step; what happens between two steps is not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step over all ranks: what its metrics are made of."""
+
+    stats: StepStats
+    generation_rounds: int
+    first_ordinal: int
+    next_ordinal: int
+    policy_version: int
+    """At the end of the step."""
+    dropped: Mapping[int, str]
+    """Ordinals settled without training, and why."""
+    failures: Mapping[str, int]
+    """Answers lost, by reason."""
+    ranks: int
+    seconds: Mapping[str, float]
+    """Of each category in TIMED, the mean over the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    meaning: str
+    value: Callable[[Step], Any] | None = None
+    """Of one step; None where it does not exist in it. Left out where the metric is not made of a step."""
+
+
+def _of_answers(total: Callable[[StepStats], Number]) -> Callable[[Step], Any]:
+    """Mean over the answers."""
+    return lambda step: total(step.stats) / step.stats.batch.answers
+
+
+def _of_tokens(total: Callable[[LossStats], Number | None]) -> Callable[[Step], Any]:
+    """Mean over the trained tokens of all updates."""
+
+    def mean(step: Step) -> Any:
+        value = _if_trained(total)(step)
+        return None if value is None or step.stats.loss is None else value / step.stats.loss.tokens
+
+    return mean
+
+
+def _if_trained(value: Callable[[LossStats], Number | None]) -> Callable[[Step], Any]:
+    """Of the trained tokens, where there are any."""
+    return lambda step: value(step.stats.loss) if step.stats.loss is not None and step.stats.loss.tokens else None
+
+
+def _reward_std(step: Step) -> float:
+    batch = step.stats.batch
+    mean = float(batch.reward / batch.answers)
+    return math.sqrt(max(0.0, float(batch.reward_squared / batch.answers) - mean**2))
+
+
+def _seconds(step: Step) -> float:
+    return sum(step.seconds.values())
+
+
+STEP_METRICS: dict[str, Metric] = {
+    "mean_reward": Metric("mean reward of the step's answers, as scored", _of_answers(lambda s: s.batch.reward)),
+    "reward_std": Metric("standard deviation of those rewards", _reward_std),
+    "nonzero_groups_ratio": Metric(
+        "share of groups whose rewards differ, the only ones with a gradient",
+        lambda step: step.stats.batch.groups_with_signal / step.stats.batch.groups,
+    ),
+    "loss": Metric(
+        "GRPO loss, mean over the step's updates",
+        lambda step: (step.stats.loss.loss if step.stats.loss else 0.0) / step.stats.update.updates,
+    ),
+    "grad_norm": Metric(
+        "gradient norm before clipping, mean over the step's applied updates",
+        lambda step: step.stats.update.grad_norm / step.stats.update.applied if step.stats.update.applied else None,
+    ),
+    "learning_rate": Metric("of the step's last update", lambda step: step.stats.update.learning_rate),
+    "entropy": Metric(
+        "mean entropy in nats of the distributions the answer tokens were drawn from, full vocabulary",
+        _of_tokens(lambda loss: loss.entropy),
+    ),
+    "clip_fraction": Metric(
+        "share of tokens whose gradient the clip removed", _of_tokens(lambda loss: loss.clip_low + loss.clip_high)
+    ),
+    "clip_fraction_low": Metric("... by the lower clip", _of_tokens(lambda loss: loss.clip_low)),
+    "clip_fraction_high": Metric("... by the upper clip", _of_tokens(lambda loss: loss.clip_high)),
+    "kl": Metric("mean KL estimate to the initial weights (kl_beta > 0)", _of_tokens(lambda loss: loss.kl)),
+    "importance_ratio": Metric("mean of exp(log_prob - old_log_prob)", _of_tokens(lambda loss: loss.ratio)),
+    "importance_ratio_max": Metric("largest of them", _if_trained(lambda loss: loss.ratio_max)),
+    "importance_weight": Metric(
+        "mean truncated importance weight (importance_cap)", _of_tokens(lambda loss: loss.importance_weight)
+    ),
+    "inference_logprob_difference": Metric(
+        "mean |training - engine log-prob| of the sampled tokens", _of_tokens(lambda loss: loss.inference_difference)
+    ),
+    "inference_logprob_difference_max": Metric(
+        "largest of them", _if_trained(lambda loss: loss.inference_difference_max)
+    ),
+    "answer_length": Metric("mean tokens per answer", _of_answers(lambda s: s.batch.answer_tokens)),
+    "answer_length_max": Metric("longest answer", lambda step: step.stats.batch.answer_length_max),
+    "answer_length_min": Metric("shortest answer", lambda step: step.stats.batch.answer_length_min),
+    "prompt_length": Metric("mean tokens per prompt", _of_answers(lambda s: s.batch.prompt_tokens)),
+    "truncated_ratio": Metric(
+        "share of answers cut at sampling.max_new_tokens", _of_answers(lambda s: s.batch.truncated)
+    ),
+    "staleness": Metric(
+        "mean optimizer steps between the weights that sampled and those trained",
+        _of_answers(lambda s: s.batch.staleness),
+    ),
+    "staleness_max": Metric("largest of them", lambda step: step.stats.batch.staleness_max),
+    "failed_rollouts": Metric(
+        "answers lost; reasons are in failed_rollouts_by_reason", lambda step: step.stats.batch.failed
+    ),
+    "failed_rollouts_by_reason": Metric(
+        "answers lost, by reason (absent where none is)", lambda step: dict(sorted(step.failures.items())) or None
+    ),
+    "skipped_updates": Metric(
+        "updates of this step skipped for a non-finite gradient",
+        lambda step: int(step.stats.update.updates - step.stats.update.applied),
+    ),
+    "packed_tokens_ratio": Metric(
+        "packed tokens over tokens of prompts and answers: below 1 where prompts are shared",
+        lambda step: step.stats.batch.packed_tokens / (step.stats.batch.prompt_tokens + step.stats.batch.answer_tokens),
+    ),
+    "generation_rounds": Metric(
+        "rounds of generation (dynamic sampling draws several)", lambda step: step.generation_rounds
+    ),
+    "first_ordinal": Metric("first prompt of the step in the prompt stream", lambda step: step.first_ordinal),
+    "next_ordinal": Metric("first prompt of the next step", lambda step: step.next_ordinal),
+    "dropped_ordinals": Metric(
+        "prompts settled without training, with the reason (absent where none is)",
+        lambda step: {str(ordinal): reason for ordinal, reason in sorted(step.dropped.items())} or None,
+    ),
+    "policy_version": Metric(
+        "optimizer steps behind the weights at the end of the step", lambda step: step.policy_version
+    ),
+    "throughput/tokens_per_s": Metric(
+        "generated tokens per second of the whole step", lambda step: step.stats.batch.answer_tokens / _seconds(step)
+    ),
+    "throughput/tokens_per_s_per_rank": Metric(
+        "... per rank", lambda step: step.stats.batch.answer_tokens / _seconds(step) / step.ranks
+    ),
+    "throughput/generated_tokens_per_s": Metric(
+        "generated tokens per second of generation",
+        lambda step: step.stats.batch.answer_tokens / step.seconds["generate"] if step.seconds["generate"] else None,
+    ),
+    "time/step_s": Metric(
+        "seconds of the whole step, evaluation and saving aside; like all below the mean over the ranks", _seconds
+    ),
+    "time/generate_s": Metric("seconds in generation", lambda step: step.seconds["generate"]),
+    "time/reward_s": Metric(
+        "seconds in which rewards were waited for and nothing was generated", lambda step: step.seconds["reward"]
+    ),
+    "time/log_probs_s": Metric("seconds scoring old and reference log-probs", lambda step: step.seconds["log-probs"]),
+    "time/train_s": Metric("seconds in forward, backward and update", lambda step: step.seconds["train"]),
+    "time/refit_s": Metric("seconds until the engine had the new weights", lambda step: step.seconds["refit"]),
+    "time/wait_s": Metric("seconds waiting for other ranks", lambda step: step.seconds["wait"]),
+    "time/save_blocked_s": Metric("seconds training stood still for the newest published checkpoint"),
+    "time/save_s": Metric("seconds from its begin until it was published"),
+    "system/failed_saves": Metric("checkpoints that could not be written"),
 }
+
+
+def metrics_of(step: Step) -> dict[str, Any]:
+    """What a step's line of metrics.jsonl says."""
+    values = {name: metric.value(step) for name, metric in STEP_METRICS.items() if metric.value}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def check_name(name: str) -> None:

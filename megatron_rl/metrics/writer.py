@@ -109,7 +109,7 @@ class MetricsWriter:
         _append(self._run_dir.metrics, MetricsLine(step, values))
         self._scalars(step, values)
         if self._mirror:
-            self._mirror.keep()
+            self._mirror.restart_if_ended()
         logger.info(
             "step %d  reward %.3f  loss %.4f  grad norm %s  %.0f tokens/s",
             step,

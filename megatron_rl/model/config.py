@@ -106,6 +106,10 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    def padded_vocab_size(self, tokens: int) -> int:
+        """Rows of the embedding for a tokenizer that has this many tokens."""
+        return -(-(self.vocab_size or tokens) // self.vocab_multiple) * self.vocab_multiple
+
 
 class TokenizerConfig(Section):
     type: Literal["characters", "huggingface"] = "huggingface"

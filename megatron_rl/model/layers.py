@@ -1,4 +1,4 @@
-"""megatron-core's transformer layer for packed tokens, and its linears where nothing is split.
+"""megatron-core's transformer layer for packed tokens.
 
 Modules, names and sharded state are megatron-core's; only `forward` differs. Its own leads every token past caches,
 cross-attention, offloading and communication that are not in use here, which took a sixth of the demo's step.
@@ -7,36 +7,55 @@ cross-attention, offloading and communication that are not in use here, which to
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.model.attention import Layout, Rotation
 from megatron_rl.model.config import Recompute
+from megatron_rl.platform.api import Platform
+from megatron_rl.platform.attention import Layout
 
 
-def packed_layer_spec(config: TransformerConfig, recompute: Recompute) -> Any:
+def packed_layer_spec(config: TransformerConfig, recompute: Recompute, platform: Platform) -> Any:
     """What GPTModel builds each of its layers from."""
     spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     spec.module = RecomputedLayer if recompute == "full" else PackedLayer
     attention, mlp = spec.submodules.self_attention, spec.submodules.mlp
     attention.module = RecomputedAttention if recompute == "selective" else PackedAttention
     attention.submodules.core_attention = NoCoreAttention
-    if config.tensor_model_parallel_size == 1 and not config.gradient_accumulation_fusion:
+    if linears := platform.linears(config):
         # A ModuleSpec in 0.16.1, a partial builder in 0.19.2.
         of_mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-        attention.submodules.linear_qkv = of_mlp.linear_fc1 = WholeColumnLinear
-        attention.submodules.linear_proj = of_mlp.linear_fc2 = WholeRowLinear
+        attention.submodules.linear_qkv = of_mlp.linear_fc1 = linears[0]
+        attention.submodules.linear_proj = of_mlp.linear_fc2 = linears[1]
     return spec
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Turns queries and keys by their positions (RoPE, arXiv 2104.09864), both at once and with the same sines in
+    every layer, where megatron-core would take one after the other and compute the sines again."""
+
+    cosines: Tensor
+    """[tokens, 1, head_size]"""
+    sines: Tensor
+    """[tokens, 1, head_size], those of the first half negated."""
+
+    def turn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Each [tokens, heads, head_size]."""
+        both = torch.cat((query, key), dim=1)
+        half = both.shape[-1] // 2
+        both = torch.addcmul(both * self.cosines, both.roll(half, dims=-1), self.sines)
+        query, key = both.split((query.shape[1], key.shape[1]), dim=1)
+        return query, key
 
 
 class PackedLayer(TransformerLayer):
@@ -91,23 +110,3 @@ class NoCoreAttention(torch.nn.Module):
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
-
-
-class WholeColumnLinear(ColumnParallelLinear):
-    """On a single tensor-parallel rank: torch's linear instead of an autograd function that may communicate."""
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _whole(self, input_)
-
-
-class WholeRowLinear(RowParallelLinear):
-    """As `WholeColumnLinear`."""
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _whole(self, input_)
-
-
-def _whole(module: ColumnParallelLinear | RowParallelLinear, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-    if module.skip_bias_add:
-        return linear(input_, module.weight), module.bias
-    return linear(input_, module.weight, module.bias), None

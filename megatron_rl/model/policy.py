@@ -9,10 +9,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.attention import Layout, Rotation
 from megatron_rl.model.config import ModelConfig, Recompute
-from megatron_rl.model.layers import packed_layer_spec
+from megatron_rl.model.layers import Rotation, packed_layer_spec
 from megatron_rl.platform.api import Platform
+from megatron_rl.platform.attention import Layout, PackedSequences
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -39,19 +39,23 @@ class Policy(GPTModel):
         logits, _ = self.output_layer(hidden, weight=weight)
         return logits.squeeze(1)[:, : self._tokens]
 
-    def prepare(self, tokens: int, device: torch.device) -> None:
-        """Note the size of the vocabulary without padding and tabulate the rotations, [max positions, 1, head size],
-        computed in fp32 and kept in the model's dtype."""
-        self._tokens = tokens
+    @property
+    def device(self) -> torch.device:
+        return self._platform.device
+
+    def layout(self, packed: PackedSequences) -> Layout:
+        """The attention layout of whole sequences on the policy's device."""
+        return self._platform.attention_layout(packed)
+
+    def prepare(self, tokens: int, platform: Platform) -> None:
+        """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,
+        1, head size], computed in fp32 and kept in the model's dtype."""
+        self._tokens, self._platform, device = tokens, platform, platform.device
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
         angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
         cosines, sines = angles.cos(), angles.sin()
         self._cosines = torch.cat((cosines, cosines), dim=-1)[:, None].to(self.config.params_dtype)
         self._sines = torch.cat((-sines, sines), dim=-1)[:, None].to(self.config.params_dtype)
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(model: ModelConfig, platform: Platform) -> TransformerConfig:
@@ -85,8 +89,7 @@ def transformer_config(model: ModelConfig, platform: Platform) -> TransformerCon
 def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recompute: Recompute = "none") -> Policy:
     """The policy with random weights (drawn from torch's generator) on the platform's device.
 
-    vocab_size: the tokenizer's; the embedding has `model.vocab_size` rows, or as many as the tokenizer has tokens,
-    padded to a multiple of `model.vocab_multiple`.
+    vocab_size: the tokenizer's; see `ModelConfig.padded_vocab_size` for the embedding's.
 
     Raises ConfigurationError where the tokenizer has more tokens than `model.vocab_size`.
     """
@@ -97,8 +100,8 @@ def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recomp
     config = transformer_config(model, platform)
     policy = Policy(
         config=config,
-        transformer_layer_spec=packed_layer_spec(config, recompute),
-        vocab_size=padded_vocab_size(model.vocab_size or vocab_size, model.vocab_multiple),
+        transformer_layer_spec=packed_layer_spec(config, recompute, platform),
+        vocab_size=model.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -110,5 +113,5 @@ def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recomp
         rope_scaling_factor=model.rope_scaling or 1.0,
     )
     policy.to(device=platform.device, dtype=DTYPES[model.dtype])
-    policy.prepare(vocab_size, platform.device)
+    policy.prepare(vocab_size, platform)
     return policy

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform.attention import Layout, PackedSequences
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig  # who only asks for a device has no time for it
 
 
 class UnsupportedPlatform(ConfigurationError):
@@ -19,6 +23,12 @@ class Platform(Protocol):
     """torch.distributed backend."""
     transformer_overrides: dict[str, Any]
     """Fields of TransformerConfig that this device dictates."""
+
+    def attention_layout(self, packed: PackedSequences) -> Layout:
+        """How this device's kernels attend within packed sequences."""
+
+    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
+        """Classes that replace megatron-core's column- and row-parallel linear; None where its own are to be used."""
 
     def synchronize(self) -> None:
         """Wait for queued device work, so that a clock read afterwards is honest."""

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.platform.api import UnsupportedPlatform
+from megatron_rl.platform.attention import Layout, PackedSequences
+from megatron_rl.platform.dense_attention import dense_layout
+from megatron_rl.platform.whole_linears import whole_linears
 
 _FACTORIES = frozenset({"arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"})
 
@@ -43,6 +47,12 @@ class CpuPlatform:
         self.device = torch.device("cpu")
         torch.set_num_threads(threads)
         install_patches()
+
+    def attention_layout(self, packed: PackedSequences) -> Layout:
+        return dense_layout(packed, self.device)
+
+    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
+        return whole_linears(config)
 
     def synchronize(self) -> None:
         pass
@@ -97,6 +107,12 @@ class _CpuCuda:
 
     def current_stream(self) -> None:
         """There is none; 0.19.2 asks before it reduces gradients and uses it only with CUDA graphs."""
+
+    def attention_layout(self, packed: PackedSequences) -> Layout:
+        return dense_layout(packed, self.device)
+
+    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
+        return whole_linears(config)
 
     def synchronize(self) -> None:
         pass

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_rl.platform.api import UnsupportedPlatform
+from megatron_rl.platform.attention import Layout, PackedSequences
+from megatron_rl.platform.dense_attention import dense_layout
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 class CudaPlatform:
@@ -26,11 +31,19 @@ class CudaPlatform:
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
 
+    def attention_layout(self, packed: PackedSequences) -> Layout:
+        return dense_layout(packed, self.device)
+
+    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
+        # Here and below, because the health check chooses a device too, and has no time for megatron-core.
+        from megatron_rl.platform.whole_linears import whole_linears
+
+        return whole_linears(config)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def seed(self, seed: int) -> None:
-        # Here, because the health check chooses a device too, and has no time for megatron-core.
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(seed)

@@ -1,7 +1,8 @@
 """The black box of a rank, by which its end can be explained: heartbeats, stacks on request, the error file.
 
     box = BlackBox(attempt, rank, size, activity)
-    box.start()
+    box.start()                                # before torch is loaded
+    box.start_heartbeats()                     # afterwards
     ...
     box.report_failure(error, EXIT_CRASHED)    # or box.stop() when all is well
 
@@ -62,14 +63,19 @@ class BlackBox:
         self._warned = False
 
     def start(self) -> None:
-        """Once per process."""
+        """Keep the newest lines of the log, and write stacks on request. Once per process."""
         logging.getLogger().addHandler(self._log)
         faulthandler.enable()  # a segmentation fault shows Python's stacks in the rank's log
         self._dump_stacks()
+
+    def start_heartbeats(self) -> None:
+        """Send heartbeats, from when silence is no longer a slow start: imports may take minutes, during which nothing
+        gets on. Once per process."""
+        self._activity.beat()
         self._heart.start()
 
     def stop(self) -> None:
-        """The rank leaves in order: from here on its silence means nothing."""
+        """End a rank that leaves in order: from here on its silence means nothing."""
         self._stopped.set()
         self._heart.join(HEARTBEAT_S)
         self._write_heartbeat(HEARTBEAT_LEFT)

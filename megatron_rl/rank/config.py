@@ -116,3 +116,8 @@ class PlacementConfig(Section):
     inference: InferenceLayout = InferenceLayout()
     tp_across_nodes: bool = False
     """Allow tensor-parallel groups that are larger than a node: slow without a fabric that spans nodes."""
+
+
+def data_parallel_size(training_ranks: int, tp: int, pp: int, cp: int) -> int:
+    """Replicas of the training world, rounded down where the sizes do not divide: the placement refuses those."""
+    return training_ranks // (tp * pp * cp)

@@ -1,1 +1,1 @@
-"""From prompts of the stream to scored groups: driver, stream, evaluation, bank."""
+"""From prompts of the stream to scored groups: a rank's driver, evaluation, what people look at, the bank."""

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.api import PromptTooLong, ResumableInference
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rollout.bank.memory import Memory
-from megatron_rl.rollout.stream import PromptStream, group_key, shares
+from megatron_rl.rollout.bank.bank import Bank
+from megatron_rl.rollout.bank.recording import Recording
+from megatron_rl.rollout.stream import PromptStream, shares
+
+logger = logging.getLogger(__name__)
+
+_FATES = (None, "no signal", "prompt too long")
+"""Why an ordinal is dropped, by the number that the drivers exchange; None: it is trained on."""
+_NO_SIGNAL, _TOO_LONG = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +38,20 @@ class RolloutBatch:
     groups: list[TrajectoryGroup]
     """This driver's groups, whole, in ordinal order."""
     positions: list[int]
-    """Place of each of them in the global batch, 0..prompts_per_step-1 in ordinal order."""
+    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order."""
     first_ordinal: int
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Ordinals of the whole batch settled without training, and why."""
     rounds: int = 1
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Answers of this driver's groups that were lost, by reason."""
+        total: Counter[str] = Counter()
+        for group in self.groups:
+            total.update(group.failures)
+        return total
 
 
 class RolloutDriver:
@@ -42,19 +60,22 @@ class RolloutDriver:
     def __init__(
         self,
         agent: GroupedRolloutGenerator,
-        engine: Engine,
-        bank: Memory,
+        inference: ResumableInference,
+        bank: Bank,
         config: RunConfig,
         groups: Groups,
         safe_points: SafePoints,
+        runner: asyncio.Runner,
     ) -> None:
+        """runner: of the one loop in which this rank's agents and engine take turns."""
         self.agent = agent
-        self.engine = engine
+        self.inference = inference
         self.bank = bank
         self.config = config
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.groups = groups
         self.safe_points = safe_points
+        self.runner = runner
         self._answered = 0  # groups so far
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
@@ -63,73 +84,102 @@ class RolloutDriver:
         Without dynamic sampling these are the next `prompts_per_step` ordinals. With it, the first that many in
         ordinal order whose rewards differ: every round draws just as many further ordinals as are missing, so
         nothing is drawn that this step does not settle. When the rounds are used up, the last groups without
-        signal stand in: their advantages are 0.
+        signal stand in: their advantages are 0. A prompt too long for the engine is dropped; without a further round
+        the batch is smaller by it.
 
         Raises LeaveAgreed, with nothing changed, where a rank was asked to leave.
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
+        rounds = dynamic.max_rounds if dynamic.enabled else 1
         kept: list[TrajectoryGroup] = []
         positions: list[int] = []
         dropped: dict[int, str] = {}
-        ordinal, filled, rounds = first_ordinal, 0, 0
-        while filled < wanted:
-            rounds += 1
+        ordinal, filled, round_ = first_ordinal, 0, 0
+        while filled < wanted and round_ < rounds:
+            round_ += 1
             missing = wanted - filled
             share = shares(ordinal, missing, dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
             groups = self._roll_out(share)
             self.safe_points.agree()
-            last_round = not dynamic.enabled or rounds == dynamic.max_rounds
-            keep = [True] * missing if last_round else self._with_signal(ordinal, missing, groups)
             place = {}
-            for offset in range(missing):
-                if keep[offset]:
+            for offset, reason in enumerate(self._fates(ordinal, missing, share, groups, last=round_ == rounds)):
+                if reason is None:
                     place[ordinal + offset] = filled
                     filled += 1
                 else:
-                    dropped[ordinal + offset] = "no signal"
+                    dropped[ordinal + offset] = reason
             kept.extend(group for group in groups if group.ordinal in place)
             positions.extend(place[group.ordinal] for group in groups if group.ordinal in place)
             ordinal += missing
-        return RolloutBatch(kept, positions, first_ordinal, ordinal, dropped, rounds)
+        return RolloutBatch(kept, positions, first_ordinal, ordinal, dropped, round_)
+
+    def close(self) -> None:
+        """Write what is banked, and end the loop."""
+        self.bank.close()
+        self.runner.close()
 
     def _roll_out(self, ordinals: range) -> list[TrajectoryGroup]:
-        """The groups of these ordinals; none where this rank was asked to leave meanwhile."""
+        """The groups of these ordinals, without those whose prompt is too long; none where this rank was asked to
+        leave meanwhile."""
         with self.safe_points.phase("generate"):
-            known = self.bank.groups(ordinals, self.stream.problem)
-            began, busy_s = time.perf_counter(), self.engine.busy_s
-            work = self._answers([ordinal for ordinal in ordinals if ordinal not in known])
-            answered = asyncio.run(self.safe_points.run_until_asked(work, lambda: (self.engine.busy_s, self._answered)))
-            idle_s = time.perf_counter() - began - (self.engine.busy_s - busy_s)
+            began, busy_s = time.perf_counter(), self.inference.busy_s
+            groups = self.runner.run(
+                self.safe_points.run_until_asked(
+                    self._answers(ordinals), lambda: (self.inference.busy_s, self._answered)
+                )
+            )
+            idle_s = time.perf_counter() - began - (self.inference.busy_s - busy_s)
         self.safe_points.timeline.move("generate", "reward", idle_s)
-        return [] if answered is None else sorted([*known.values(), *answered], key=lambda group: group.ordinal)
+        return sorted(groups or [], key=lambda group: group.ordinal)
 
-    async def _answers(self, ordinals: list[int]) -> list[TrajectoryGroup]:
-        async with self.bank.keeping():
-            return await asyncio.gather(*map(self._answer, ordinals))
+    async def _answers(self, ordinals: Sequence[int]) -> list[TrajectoryGroup]:
+        tasks: list[asyncio.Task[TrajectoryGroup | None]] = []
+        try:
+            async with self.bank.recording(self.inference, ordinals, self.stream.problem) as recording:
+                missing = [ordinal for ordinal in ordinals if ordinal not in recording.groups]
+                tasks += [asyncio.create_task(self._answer(ordinal, recording)) for ordinal in missing]
+                # A driver that is cancelled cancels them only below, when what they have is recorded.
+                answered = await asyncio.shield(asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [*recording.groups.values(), *(group for group in answered if group is not None)]
 
-    async def _answer(self, ordinal: int) -> TrajectoryGroup:
-        group = await self.agent.group_rollout(self._request(ordinal))
-        self._answered += 1
-        self.bank.put(group)
-        return group
-
-    def _request(self, ordinal: int) -> GroupRolloutRequest:
-        return GroupRolloutRequest(
+    async def _answer(self, ordinal: int, recording: Recording) -> TrajectoryGroup | None:
+        """The group of an ordinal; None where its prompt is too long."""
+        request = GroupRolloutRequest(
             ordinal=ordinal,
             problem=self.stream.problem(ordinal),
             group_size=self.config.grpo.group_size,
             sampling=self.config.sampling,
-            key=group_key(self.config.training.seed, ordinal, 0, self.bank.version(ordinal)),
-            inference=self.bank.inference(ordinal),
+            key=group_key(self.config.training.seed, ordinal, 0, recording.policy_version(ordinal)),
+            inference=recording,
+            reward_timeout_s=self.config.environment.reward_timeout_s,
         )
+        try:
+            group = await self.agent.group_rollout(request)
+        except PromptTooLong as error:
+            logger.warning("prompt %d is dropped: %s", ordinal, error)
+            return None
+        self._answered += 1
+        recording.add(group)
+        return group
 
-    def _with_signal(self, first: int, count: int, groups: list[TrajectoryGroup]) -> list[bool]:
-        """For each of the round's ordinals, whoever drew it: is there something to learn from it?"""
-        flags = torch.zeros(count, dtype=torch.int32)
-        if groups:
+    def _fates(
+        self, first: int, count: int, share: range, groups: list[TrajectoryGroup], *, last: bool
+    ) -> list[str | None]:
+        """For each of the round's ordinals, whoever drew it: why it is dropped; None where it is trained on.
+
+        last: no further round could replace a group without signal.
+        """
+        fates = torch.zeros(count, dtype=torch.int32)
+        answered = [group.ordinal for group in groups]
+        fates[[ordinal - first for ordinal in share if ordinal not in answered]] = _TOO_LONG
+        if groups and not last:
             rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong)
-            place = torch.tensor([group.ordinal - first for group in groups])
-            flags[place] = has_signal(rewards.shaped, rewards.group, len(groups)).int()
-        dist.all_reduce(flags, group=self.groups.control)
-        return flags.bool().tolist()
+            without = ~has_signal(rewards.shaped, rewards.group, len(groups))
+            fates[[ordinal - first for ordinal in answered]] = _NO_SIGNAL * without.int()
+        dist.all_reduce(fates, group=self.groups.control)
+        return [_FATES[fate] for fate in fates.tolist()]

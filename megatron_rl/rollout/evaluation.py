@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
+from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.groups import Groups
@@ -18,24 +19,30 @@ from megatron_rl.rollout.stream import shares
 def evaluate(
     agent: EvaluationAgent,
     inference: ResumableInference,
-    sampling: Sampling,
+    config: RunConfig,
     groups: Groups,
     safe_points: SafePoints,
-    limit: int | None = None,
+    runner: asyncio.Runner,
 ) -> dict[str, float]:
     """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
     Raises LeaveAgreed where a rank was asked to leave.
 
-    sampling: the training one; only its limit of new tokens is used.
-    limit: problems of each set at most, the first ones.
+    runner: see RolloutDriver.
     """
-    greedy = Sampling(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
-    sets = {name: problems[:limit] for name, problems in agent.evaluation_problems().items()}
+    greedy = Sampling(temperature=0.0, max_new_tokens=config.sampling.max_new_tokens)
+    sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
     right = torch.zeros(len(sets), dtype=torch.float64)
     for index, problems in enumerate(sets.values()):
         share = shares(0, len(problems), dist.get_world_size(groups.data))[dist.get_rank(groups.data)]
-        request = EvaluationRequest([problems[i] for i in share], greedy, 1, 0, inference)
-        response = asyncio.run(
+        request = EvaluationRequest(
+            problems=[problems[i] for i in share],
+            sampling=greedy,
+            samples_per_problem=1,
+            key=0,
+            inference=inference,
+            reward_timeout_s=config.environment.reward_timeout_s,
+        )
+        response = runner.run(
             safe_points.run_until_asked(agent.evaluate(request), sign_of_life=lambda: inference.busy_s)
         )
         if response is not None:

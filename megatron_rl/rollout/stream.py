@@ -1,8 +1,8 @@
 """The prompt stream: which problem each ordinal 0, 1, 2, ... stands for, and who answers it.
 
-Everything here is a function of its arguments, and rests only on hashes with a published standard (SHAKE256,
-FIPS 202; BLAKE2b, RFC 7693). Python's and numpy's shuffles may change between versions; these cannot, so a run
-that resumes on another machine or interpreter goes on with the same prompts.
+Everything here is a function of its arguments, and rests only on a hash with a published standard (SHAKE256, FIPS 202).
+Python's and numpy's shuffles may change between versions; it cannot, so a run that resumes on another machine or
+interpreter goes on with the same prompts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b, shake_256
+from hashlib import shake_256
 from itertools import pairwise
 
 from megatron_rl.agent.trajectories import Problem
@@ -46,15 +46,3 @@ def shares(start: int, count: int, drivers: int) -> list[range]:
     """Contiguous shares of the ordinals [start, start + count), one per rollout driver; sizes differ by at most 1."""
     edges = [start + count * driver // drivers for driver in range(drivers + 1)]
     return [range(first, last) for first, last in pairwise(edges)]
-
-
-def group_key(seed: int, ordinal: int, try_: int, policy_version: int) -> int:
-    """Key of the random numbers that answer one prompt: the same whenever, wherever and beside whatever it is
-    answered. In [0, 2**64)."""
-    return stable_key("group", seed, ordinal, try_, policy_version)
-
-
-def stable_key(purpose: str, *parts: int) -> int:
-    """64-bit BLAKE2b of `purpose` and integers; different purposes never share random numbers."""
-    text = ":".join([purpose, *map(str, parts)])
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -20,19 +20,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rl.agent.api import Demonstrator
-from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.algorithms.logprobs import token_logprobs
-from megatron_rl.algorithms.packing import microbatches
+from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import Completion
 from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.platform.api import Platform
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.training.schedule import ModelInput, forward_backward
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ def teach(
     config: RunConfig,
     environment: object,
     tokenizer: Tokenizer,
-    platform: Platform,
     safe_points: SafePoints,
     *,
     writer: bool,
@@ -68,8 +66,8 @@ def teach(
     path = cache_path(config)
     state = _read(path)
     if state is None:
-        examples = [as_trajectory(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
-        _train(policy, examples, config.model.supervised, platform, safe_points)
+        examples = [token_example(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
+        _train(policy, examples, config.model.supervised, safe_points)
         if writer and not safe_points.poll():
             _write(path, policy)
     else:
@@ -77,34 +75,32 @@ def teach(
         policy.load_state_dict(state, strict=False)
 
 
-def as_trajectory(prompt: str, answer: str, tokenizer: Tokenizer) -> Trajectory:
-    """A worked example in the form that packing takes."""
-    tokens = [*tokenizer.encode(answer), tokenizer.eos_id]
-    completion = Completion(tokens, [0.0] * len(tokens), "stop", policy_version=0)
-    return Trajectory.single(tokenizer.encode(prompt), completion, answer, 1.0)
+def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Tokens of a worked example, and which of them are learned: the answer and its end."""
+    asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_id]
+    return asked + answered, [False] * len(asked) + [True] * len(answered)
 
 
 def _train(
     policy: Policy,
-    examples: Sequence[Trajectory],
+    examples: Sequence[tuple[list[int], list[bool]]],
     config: SupervisedConfig,
-    platform: Platform,
     safe_points: SafePoints,
 ) -> None:
     adam = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    targets = torch.tensor(
-        [token for example in examples for token in example.tokens[example.prompt_length :]], device=platform.device
-    )
+    tokens, loss_masks = [list(column) for column in zip(*examples, strict=True)]
     generator = torch.Generator().manual_seed(config.seed)
+
+    def loss(logits: Tensor, batch: MicroBatch) -> Tensor:
+        return -token_logprobs(logits, batch.targets, temperature=1.0)[0].mean()
+
     for _ in range(config.steps):
         if safe_points.poll():
             return
         chosen = torch.randint(len(examples), (config.batch_size,), generator=generator).tolist()
-        (batch,) = microbatches(examples, chosen, limit=2**62, device=platform.device)
-        logits = policy(batch.tokens, batch.positions, batch.layout, batch.select)
-        logprobs, _ = token_logprobs(logits, targets[batch.answer_tokens], temperature=1.0)
+        inputs = [ModelInput.of(policy, batch) for batch in pack(tokens, loss_masks, chosen, limit=2**62)]
         adam.zero_grad()
-        (-logprobs.mean()).backward()
+        forward_backward(policy, inputs, loss, stop=lambda: False)
         adam.step()
     policy.zero_grad(set_to_none=True)
 

@@ -18,7 +18,7 @@ from grpo_step_weights import as_qwen2, lengthen
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, RolloutView
-from megatron_rl.model.attention import packed_layout
+from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
@@ -93,7 +93,7 @@ def export(run: Run, folder: Path) -> None:
     model, tokenizer = run.config.model, run.environment.tokenizer
     tokens = torch.randint(tokenizer.vocab_size, (12,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(tokens))
-    logits = run.trainer.policy(tokens, positions, packed_layout([positions.tolist()], len(tokens), tokens.device))
+    logits = run.trainer.policy(tokens, positions, run.trainer.policy.layout(whole_sequences([len(tokens)])))
     weights = as_qwen2(run.trainer.policy, model, tokenizer.vocab_size)
     torch.save({"weights": weights, "tokens": tokens, "logits": logits}, folder / "base.pt")
     problems = (run.driver.stream.problem(ordinal) for ordinal in range(PROMPTS))

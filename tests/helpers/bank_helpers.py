@@ -1,20 +1,76 @@
-"""What the tests of the bank share: lineages, entries without a file, and an engine and an agent that ask it."""
+"""What the tests of the bank share: lineages, entries without a file, banks, and a driver that is interrupted."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
+
+from megatron_rl.agent.api import GroupedRolloutGenerator
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.rank import safe_points
+from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
+from megatron_rl.rollout.config import ResumeConfig
+from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.run import Run
 
 NOWHERE = Path("nowhere.bank")
 
 
-def line(attempt: int, policy_version: int = 0, recipe: str = "r") -> Lineage:
+def lineage(attempt: int, policy_version: int = 0, recipe: str = "r") -> Lineage:
     """Of an attempt that went on from the checkpoint with that policy version."""
     return Lineage("run", attempt, policy_version, policy_version, recipe)
 
 
 def entry(head: dict[str, Any], size: int = 100) -> Entry:
     return Entry(NOWHERE, 0, 0, size, 0, head)
+
+
+def bank_in(
+    folder: Path, attempt: int = 1, resume: ResumeConfig | None = None, policy_version: int = 0, **where: int
+) -> Bank:
+    """The bank of an attempt's only driver, unless `where` says otherwise, that goes on from a checkpoint of the given
+    policy version, or from nothing."""
+    place = {"next_ordinal": 0, "driver": 0, "drivers": 1} | where
+    return Bank(folder, resume or ResumeConfig(), lineage(attempt, policy_version), **place)
+
+
+def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) -> None:
+    """Give a run a driver with this bank, and this agent in place of its environment, as if it had been built so."""
+    run.driver.close()
+    run.driver = RolloutDriver(
+        agent or run.environment, run.engine, bank, run.config, run.groups, run.safe_points, asyncio.Runner()
+    )
+
+
+def collect(
+    run: Run,
+    bank: Bank | None = None,
+    share: range | None = None,
+    stop_after: int | None = None,
+    agent: GroupedRolloutGenerator | None = None,
+) -> list[TrajectoryGroup]:
+    """The groups of a driver whose share, unless it is given, is the run's first step; none where it was asked to leave
+    after `stop_after` steps of the engine."""
+    step, steps = run.engine.step, 0
+
+    def counted() -> None:
+        nonlocal steps
+        step()
+        steps += 1
+        run.safe_points.drain.asked |= steps == stop_after
+
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.engine, "step", counted)
+        patch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
+        drive(run, bank or bank_in(Path(folder)), agent)
+        try:
+            return run.driver._roll_out(range(run.config.grpo.prompts_per_step) if share is None else share)
+        finally:
+            run.safe_points.drain.asked = False
+            run.driver.close()

@@ -21,14 +21,15 @@ from transformers import (
 )
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Completion
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
+from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
@@ -121,7 +122,7 @@ def stir(policy: Policy, scale: float, seed: int = 11) -> None:
 @torch.no_grad()
 def full_forward(policy: Policy, tokens: Sequence[int]) -> Tensor:
     """[tokens, vocab] logits of one sequence on its own, no cache and nothing shared."""
-    layout = packed_layout([range(len(tokens))], len(tokens), CPU)
+    layout = policy.layout(whole_sequences([len(tokens)]))
     return policy(torch.tensor(tokens), torch.arange(len(tokens)), layout)
 
 
@@ -135,8 +136,9 @@ def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]
 
 
 def trajectory(prompt: list[int], answer: list[int], reward: float = 0.0, text: str = "", **fields: Any) -> Trajectory:
-    """One answer; `fields` are of its completion."""
-    defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "policy_version": 0}
+    """One answer; `fields` are of its completion, of which one policy version may stand for all."""
+    versions = [fields.pop("policy_version", 0)] * len(answer)
+    defaults = {"logprobs": [-1.0] * len(answer), "finish_reason": "stop", "versions": versions}
     return Trajectory.single(prompt, Completion(tokens=answer, **(defaults | fields)), text, reward)
 
 
@@ -146,6 +148,14 @@ def prompt_of(one: Trajectory) -> list[int]:
 
 def answer_of(one: Trajectory) -> list[int]:
     return one.tokens[one.prompt_length :]
+
+
+def packed(
+    trajectories: Sequence[Trajectory], chosen: Sequence[int] | None = None, limit: int = 10**9
+) -> list[MicroBatch]:
+    """The chosen trajectories, or all, in micro-batches."""
+    tokens, masks = [each.tokens for each in trajectories], [each.loss_mask for each in trajectories]
+    return pack(tokens, masks, range(len(trajectories)) if chosen is None else chosen, limit)
 
 
 def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7) -> list[TrajectoryGroup]:

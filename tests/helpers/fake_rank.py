@@ -16,11 +16,12 @@ import time
 from datetime import timedelta
 from typing import NoReturn
 
+from json_files import append_json_line, read_json, read_json_lines, write_json
+
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
 parser.add_argument("script")
@@ -90,6 +91,7 @@ def collect() -> None:
         hang("generate")
     activity.doing = HEARTBEAT_WAIT
     box.start()
+    box.start_heartbeats()
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
@@ -102,6 +104,7 @@ def hang(doing: str, *, stopped: bool = False) -> NoReturn:
     activity.phase = "training"
     activity.doing, activity.step = doing, 3
     box.start()
+    box.start_heartbeats()
     if stopped:
         wait_for_own_heartbeat()
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ from megatron_rl.contract.records import append, write
 from megatron_rl.contract.run_records import Owner
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
+
+
+def fake_ranks(script: str) -> str:
+    """What a command does first whose runs on this machine are to have fake ranks: see fake_rank.py."""
+    command = [sys.executable, FAKE_RANK, script]
+    return f"from launcher.backends import local; local.RANK_COMMAND[:] = {command!r}"
 
 
 def make_run(root: Path, *overrides: str, job_id: str | None = None, cluster: str = "local") -> RunDir:

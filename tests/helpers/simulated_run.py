@@ -34,6 +34,7 @@ from megatron_rl.agent.api import (
     GroupedRolloutGenerator,
     GroupRolloutRequest,
 )
+from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.config import RunConfig
@@ -42,9 +43,9 @@ from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.exactly_once import fates
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.metrics import tensorboard
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
@@ -53,9 +54,7 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch
-from megatron_rl.rollout.stream import stable_key
 from megatron_rl.run import Models
-from megatron_rl.training.optimizer import Update
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0
@@ -294,24 +293,29 @@ class _Engine:
 
     def __init__(self, policy: _Policy) -> None:
         self.policy = policy
-        self._under_way: dict[int, tuple[GenerationRequest, list[list[int]]]] = {}
+        self._answers: dict[str, list[list[int]]] = {}
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         answers = [list(request.known[i].tokens) if i in request.known else [] for i in range(request.num_samples)]
-        self._under_way[id(request)] = request, answers
+        self._answers[request.id] = answers
         weight = int(self.policy.weight)
-        while any(len(answer) < ANSWER_TOKENS for answer in answers):
-            await asyncio.sleep(0)
-            for sample, answer in enumerate(answers):
-                if len(answer) < ANSWER_TOKENS:
-                    answer.append(stable_key("token", weight, request.key, sample, len(answer)) % 1000)
-        del self._under_way[id(request)]
-        return [Completion(tokens, [-1.0] * len(tokens), "length", self.policy_version) for tokens in answers]
+        try:
+            while any(len(answer) < ANSWER_TOKENS for answer in answers):
+                await asyncio.sleep(0)
+                for sample, answer in enumerate(answers):
+                    if len(answer) < ANSWER_TOKENS:
+                        answer.append(stable_key("token", weight, request.key, sample, len(answer)) % 1000)
+        finally:
+            del self._answers[request.id]
+        return [Completion(tokens, [-1.0] * len(tokens), "length", self._versions(tokens)) for tokens in answers]
 
-    def under_way(self) -> list[UnderWay]:
+    def _versions(self, tokens: Sequence[int]) -> list[int]:
+        return [self.policy_version] * len(tokens)
+
+    def partial_answers(self) -> list[PartialAnswer]:
         return [
-            UnderWay(request, sample, Beginning(list(tokens), [-1.0] * len(tokens), self.policy_version))
-            for request, answers in self._under_way.values()
+            PartialAnswer(request_id, sample, Beginning(list(tokens), [-1.0] * len(tokens), self._versions(tokens)))
+            for request_id, answers in self._answers.items()
             for sample, tokens in enumerate(answers)
             if tokens
         ]
@@ -324,12 +328,12 @@ class _Agent(GroupedRolloutGenerator, EvaluationAgent):
         return [Problem(str(number), {}) for number in range(7)]
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        asked = GenerationRequest([1], request.group_size, request.sampling, request.key)
+        asked = GenerationRequest([1], request.group_size, request.sampling, request.key, request.ordinal)
         dull = stable_key("dull", request.ordinal) % 2
         trajectories = []
         for number, answer in enumerate(await request.inference.generate(asked)):
             reward = 0.0 if dull else float((sum(answer.tokens) + number) % 2)
-            trajectories.append(trajectory([1], answer.tokens, reward, policy_version=answer.policy_version))
+            trajectories.append(trajectory([1], answer.tokens, reward, versions=answer.versions))
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, {})
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
@@ -365,41 +369,51 @@ class _Trainer:
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
 
-    def train(self, batch: RolloutBatch, step: int, tally: Tally) -> list[Update]:
+    def train(self, batch: RolloutBatch, step: int) -> StepStats:
         answers = [answer for group in batch.groups for answer in group.trajectories]
         learned = [
             stable_key("learn", group.ordinal, *(int(a.reward) for a in group.trajectories)) for group in batch.groups
         ]
-        updates: list[Update] = []
+        grad_norm = rate = 0.0
         for index in range(UPDATES):
             with self.safe_points.phase("train"):
-                self.safe_points.agree(STEP_S if updates else None)
+                self.safe_points.agree(STEP_S if index else None)
                 self.optimizer.updates += 1
                 drawn = torch.randint(1 << 20, (1,)).item()
                 text = [step, index, *learned, drawn, int(self.optimizer.updates), int(self.policy.weight)]
                 self.policy.weight.fill_(stable_key("update", *text) >> 2)
                 self.policy_version += 1
                 rate = 1.0 / int(self.optimizer.updates)
-                updates.append(Update(grad_norm=drawn / (1 << 20), learning_rate=rate, applied=True))
-            self.between_steps = len(updates) == UPDATES
+                grad_norm += drawn / (1 << 20)
+            self.between_steps = index == UPDATES - 1
         self.policy.memory[step - 1] = torch.tensor([group.ordinal for group in batch.groups])
-        for name, value in {
-            "answers": len(answers),
-            "reward": sum(answer.reward for answer in answers),
-            "reward_squared": sum(answer.reward**2 for answer in answers),
-            "signal": sum(len({a.reward for a in group.trajectories}) > 1 for group in batch.groups),
-            "groups": len(batch.groups),
-            "answer_tokens": sum(answer.answer_length for answer in answers),
-            "prompt_tokens": len(answers),
-            "packed_tokens": len(answers),
-            "truncated": 0,
-            "failed": 0,
-            "staleness": sum(self.policy_version - UPDATES - answer.oldest_version for answer in answers),
-            "loss": self.policy.weight.item() / (1 << 62),
-            "sum/tokens": 0,
-        }.items():
-            tally.add(name, value)
-        tally.maximum("answer_length_max", ANSWER_TOKENS)
-        tally.minimum("answer_length_min", ANSWER_TOKENS)
-        tally.maximum("staleness_max", 0)
-        return updates
+        seen = BatchStats(
+            answers=len(answers),
+            groups=len(batch.groups),
+            groups_with_signal=sum(len({a.reward for a in group.trajectories}) > 1 for group in batch.groups),
+            reward=sum(answer.reward for answer in answers),
+            reward_squared=sum(answer.reward**2 for answer in answers),
+            answer_tokens=sum(answer.answer_length for answer in answers),
+            answer_length_max=ANSWER_TOKENS,
+            answer_length_min=ANSWER_TOKENS,
+            prompt_tokens=len(answers),
+            packed_tokens=len(answers),
+            truncated=0,
+            failed=0,
+            staleness=sum(self.policy_version - UPDATES - answer.versions[-1] for answer in answers),
+            staleness_max=0,
+        )
+        loss = LossStats(
+            loss=self.policy.weight.item() / (1 << 62),
+            tokens=0,
+            entropy=0,
+            ratio=0,
+            ratio_max=0,
+            clip_low=0,
+            clip_high=0,
+            inference_difference=0,
+            inference_difference_max=0,
+            kl=None,
+            importance_weight=None,
+        )
+        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate))

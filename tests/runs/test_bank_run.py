@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from loop_helpers import Attempt, lines_of, loop_recipe, prepare
 
-from megatron_rl.rollout.bank.file import bank_file
-from megatron_rl.rollout.bank.file import bank_files
-from megatron_rl.rollout.bank.file import scan
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
 
 RECIPE: dict[str, Any] = {
     "model": {"init": "from-scratch"},

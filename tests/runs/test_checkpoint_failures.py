@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,12 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_rl.checkpoint import shards
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.load import load
-from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.checkpoint.publish import find_corruption
-from megatron_rl.checkpoint.publish import find_latest
-from megatron_rl.checkpoint.publish import read_manifest
-from megatron_rl.checkpoint.save import Published
-from megatron_rl.checkpoint.save import SaveFailed
+from megatron_rl.checkpoint.publish import CheckpointError, find_corruption, find_latest, read_manifest
+from megatron_rl.checkpoint.save import Published, SaveFailed
 from megatron_rl.checkpoint.shards import write_part
 from megatron_rl.contract.paths import RunDir
 

@@ -18,10 +18,7 @@ from checkpoint_helpers import Ranks, checkpointer, run_ranks, sharded_state
 
 from megatron_rl.checkpoint import shards
 from megatron_rl.checkpoint import writer as writer_module
-from megatron_rl.checkpoint.publish import clean_up
-from megatron_rl.checkpoint.publish import find_corruption
-from megatron_rl.checkpoint.publish import find_latest
-from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.checkpoint.publish import clean_up, find_corruption, find_latest, read_manifest
 from megatron_rl.contract.paths import RunDir
 
 _TOUCHING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

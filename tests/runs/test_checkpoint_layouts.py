@@ -17,13 +17,13 @@ from core_helpers import stir, tiny_model
 from megatron.core import parallel_state
 
 from megatron_rl.checkpoint.load import load
-from megatron_rl.rank.config import JobConfig
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.training.config import OptimizerConfig
-from megatron_rl.platform.select import select
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.training.adam_state import _shares
+from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
+from megatron_rl.platform.select import select
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.training.adam_state import _shares
+from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
 
 SAVED, LAST = 3, 6
@@ -124,11 +124,15 @@ class Training:
 
 
 def _begin(rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path) -> None:
+    """Save a checkpoint in `folder`, and in folder/end what comes of it in the same layout."""
     training = Training(layout, model)
     for number in range(SAVED):
         training.update(number)
     training.let_moments_tell_their_weight()
     training.save(folder, SAVED)
+    for number in range(SAVED, LAST):
+        training.update(number)
+    training.save(folder / "end", LAST)
 
 
 def _go_on(
@@ -143,19 +147,36 @@ def _go_on(
     return told
 
 
-def _read(rank: int, world_size: int, model: ModelConfig, end: Path) -> dict[str, torch.Tensor]:
+def _read(rank: int, world_size: int, model: ModelConfig, *ends: Path) -> list[dict[str, torch.Tensor]]:
     training = Training(ONE, model)
-    training.load(end, LAST)
-    return training.everything()
+    found = []
+    for end in ends:
+        training.load(end, LAST)
+        found.append(training.everything())
+    return found
 
 
-def ends(folder: Path, layout: Layout, model: ModelConfig, *, with_optimizer: bool = True) -> dict[str, torch.Tensor]:
-    """The run in `folder` goes on in this layout: all there is of it after the last update, as one rank reads it."""
+def _go_on_and_read(
+    rank: int, world_size: int, model: ModelConfig, folder: Path
+) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """On one rank: whether each moment was beside its weight; what comes of the checkpoint here; and in its layout."""
+    training = Training(ONE, model)
+    training.load(folder, SAVED)
+    told = training.moments_tell_their_weight()
+    for number in range(SAVED, LAST):
+        training.update(number)
+    here = training.everything()
+    training.load(folder / "end", LAST)
+    return told, here, training.everything()
+
+
+def ends(folder: Path, layout: Layout, model: ModelConfig, *, with_optimizer: bool = True) -> bool:
+    """Whether the run in `folder` ends in this layout as it did in its own, as one rank reads both."""
     end = folder / f"end-{time.monotonic_ns()}"
     told = run_ranks(folder, layout.ranks, _go_on, layout, model, folder, end, with_optimizer)
     assert all(told) is with_optimizer
-    (read,) = run_ranks(folder, 1, _read, model, end)
-    return read
+    ((ours, theirs),) = run_ranks(folder, 1, _read, model, end, folder / "end")
+    return same(ours, theirs)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -168,45 +189,51 @@ BF16 = MODELS["bf16"]
 
 
 class OfOneRank(NamedTuple):
-    """A run that one rank began, and all there is of it if the same rank goes on."""
+    """A run that one rank began and ended."""
 
     folder: Path
     model: ModelConfig
-    end: dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OfOneRank:
     folder, model = tmp_path_factory.mktemp("one"), MODELS[request.param]
     run_ranks(folder, 1, _begin, ONE, model, folder)
-    return OfOneRank(folder, model, ends(folder, ONE, model))
+    return OfOneRank(folder, model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: Layout) -> None:
-    assert same(ends(of_one_rank.folder, layout, of_one_rank.model), of_one_rank.end)
+@pytest.mark.parametrize(
+    ("of_one_rank", "layout"),
+    [("bf16", name) for name in LAYOUTS] + [("fp32", name) for name in ("tp2", "dp3", "tp2-pp2")],
+    indirect=["of_one_rank"],
+)
+def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: str) -> None:
+    assert ends(of_one_rank.folder, LAYOUTS[layout], of_one_rank.model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_another_layout_goes_on_on_one_rank(tmp_path: Path, layout: Layout) -> None:
-    run_ranks(tmp_path, layout.ranks, _begin, layout, BF16, tmp_path)
-    assert same(ends(tmp_path, ONE, BF16), ends(tmp_path, layout, BF16))
+    goes_on_on_one_rank(tmp_path, layout, BF16)
+
+
+def goes_on_on_one_rank(folder: Path, layout: Layout, model: ModelConfig) -> None:
+    run_ranks(folder, layout.ranks, _begin, layout, model, folder)
+    ((told, here, there),) = run_ranks(folder, 1, _go_on_and_read, model, folder)
+    assert told
+    assert same(here, there)
 
 
 def test_tensor_parallel_ranks_go_on_as_pipeline_stages(tmp_path: Path) -> None:
     before, after = LAYOUTS["tp2-dp2"], LAYOUTS["pp2"]
     run_ranks(tmp_path, before.ranks, _begin, before, BF16, tmp_path)
-    assert same(ends(tmp_path, after, BF16), ends(tmp_path, before, BF16))
+    assert ends(tmp_path, after, BF16)
 
 
 def test_embeddings_that_are_tied_go_along(tmp_path: Path) -> None:
     """Not in a pipeline, whose last stage has a copy: megatron-core cannot build it on a CPU."""
-    layout, model = LAYOUTS["tp2-dp2"], a_model("bf16", tied=True)
-    run_ranks(tmp_path, layout.ranks, _begin, layout, model, tmp_path)
-    assert same(ends(tmp_path, ONE, model), ends(tmp_path, layout, model))
+    goes_on_on_one_rank(tmp_path, LAYOUTS["tp2-dp2"], a_model("bf16", tied=True))
 
 
 @pytest.mark.parametrize("of_one_rank", ["fp32"], indirect=True)
 def test_the_comparison_sees_an_optimizer_that_was_not_loaded(of_one_rank: OfOneRank) -> None:
-    end = ends(of_one_rank.folder, LAYOUTS["tp2"], of_one_rank.model, with_optimizer=False)
-    assert not same(end, of_one_rank.end)
+    assert not ends(of_one_rank.folder, LAYOUTS["tp2"], of_one_rank.model, with_optimizer=False)

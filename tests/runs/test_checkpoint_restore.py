@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,13 @@ from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_s
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import load as load_module
-from megatron_rl.checkpoint.load import VerifiedCheckpoint
-from megatron_rl.checkpoint.load import read
-from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
+from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
 from megatron_rl.contract.codes import CRASHED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
-
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 from time import sleep
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_helpers import checkpointer, data_of, outcome, run_ranks, same, sharded_state, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,15 +18,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.load import load
-from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.checkpoint.publish import find_latest
-from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.checkpoint.publish import CheckpointError, find_latest, read_manifest
 from megatron_rl.checkpoint.save import Published
-from megatron_rl.checkpoint.shards import HostCopies
-from megatron_rl.checkpoint.shards import write_metadata
-from megatron_rl.checkpoint.shards import write_part
+from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part
 from megatron_rl.contract.paths import RunDir
-
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -67,7 +67,7 @@ def slow_teaching(folder: Path, rank: int) -> None:
 def slow_generation(folder: Path, rank: int) -> None:
     from megatron_rl.inference.engine import Engine
 
-    original = Engine._decode
+    original = Engine.step
 
     def slowly(engine: Engine) -> None:
         if engine.policy_version >= 6 and rank == 1:  # step 4: three steps of two passes came before
@@ -77,7 +77,7 @@ def slow_generation(folder: Path, rank: int) -> None:
                     break
         original(engine)
 
-    Engine._decode = slowly  # type: ignore[assignment,method-assign]
+    Engine.step = slowly  # type: ignore[assignment,method-assign]
 
 
 def slow_reward(folder: Path, rank: int) -> None:

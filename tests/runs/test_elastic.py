@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, reproducible
 
-from megatron_rl.contract.codes import EXIT_DRAINED
-from megatron_rl.contract.codes import EXIT_FINISHED
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
 from megatron_rl.contract.paths import RunDir
 
 RANKS = (2, 1, 3)

@@ -7,9 +7,7 @@ The runs are those of simulated_run.py: the real loop, record and checkpoints ar
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,6 @@ from disk_helpers import Death, State
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_run import PROMPTS, STEPS, Record, Simulation, recipe
-
-from megatron_rl.contract.exactly_once import NotExactlyOnce
-from megatron_rl.contract.exactly_once import fates
-from megatron_rl.contract.paths import RunDir
 
 MakeRun = Callable[..., Simulation]
 DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["all prompts", "dynamic sampling"])

@@ -8,18 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron_rl.fabric import check
-from megatron_rl.rank.config import JobConfig
-from megatron_rl.fabric.check import Limits
-from megatron_rl.fabric.check import findings
-from megatron_rl.fabric.check import whole_nodes
 from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
+from megatron_rl.fabric import check
+from megatron_rl.fabric.check import Limits
+from megatron_rl.fabric.findings import findings, summary, whole_nodes
+from megatron_rl.rank.config import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
 LIMITS = Limits(meet=20.0, stage=15.0, slack=10.0)
@@ -42,7 +40,9 @@ def rank_main(root: str, rank: int, size: int, node: str, trouble: str | None, l
     check.run(RunDir(root).attempt(1), JOB, rank, size, 0, 50.0, limits)
 
 
-def fabric(root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS) -> FabricReport:
+def fabric(
+    root: Path, troubles: list[str | None], absent: tuple[int, ...] = (), limits: Limits = LIMITS
+) -> FabricReport:
     """What rank 0 reported, with one rank for each node n0, n1, ..."""
     context = multiprocessing.get_context("forkserver")
     size = len(troubles)
@@ -112,7 +112,7 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
     assert found.bad == {}
     assert found.unexplained
     assert found.pairs == [PairAllReduce(["a", "b"], 1.0)]
-    assert check.summary(found) == [
+    assert summary(found) == [
         "all-reduce of 2 nodes: 1 GB/s (12 s for all of this check)",
         "  a and b: 1 GB/s",
         "no single node explains it: the fabric between them, or a threshold that is too high",
@@ -120,9 +120,8 @@ def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
 
 
 def test_the_parents_import_neither_megatron_core_nor_touch_a_device():
-    program = (
-        "import sys, torch, megatron_rl.fabric.check; print('megatron.core' in sys.modules, torch.cuda.is_initialized())"
-    )
+    found = "'megatron.core' in sys.modules, torch.cuda.is_initialized()"
+    program = f"import sys, torch, megatron_rl.fabric.check; print({found})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.split() == ["False", "False"]
 

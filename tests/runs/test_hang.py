@@ -8,19 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from core_helpers import tiny_model
-from loop_helpers import loop_recipe, prepare
+from loop_helpers import Attempt, loop_recipe, prepare
 from run_helpers import FAKE_RANK
 
 from launcher.host.process.processes import start_time
 from launcher.host.record.heartbeats import HangWatch
 from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import AttemptEnd, Hang, Heartbeat
+from megatron_rl.contract.codes import SILENCE_VARIABLE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.records import read, write
 
 
 class Supervised:
@@ -34,7 +35,7 @@ class Supervised:
         command += ["--", sys.executable, FAKE_RANK, script] if script else []
         self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment})
 
-    def end(self, limit: float = 30) -> AttemptEnd:
+    def end(self, limit: float = 60) -> AttemptEnd:
         """The ledger's line."""
         assert self.process.wait(limit) == 1, self.logs()
         return ends_in(read_ledger(self.run))[-1]
@@ -46,39 +47,37 @@ class Supervised:
             assert time.monotonic() < give_up, f"waited in vain\n{self.logs()}"
             time.sleep(0.05)
 
-    def rank_pid(self, rank: int) -> int:
-        """Of a real rank."""
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if f"MRL_PARENT_PID={self.process.pid}".encode() in environment and f"RANK={rank}".encode() in environment:
-                assert b"megatron_rl.rank_main" in command
-                return int(folder.name)
-        raise AssertionError(f"no rank {rank}\n{self.logs()}")
-
     def logs(self) -> str:
         return "\n".join(file.read_text()[-3000:] for file in sorted(self.attempt.logs.glob("*")))
 
 
-@pytest.fixture
-def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
-    started: list[Supervised] = []
+SCRIPTS = {
+    "waits,hangs": ("--silence-limit", "2"),
+    "beats,stopped": ("--silence-limit", "2"),
+    "beats,waits": ("--silence-limit", "3"),
+    "hangs": (),
+    "collects": (),
+    "hangs,consequence": (),
+    "consequence,fragile": (),
+    "unable": (),
+}
 
-    def supervise(*options: str, script: str | None = None, run: RunDir | None = None, **environment: str):
-        started.append(Supervised(run or RunDir(tmp_path), *options, script=script, **environment))
-        return started[-1]
 
-    yield supervise
-    for one in started:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervised]]:
+    """All at the same time, by what their ranks do: most of what each takes is waiting."""
+    folders = {script: tmp_path_factory.mktemp("run") for script in SCRIPTS}
+    started = {
+        script: Supervised(RunDir(folders[script]), *options, script=script) for script, options in SCRIPTS.items()
+    }
+    yield started
+    for one in started.values():
         one.process.kill()
         one.process.wait()
 
 
-def test_the_rank_that_the_other_waits_for_is_named_and_both_show_their_stacks(supervise):
-    run = supervise("--silence-limit", "2", script="waits,hangs")
+def test_the_rank_that_the_other_waits_for_is_named_and_both_show_their_stacks(runs):
+    run = runs["waits,hangs"]
     end = run.end()
     assert (end.outcome, end.rank, end.phase, end.step, end.hung) == ("crashed", 1, "generate", 3, True)
     assert end.node == os.uname().nodename
@@ -88,49 +87,51 @@ def test_the_rank_that_the_other_waits_for_is_named_and_both_show_their_stacks(s
     assert read(Hang, run.attempt.hang).rank == 1
 
 
-def test_a_stopped_process_is_named_although_the_other_one_works_on(supervise):
-    run = supervise("--silence-limit", "2", script="beats,stopped")
+def test_a_stopped_process_is_named_although_the_other_one_works_on(runs):
+    run = runs["beats,stopped"]
     end = run.end()
     assert (end.rank, end.hung) == (1, True)
     assert "in hang" in run.attempt.stacks(0).read_text()
     assert start_time(int((run.attempt.folder / "pid.1").read_text())) is None
 
 
-def test_a_rank_that_works_keeps_the_run_alive_while_the_other_waits(supervise):
-    run = supervise("--silence-limit", "1", script="beats,waits")
-    run.wait_for(run.attempt.heartbeat(1).exists)
-    time.sleep(3)
-    assert run.process.poll() is None
-    assert not run.attempt.hang.exists()
-
-
-def test_without_a_limit_nobody_hangs(supervise):
-    run = supervise(script="hangs")
-    run.wait_for(run.attempt.heartbeat(0).exists)
-    time.sleep(1)
-    assert run.process.poll() is None
-
-
-def test_a_rank_that_waited_in_vain_in_a_collective_names_the_one_that_did_not_come(supervise):
-    end = supervise(script="collects").end()
+def test_a_rank_that_waited_in_vain_in_a_collective_names_the_one_that_did_not_come(runs):
+    end = runs["collects"].end(limit=60)
     assert (end.rank, end.phase, end.hung) == (1, "generate", True)
     assert "while rank 0 waited for it: RuntimeError: " in end.error
     assert "Timed out" in end.error
 
 
-def test_the_others_show_where_they_are_when_a_rank_fails(supervise):
-    run = supervise(script="hangs,consequence")
+def test_the_others_show_where_they_are_when_a_rank_fails(runs):
+    run = runs["hangs,consequence"]
     assert run.end().rank == 1
     assert "in hang" in run.attempt.stacks(0).read_text()
 
 
-def test_a_rank_that_dies_of_being_asked_where_it_is_did_not_fail_first(supervise):
-    end = supervise(script="consequence,fragile").end()
+def test_a_rank_that_dies_of_being_asked_where_it_is_did_not_fail_first(runs):
+    end = runs["consequence,fragile"].end()
     assert (end.rank, end.error) == (0, "RuntimeError: connection closed by peer")
 
 
-def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(supervise):
-    assert supervise(script="unable").end().error.endswith("its log ends: ImportError: No module named 'torch'")
+def test_an_import_that_fails_is_the_error_although_nothing_could_be_reported(runs):
+    assert runs["unable"].end().error.endswith("its log ends: ImportError: No module named 'torch'")
+
+
+def test_a_rank_that_works_keeps_the_run_alive_while_the_other_waits(runs):
+    run = runs["beats,waits"]
+    run.wait_for(run.attempt.heartbeat(1).exists)
+    first = read(Heartbeat, run.attempt.heartbeat(1)).at
+    run.wait_for(lambda: time.time() > first + 4)
+    assert run.process.poll() is None
+    assert not run.attempt.hang.exists()
+
+
+def test_without_a_limit_nobody_hangs(runs):
+    run = runs["hangs"]
+    run.wait_for(run.attempt.heartbeat(0).exists)
+    first = read(Heartbeat, run.attempt.heartbeat(0)).at
+    run.wait_for(lambda: time.time() > first + 4)
+    assert run.process.poll() is None
 
 
 def test_a_laptop_that_was_closed_is_no_hang(tmp_path):
@@ -143,31 +144,31 @@ def test_a_laptop_that_was_closed_is_no_hang(tmp_path):
     assert hangs.look(9010.0).rank == 0, "it has had the time to send one since"
 
 
-def start_real(supervise: Callable[..., Supervised], tmp_path: Path, *options: str) -> Supervised:
+def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_path):
     untaught = tiny_model(init="from-scratch").model_dump()
     recipe = loop_recipe(model=untaught, training={"steps": 1000}, save={"every": 0}, evaluation={"every": 0})
-    run: Supervised = supervise(*options, run=prepare(tmp_path / "run", recipe))
-    run.wait_for(
-        lambda: (beat := if_readable(read(Heartbeat, run.attempt.heartbeat(1)))) is not None and beat.step >= 2
-    )
-    return run
+    ranks = Attempt(prepare(tmp_path / "run", recipe), tmp_path / "cache", sabotage=_heartbeats_come_often)
+    hangs = HangWatch(ranks.files, limit=3.0)
+    try:
+        ranks.wait_for_step(2)
+        os.kill(ranks.processes[1].pid, signal.SIGSTOP)
+        silent = wait_for("a rank is silent", lambda: hangs.look(time.time()))
+        os.kill(ranks.processes[0].pid, signal.SIGQUIT)
+        wait_for("a stack", lambda: "train_rl.py" in ranks.files.stacks(0).read_text())
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    assert silent.rank == 1
+    assert silent.step >= 1  # as of its last heartbeat
 
 
-def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(supervise, tmp_path):
-    run = start_real(supervise, tmp_path, "--silence-limit", "8")
-    os.kill(run.rank_pid(1), signal.SIGSTOP)
-    end = run.end()
-    assert (end.outcome, end.rank, end.hung) == ("crashed", 1, True)
-    assert end.step >= 2
-    assert "train_rl.py" in run.attempt.stacks(0).read_text()
+def wait_for(what: str, condition: Callable[[], Any], limit: float = 60.0) -> Any:
+    give_up = time.monotonic() + limit
+    while not (found := condition()):
+        assert time.monotonic() < give_up, f"waited in vain until {what}"
+        time.sleep(0.1)
+    return found
 
 
-def test_a_real_rank_that_is_killed_takes_the_other_along_within_seconds(supervise, tmp_path):
-    run = start_real(supervise, tmp_path, "--silence-limit", "60")
-    began = time.monotonic()
-    os.kill(run.rank_pid(1), signal.SIGKILL)
-    end = run.end()
-    assert time.monotonic() - began < 10  # the collective's own limit is 30 s
-    assert (end.rank, end.hung) == (1, False)
-    assert "SIGKILL" in end.error
-    assert end.phase
+def _heartbeats_come_often(rank: int) -> None:
+    os.environ[SILENCE_VARIABLE] = "3"

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import commands
 import pytest
-from run_helpers import FAKE_RANK
+from run_helpers import fake_ranks
 
 from launcher.host.process.lock import owner_of
 from launcher.runs.state import job_id_of
@@ -21,13 +21,6 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, read_lines
 from megatron_rl.contract.run_records import Submission
 
-DRIVER = """
-import sys
-from launcher.backends import local
-local.RANK_COMMAND[:] = [sys.executable, {fake!r}, {script!r}]
-from launcher.cli.{module} import main
-main(prog_name={name!r})
-"""
 Call = Callable[..., subprocess.CompletedProcess]
 
 
@@ -40,10 +33,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     monkeypatch.delenv("MRL_CLUSTER", raising=False)
 
     def call(name: str, *words: str, code: int = 0, script: str = "long") -> subprocess.CompletedProcess:
-        module = "main" if name == "mrl" else "mrl_submit"
-        program = DRIVER.format(fake=FAKE_RANK, script=script, module=module, name=name)
-        command = [sys.executable, "-c", program, *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = commands.run([name, *words], before=fake_ranks(script))
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
@@ -139,25 +129,22 @@ def test_a_foreign_line_in_the_index_is_no_run(call, tmp_path):
     assert "no runs yet" in call("mrl", "ls").stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("mrl ca", ["cancel"]),
-        ("mrl status fi", ["first"]),
-        ("mrl-submit de", ["demo"]),
-        ("mrl-submit demo grpo.group_s", ["grpo.group_size="]),
-        ("mrl-submit demo --in-al", ["--in-allocation"]),
-        ("mrl fork first grpo.kl_b", ["grpo.kl_beta="]),
-    ],
-)
-def test_shells_complete_commands_recipes_keys_and_runs(call, monkeypatch, words, expected):
+def test_shells_complete_commands_recipes_keys_and_runs(call, monkeypatch):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "first", script="train")
-    program = words.split()[0]
-    monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
-    monkeypatch.setenv(f"_{program.replace('-', '_').upper()}_COMPLETE", "bash_complete")
-    said = call(program).stdout.split()
-    assert [item.partition(",")[2] for item in said] == expected
+    for words, expected in {
+        "mrl ca": ["cancel"],
+        "mrl status fi": ["first"],
+        "mrl-submit de": ["demo"],
+        "mrl-submit demo grpo.group_s": ["grpo.group_size="],
+        "mrl-submit demo --in-al": ["--in-allocation"],
+        "mrl fork first grpo.kl_b": ["grpo.kl_beta="],
+    }.items():
+        program = words.split()[0]
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        monkeypatch.setenv(f"_{program.replace('-', '_').upper()}_COMPLETE", "bash_complete")
+        said = call(program).stdout.split()
+        assert [item.partition(",")[2] for item in said] == expected
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -7,10 +7,10 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import commands
 import pytest
 
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS
@@ -45,9 +45,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def submit(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from launcher.cli.mrl_submit import main; main(prog_name='mrl-submit')"]
-    line = [*command, "demo", "--cluster", "lab", *words]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    done = commands.run(["mrl-submit", "demo", "--cluster", "lab", *words])
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -105,8 +103,7 @@ def test_a_refused_update_of_the_code_leaves_the_old_code(cluster, tmp_path):
     submit("--run-dir", "r")
     run = RunDir(tmp_path / "r")
     cluster("sbatch", "echo 'sbatch: error: Batch job submission failed: no' >&2; exit 1")
-    command = [sys.executable, "-c", "from launcher.cli.main import main; main(prog_name='mrl')"]
-    done = subprocess.run([*command, "resume", "r", "--update-code"], capture_output=True, text=True, timeout=60)
+    done = commands.run(["mrl", "resume", "r", "--update-code"])
     assert done.returncode == 2, done.stderr
     assert str(run.code.readlink()) == "code-001"
     assert not (run.root / "code-002").exists()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import run_ranks
-from core_helpers import CPU, batch_of, build_run, random_groups, tiny_run
+from core_helpers import batch_of, build_run, random_groups, tiny_run
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -50,20 +50,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def losses_and_weights(rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
+def losses_and_weights(
+    rank: int, ranks: int, of_ranks: Groups, case: dict[str, Any]
+) -> tuple[list[dict[str, Any]], Tensor]:
     """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
     config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
-    run = build_run(config, select(JobConfig(device="cpu")), of_ranks, scale=0.1)  # rounding must not grow over the steps
+    run = build_run(
+        config, select(JobConfig(device="cpu")), of_ranks, scale=0.1
+    )  # rounding must not grow over the steps
     tallied = []
     for step in range(1, STEPS + 1):
         groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)
         share = shares(0, len(groups), ranks)[rank]
         tally = Tally()
-        updates = run.trainer.train(batch_of(groups, share.start, share.stop), step, tally)
+        run.trainer.train(batch_of(groups, share.start, share.stop), step).put(tally)
         total = dict(tally.reduce(of_ranks.control))
-        del total["packed_tokens"]  # how prompts were shared: the layout's own
-        tallied.append(total | {f"grad_norm/{i}": update.grad_norm for i, update in enumerate(updates)})
+        del total["batch.packed_tokens"]  # how prompts were shared: the layout's own
+        tallied.append(total)
     return tallied, torch.cat([weight.detach().flatten() for weight in run.trainer.policy.parameters()])
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments.math.verifier import NoVerdict
-from megatron_rl.environments.math.verifier import Verifier
+from megatron_rl.environments.math.verifier import NoVerdict, Verifier
 
 pytest.importorskip("math_verify")
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,22 +20,20 @@ from hypothesis import strategies as st
 from run_helpers import make_run
 from wandb_server import Server, Shown
 
-from launcher.job.draft import draft
-from launcher.job.fork import Fork
-from launcher.job.fork import fill
 from launcher.cluster.choice import load_clusters
+from launcher.job.draft import draft
+from launcher.job.fork import PlannedFork, fill
 from launcher.recipe.load import load_recipe
-from megatron_rl.metrics.config import LoggingConfig
-from megatron_rl.metrics.config import WandbConfig
+from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append, if_readable, read, write
+from megatron_rl.contract.run_records import WandbRun
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.metrics.config import LoggingConfig, WandbConfig
 from megatron_rl.metrics.wandb import mirror
 from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.metrics.wandb.rows import RecordReader, RecordRow
 from megatron_rl.metrics.writer import MetricsWriter
-from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
-from megatron_rl.contract.records import append, if_readable, read, write
-from megatron_rl.contract.run_records import WandbRun
 
 KEY = "5ec2e7" * 7
 
@@ -144,7 +141,7 @@ def test_a_fork_is_another_wandb_run_that_has_the_steps_of_its_source(server: Se
         append(source.metrics, MetricsLine(number, {"loss": float(number)}))
     source.checkpoint(2).mkdir(parents=True)
     target = a_run(tmp_path / "fork")
-    fill(Fork(source, 2, load_recipe("demo"), ()), target)
+    fill(PlannedFork(source, 2, load_recipe("demo"), ()), target)
     record = record_of(target, 1, last_step=2)
     step(record, 3, loss=30.0)
     left(target, 1, record, outcome="finished")
@@ -262,7 +259,9 @@ def test_a_job_that_will_have_no_key_is_noted(tmp_path: Path, secrets: list[str]
 
 
 def test_the_rank_itself_never_imports_wandb() -> None:
-    program = "import sys, megatron_rl.metrics.wandb.mirror, megatron_rl.metrics.wandb.tell; print('wandb' in sys.modules)"
+    program = (
+        "import sys, megatron_rl.metrics.wandb.mirror, megatron_rl.metrics.wandb.tell; print('wandb' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "False\n"
 

@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pytest
 from lab import Cluster, missing
-from login import Login, Run
-from records import RECIPE, finish, hold
+from login import Login
+from records import OVERRIDES
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slurm's own timing wanders by seconds, on a busy machine by more: a test of this directory that fails is run once
-    more, and pytest's last line says so."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.flaky(reruns=1))
+from launcher.recipe.load import load_recipe
+from megatron_rl.contract.paths import RunDir
 
 
 def require(accounting: bool = False) -> None:
@@ -35,7 +30,7 @@ def lab() -> Iterator[Cluster]:
     yield from brought_up(Cluster(isolation=os.environ.get("MRL_LAB_ISOLATION")))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def accounting_lab() -> Iterator[Cluster]:
     """Two nodes whose jobs slurmdbd remembers."""
     require(accounting=True)
@@ -56,21 +51,28 @@ def brought_up(cluster: Cluster) -> Iterator[Cluster]:
         cluster.down()
 
 
+@pytest.fixture(scope="module")
+def owner(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
+    """A user whose runs all tests of a file may look at."""
+    folder = tmp_path_factory.mktemp("owner")
+    with Login(lab, folder / "home", folder / "share") as user:
+        yield user
+
+
 @pytest.fixture
 def login(lab: Cluster, tmp_path: Path) -> Iterator[Login]:
     """A user with an empty home and an empty shared directory; their jobs end with the test."""
-    user = Login(lab, tmp_path / "home", tmp_path / "share")
-    yield user
-    if user.jobs:
-        lab.run("scancel", "--quiet", *user.jobs)
+    with Login(lab, tmp_path / "home", tmp_path / "share") as user:
+        yield user
 
 
 @pytest.fixture(scope="session")
-def undisturbed(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run of records.RECIPE that nothing happens to."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    login = Login(lab, root / "home", root / "share")
-    hold(login)  # nowhere
-    run = login.submit(*RECIPE)
-    finish(run)
-    return run
+def undisturbed(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of records.OVERRIDES that nothing happens to: on this machine, where its ranks start within a second."""
+    from loop_helpers import Attempt, prepare  # imports torch
+
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_dir = prepare(folder / "run", load_recipe("demo", OVERRIDES).config.model_dump())
+    attempt = Attempt(run_dir, lab.cache)
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    return run_dir

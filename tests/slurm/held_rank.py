@@ -1,6 +1,6 @@
 """A rank that trains, and stays at a place of the test's choice until it is asked to leave, or killed there.
 
-    python held_rank.py PLACES -m megatron_rl.rank_main --run-dir DIR --attempt N
+    python held_rank.py PLACES -m MODULE --run-dir DIR --attempt N
 
 A profile's `python` that ends in PLACES makes all of this of its ranks. PLACES: a JSON list of objects
 
@@ -117,7 +117,7 @@ def hold(held: Held) -> None:
 def main() -> None:
     places, dash_m, module, *arguments = sys.argv[1:]
     assert dash_m == "-m", sys.argv
-    if module == "megatron_rl.rank_main":
+    if os.environ["MRL_STEP"] == "train":
         named = dict(zip(arguments[::2], arguments[1::2], strict=True))
         held = Held(json.loads(places), named["--run-dir"], int(named["--attempt"]))
         held.arrive("start", 0)

@@ -78,6 +78,11 @@ class Cluster:
         return self.directory / "etc/slurm.conf"
 
     @property
+    def cache(self) -> Path:
+        """Where runs that train find the base models that others have taught."""
+        return self.directory / "cache"
+
+    @property
     def env(self) -> dict[str, str]:
         """The environment in which Slurm's commands, and ours, use this lab."""
         return {**os.environ, "PATH": f"{SYSTEM_PATH}:{Path(sys.executable).parent}", **self.exports}

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import yaml
+from json_files import read_json, read_json_lines
 from lab import HERE, Cluster, wait_until
 from stand_in import make_image
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json, read_json_lines
 
 STUB = HERE / "stub_rank.py"
 SECONDS = 120.0
@@ -43,6 +44,21 @@ class Login:
             "real": {**profile, "python": sys.executable},
         }
 
+    def __enter__(self) -> Login:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Their jobs end with them."""
+        if self.jobs:
+            self.lab.run("scancel", "--quiet", *self.jobs)
+
+    def confine(self, first: int, last: int) -> None:
+        """The runs submitted from here on get none but these nodes."""
+        mine = {f"node{number:02d}" for number in range(first, last + 1)}
+        others = ",".join(name for name in self.lab.names if name not in mine)
+        for profile in self.profiles.values():
+            profile["sbatch"] = [f"--exclude={others}"]
+
     @property
     def env(self) -> dict[str, str]:
         clusters = self.home / "clusters.yaml"
@@ -51,23 +67,20 @@ class Login:
         return {**self.lab.env, **changes}
 
     def command(self, name: str, *words: str | Path) -> list[str]:
+        """Of one that a test's script starts."""
         program = shutil.which(name, path=str(Path(sys.executable).parent))
         assert program is not None, f"{name} is not installed beside {sys.executable}"
         return [program, *map(str, words)]
 
     def call(self, name: str, *words: str | Path, code: int = 0, **changes: str) -> subprocess.CompletedProcess[str]:
         """Run mrl or mrl-submit, which has to end with exit code `code`. `changes` are environment variables."""
-        done = subprocess.run(
-            self.command(name, *words),
-            cwd=self.home,
-            env={**self.env, **changes},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+        done = commands.run([name, *words], SECONDS, cwd=self.home, env={**self.env, **changes})
         assert done.returncode == code, f"{done.args}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         return done
+
+    def start(self, name: str, *words: str | Path, **changes: str) -> commands.Command:
+        """The same, going on beside the test; what it says on stderr is in its stdout."""
+        return commands.Command([name, *words], cwd=self.home, env={**self.env, **changes}, stderr=subprocess.STDOUT)
 
     def program(self, name: str, text: str) -> Path:
         """An executable shell script in ~/bin, which is on no PATH by itself."""

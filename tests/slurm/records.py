@@ -10,15 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from json_files import read_json, read_json_lines
 from lab import HERE, wait_until
 from login import Login, Run
 
-from megatron_rl.run_dir import read_json, read_json_lines
+from megatron_rl.contract.paths import RunDir
 
 STEPS = 10
 SAVE_EVERY = 4
-RECIPE = (
-    *("demo", "--cluster", "real", "job.nodes=2", "job.gpus_per_node=1"),
+OVERRIDES = (
+    *("job.nodes=2", "job.gpus_per_node=1"),
     *("job.collective_timeout_s=120", "job.backoff_s=1", "model.hidden_size=32", "model.ffn_hidden_size=48"),
     *("model.supervised.steps=60", "model.supervised.batch_size=16", "model.supervised.learning_rate=3e-3"),
     *("grpo.prompts_per_step=5", "grpo.group_size=4", "grpo.iterations=2", "grpo.kl_beta=0.05"),
@@ -27,6 +28,7 @@ RECIPE = (
 )
 """Two updates a step, a reference model, evaluations and checkpoints after steps 4 and 8: everything that can be
 interrupted, in seconds."""
+RECIPE = ("demo", "--cluster", "real", *OVERRIDES)
 VARYING = ("time/", "throughput/", "system/")
 
 WAIT = 300.0
@@ -39,7 +41,7 @@ def hold(login: Login, *places: dict[str, Any]) -> None:
     login.profiles["real"] |= {
         "python": str(login.program("held", f'exec {shlex.join(command)} "$@"')),
         "health_check": False,
-        "environment": {"MRL_CACHE": str(login.home / "cache")},
+        "environment": {"MRL_CACHE": str(login.lab.cache)},
     }
 
 
@@ -78,26 +80,26 @@ def finish(run: Run) -> None:
     assert run.dir.done.exists(), run.log()
 
 
-def resume(login: Login, run: Run, *overrides: str) -> Run:
-    """`mrl resume`: the same run as another job."""
-    said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json").stdout)
+def resume(login: Login, run: Run, *overrides: str, **changes: str) -> Run:
+    """`mrl resume`: the same run as another job. changes: environment variables."""
+    said = json.loads(login.call("mrl", "resume", run.dir.root, *overrides, "--json", **changes).stdout)
     assert said["job_id"] != run.job
     login.jobs.append(said["job_id"])
     return login.adopt(run.dir.root, said["job_id"])
 
 
-def record(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def record(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Metrics of all steps and evaluations, without what may differ between runs."""
     steps, evaluations = (
         [{key: value for key, value in line.items() if not key.startswith(VARYING)} for line in read_json_lines(file)]
-        for file in (run.dir.metrics, run.dir.evaluations)
+        for file in (run.metrics, run.evaluations)
     )
     return steps, evaluations
 
 
-def ordinals(run: Run) -> list[tuple[int, int, int]]:
+def ordinals(run: RunDir) -> list[tuple[int, int, int]]:
     """Which prompts each step trained on: what stays when the number of ranks changes."""
-    return [(line["step"], line["first_ordinal"], line["next_ordinal"]) for line in run.metrics()]
+    return [(line["step"], line["first_ordinal"], line["next_ordinal"]) for line in read_json_lines(run.metrics)]
 
 
 def seconds_to_leave(run: Run, attempt: int = 1) -> float:
@@ -116,7 +118,7 @@ def kill_rank(run: Run, rank: int) -> bool:
         except OSError:
             continue  # gone meanwhile
         wanted = {f"SLURM_PROCID={rank}".encode(), b"MRL_STEP=train", f"MRL_RUN_DIR={run.dir.root}".encode()}
-        if b"megatron_rl.rank_main" in command and wanted <= set(environment):
+        if b"--run-dir" in command and wanted <= set(environment):
             os.kill(int(process.name), signal.SIGKILL)
             return True
     return False

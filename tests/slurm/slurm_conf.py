@@ -74,7 +74,7 @@ SlurmctldParameters=preempt_send_user_signal
 JobRequeue=1
 # Everything that a test waits for, shortened.
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,sched_min_interval=0
 SlurmdTimeout=15
 SlurmctldTimeout=30
 KillWait=5

@@ -9,7 +9,6 @@ Each process writes what it saw to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a
     checkpoint       steps from one checkpoint, an empty one, to the next; none by default
     save             seconds that the save takes which comes before leaving
     deaf             true: the ranks hear that they should leave, and do not
-    killed_at        step at which the kernel kills rank 1
     hangs_at         step at which rank 1 hangs; the others wait for it
     replica_dies     replica that dies at its first start
 """
@@ -20,13 +19,16 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-from megatron_rl import run_dir as run_dir_module
+from megatron_rl.contract import paths
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
-from megatron_rl.run_dir import append_json_line, read_json, read_json_lines, write_json
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
+from json_files import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-m", dest="module")
@@ -49,6 +51,7 @@ def train():
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: told.append(True))
     box.start()
+    box.start_heartbeats()
     step = len(read_json_lines(run.metrics))
     while step < asked["steps"] and not attempt.outcome.exists():
         if told and not asked.get("deaf"):
@@ -88,8 +91,6 @@ def hang_as_asked(step):
 
 
 def fail_as_asked(step):
-    if step == asked.get("killed_at"):
-        os.kill(os.getpid(), signal.SIGKILL)
     for crash in due_crashes(step):
         error = {"rank": rank, "host": os.uname().nodename, "step": crash, "phase": "training"}
         write_json(attempt.error(rank), dict(error, error="RuntimeError: boom", traceback="", exit_code=1))
@@ -129,8 +130,7 @@ def serve():
 
 seen = attempt.folder / "seen" / "{}.{}.json".format(os.environ["MRL_STEP"], rank)
 seen.parent.mkdir(exist_ok=True)
-what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": run_dir_module.__file__}
+what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": paths.__file__}
 write_json(seen, dict(what, replica=options.replica, environment=dict(os.environ)))
-{"megatron_rl.rank_main": train, "megatron_rl.server.inference": serve, "megatron_rl.fabric.check": reduce}[
-    options.module
-]()
+role = os.environ["MRL_STEP"].partition("-")[0]
+{"train": train, "infer": serve, "fabric": reduce}[role]()

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from lab import wait_until
 from login import SECONDS, Login
+from together import Together
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
+
+together = Together()
+
+
+def nodes_but(first: int, last: int) -> set[str]:
+    """Those that the profile excludes."""
+    return {f"node{number:02d}" for number in range(1, 11) if not first <= number <= last}
 
 
 def no_health_step(login: Login, condition: str) -> None:
@@ -19,10 +27,12 @@ def no_health_step(login: Login, condition: str) -> None:
     login.profiles["stub"] |= {"health_check": True, "prolog": [f'PATH={login.home}/bin:"$PATH"']}
 
 
+@together
 def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: Login) -> None:
     # Nodes 1 to 3 are the job's choice, and the third is taken until it has begun: so it gets the second, which is bad.
+    login.confine(1, 3)
     sick = login.program("python", 'case "$(hostname) $*" in node02*host.health*) exit 1 ;; esac\nexec python3 "$@"')
-    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick), "sbatch": ["--exclude=node[04-10]"]}
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
     wait = ("--partition=high", "--nodelist=node03", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     taken = login.lab.run("sbatch", "--parsable", *wait).strip()
     login.jobs.append(taken)
@@ -33,40 +43,40 @@ def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: L
     assert run.wait() == "COMPLETED", run.log()
     assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
     assert {rank["host"] for rank in run.seen(2).values()} == {"node01", "node03"}
-    assert run.avoided() == {"node02", *(f"node{number:02d}" for number in range(4, 11))}  # and those of the profile
+    assert run.avoided() == {"node02"} | nodes_but(1, 3)
 
 
+@together
 def test_the_only_nodes_there_are_are_not_avoided(login: Login) -> None:
     """It would wait for ever. Meanwhile the node is repaired here."""
+    login.confine(4, 5)
     once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; exit 1; }}"
-    sick = login.program("python", f'case "$(hostname) $*" in node02*host.health*) {once} ;; esac\nexec python3 "$@"')
-    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick), "sbatch": ["--exclude=node[03-10]"]}
+    sick = login.program("python", f'case "$(hostname) $*" in node04*host.health*) {once} ;; esac\nexec python3 "$@"')
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
     run = login.submit(*DEMO)
     assert run.wait() == "COMPLETED", run.log()
     assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
-    assert "too few nodes are left: node02" in run.dir.batch_log.read_text()
-    assert run.avoided() == {f"node{number:02d}" for number in range(3, 11)}
+    assert "too few nodes are left: node04" in run.dir.batch_log.read_text()
+    assert run.avoided() == nodes_but(4, 5)
 
 
-def test_a_health_check_that_cannot_start_blames_no_node(login: Login) -> None:
-    no_health_step(login, "true")
-    run = login.submit(*DEMO)
-    wait_until("the first attempt has ended", run.ends, SECONDS)
-    assert run.avoided() == set()
-    assert "is not used" not in run.dir.batch_log.read_text()
-    assert not run.seen()
-
-
-def test_the_run_goes_on_once_the_health_check_starts(login: Login) -> None:
+@together
+def test_a_health_check_that_cannot_start_blames_no_node_and_the_run_goes_on_once_it_can(login: Login) -> None:
+    login.confine(6, 7)
     once = login.home / "once"
     no_health_step(login, f"! [[ -e {once} ]] && touch {once}")
     run = login.submit(*DEMO)
+    wait_until("the first attempt has ended", run.ends, SECONDS)
+    assert "is not used" not in run.dir.batch_log.read_text()
+    assert not run.seen()
     assert run.wait() == "COMPLETED", run.log()
-    assert run.avoided() == set()
+    assert run.avoided() == nodes_but(6, 7)
     assert run.ends()[-1] == ("finished", None)
 
 
+@together
 def test_a_check_that_a_drain_cuts_short_blames_no_node(login: Login) -> None:
+    login.confine(8, 9)
     slow = login.program("python", 'case "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"')
     login.profiles["stub"] |= {"health_check": True, "host_python": str(slow)}
     run = login.submit(*DEMO)
@@ -74,11 +84,13 @@ def test_a_check_that_a_drain_cuts_short_blames_no_node(login: Login) -> None:
     login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
     wait_until("the first attempt has ended", run.ends, SECONDS)
     assert run.ends() == [("drained", "signal")]
-    assert run.avoided() == set()
+    assert run.avoided() == nodes_but(8, 9)
 
 
+@together
 def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> None:
     """srun waits for busy nodes without end; what keeps them busy here goes with the job."""
+    login.confine(10, 10)
     begun = "squeue --noheader --steps --jobs=$SLURM_JOB_ID --format=%i | grep -q '[.]0$'"
     taken = f"srun --ntasks=1 --cpus-per-task=16 --output=/dev/null sleep 1000 & until {begun}; do sleep 0.1; done"
     login.program("timeout", f'exec {login.found("timeout")} "$1" 5 "${{@:3}}"')  # not $2, which is minutes
@@ -88,4 +100,4 @@ def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> No
     assert run.wait() == "COMPLETED", run.log()
     assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
     assert "the health check took too long" in run.dir.batch_log.read_text()
-    assert run.avoided() == set()
+    assert run.avoided() == nodes_but(10, 10)

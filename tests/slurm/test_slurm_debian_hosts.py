@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from lab import Cluster
-
-from megatron_rl.run_dir import read_json
 
 AS_DEBIAN = """
 sed "s/^[0-9.]*\\([ \\t]$SLURMD_NODENAME\\)$/127.0.1.1\\1/" /etc/hosts >"$1.$SLURMD_NODENAME"

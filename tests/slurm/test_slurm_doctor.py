@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from lab import Cluster, wait_until
-
-MRL = Path(sys.executable).with_name("mrl")
 
 
 def doctor(cluster: Cluster, *arguments: str, **environment: str) -> dict[str, Any]:
     """Its JSON, with the exit code beside."""
-    command = [str(MRL), "doctor", *arguments, "--json"]
-    run = subprocess.run(
-        command, env={**cluster.env, **environment}, capture_output=True, text=True, timeout=120, check=False
-    )
+    run = commands.run(["mrl", "doctor", *arguments, "--json"], 120.0, env={**cluster.env, **environment})
     assert run.returncode in (0, 1), run.stderr
     return {**json.loads(run.stdout), "exit": run.returncode}
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from json_files import read_json
 from lab import Cluster, wait_until
 from login import SECONDS, Login, Run
+from together import Together
 
-from megatron_rl.run_dir import read_json
-
-FOUR_NODES = "--exclude=node[05-10]"
 LONG = {"steps": 400}
+
+together = Together()
 
 
 @contextmanager
@@ -25,43 +27,58 @@ def out_of_service(lab: Cluster, *nodes: str) -> Iterator[None]:
         lab.run("scontrol", "update", f"NodeName={names}", "State=RESUME")
 
 
-def wait_for_idle_nodes(lab: Cluster) -> None:
+def wait_for_idle_nodes(lab: Cluster, first: int = 1) -> None:
     """Slurm gives a range what is idle, and the jobs of other tests may be on their way out."""
-    asked = ("sinfo", "--noheader", "--Node", "--partition=low", "--nodes=node[01-04]", "--format=%T")
+    asked = (
+        "sinfo",
+        "--noheader",
+        "--Node",
+        "--partition=low",
+        f"--nodes=node[{first:02d}-{first + 3:02d}]",
+        "--format=%T",
+    )
     wait_until("four nodes are idle", lambda: set(lab.run(*asked).split()) == {"idle"}, SECONDS)
 
 
+@together
 def test_a_range_of_nodes_starts_again_with_those_that_are_left(login: Login) -> None:
-    login.profiles["stub"]["sbatch"] = [FOUR_NODES]
+    login.confine(1, 4)
     wait_for_idle_nodes(login.lab)
     run = login.submit("demo", "--cluster", "stub", "job.nodes=2-4", "job.gpus_per_node=2", stub=LONG)
     run.wait_for_step(3)
     assert tasks(run, 1) == {"8"}
     with out_of_service(login.lab, "node02"):
-        login.call("mrl", "requeue", run.dir.root)
+        assert "then it is requeued" in login.call("mrl", "requeue", run.dir.root).stdout
         wait_until("it starts again", lambda: len(run.seen(2)) == 6, SECONDS)
+        run.wait_for_step(len(run.metrics()) + 1)
+        status = json.loads(login.call("mrl", "status", run.dir.root, "--json").stdout)
+        assert (status["attempt"], status["job"]["restarts"], status["job"]["id"]) == (2, 1, run.job)
         login.call("mrl", "cancel", "--drain", run.dir.root)
         run.wait("COMPLETED")
+    assert run.ends() == [("drained", "requeue"), ("stopped", "cancelled")]
     assert tasks(run, 2) == {"6"}
     assert hosts(run, 2) == {"node01", "node03", "node04"}
     assert read_json(run.dir.attempt(2).nodes)["working"] == 3
     assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
 
 
+@together
 def test_a_bad_node_only_makes_a_range_smaller(login: Login) -> None:
-    sick = login.program("python", 'case "$(hostname) $*" in node02*host.health*) exit 1 ;; esac\nexec python3 "$@"')
-    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick), "sbatch": [FOUR_NODES]}
-    wait_for_idle_nodes(login.lab)
+    sick = login.program("python", 'case "$(hostname) $*" in node06*host.health*) exit 1 ;; esac\nexec python3 "$@"')
+    login.confine(5, 8)
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
+    wait_for_idle_nodes(login.lab, 5)
     run = login.submit("demo", "--cluster", "stub", "job.nodes=2-4", "job.gpus_per_node=1")
     assert run.wait() == "COMPLETED", run.log()
     assert run.ends() == [("finished", None)]
-    assert hosts(run, 1) == {"node01", "node03", "node04"}
+    assert hosts(run, 1) == {"node05", "node07", "node08"}
 
 
 @pytest.mark.slow  # Slurm takes its time to find out
 @pytest.mark.parametrize(("sizes", "then"), [(["job.nodes=2", "job.spare_nodes=1"], 2), (["job.nodes=2-3"], 2)])
 def test_what_is_left_of_an_allocation_goes_on_when_a_node_dies(login: Login, sizes: list[str], then: int) -> None:
-    login.profiles["stub"] |= {"sbatch": [FOUR_NODES], "health_check": True}
+    login.confine(1, 4)
+    login.profiles["stub"]["health_check"] = True
     wait_for_idle_nodes(login.lab)
     run = login.submit("demo", "--cluster", "stub", *sizes, "job.gpus_per_node=1", stub={"steps": 1000, "seconds": 0.1})
     run.wait_for_step(3)

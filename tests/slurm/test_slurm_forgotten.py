@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=1")
 
 
 @pytest.fixture(params=["accounting_lab", "forgetful_lab"])
-def login(request: pytest.FixtureRequest, tmp_path: Path) -> Login:
-    return Login(request.getfixturevalue(request.param), tmp_path / "home", tmp_path / "share")
+def login(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Login]:
+    with Login(request.getfixturevalue(request.param), tmp_path / "home", tmp_path / "share") as user:
+        yield user
 
 
 def status(login: Login, run: Path) -> dict[str, Any]:
@@ -35,49 +37,41 @@ def accounted(lab: Cluster, run: Run) -> list[str]:
 
 def test_the_state_is_the_same_while_slurm_remembers_and_as_true_as_can_be_later(login: Login) -> None:
     accounts = login.lab.accounting
-    finished = login.submit(*STUB)
-    finished.wait("COMPLETED")
+    requeued = login.submit(*STUB, stub={"steps": 40, "seconds": 0.1})
     killed = login.submit(*STUB, stub={"steps": 1000})
-    killed.wait_for_step(1)
+    for run in (requeued, killed):
+        run.wait_for_step(2)
     login.lab.run("scancel", "--batch", "--signal=KILL", killed.job)
+    login.call("mrl", "requeue", requeued.dir.root)
     assert killed.wait("CANCELLED", "FAILED", "NODE_FAIL", "COMPLETED") != "COMPLETED"
     login.profiles["stub"]["sbatch"] = ["--hold"]
     cancelled = login.submit(*STUB)
     login.lab.run("scancel", cancelled.job)
     cancelled.wait("CANCELLED")
 
+    requeued.wait("COMPLETED")
+
     said = login.call("mrl", "status", killed.dir.root).stdout
     assert f"the script of job {killed.job} was killed by SIGKILL" in said
     assert "next       mrl resume" in said
 
-    runs = {"finished": finished, "killed": killed, "cancelled": cancelled}
+    runs = {"requeued": requeued, "killed": killed, "cancelled": cancelled}
     before = {name: status(login, run.dir.root)["state"] for name, run in runs.items()}
-    assert before["finished"] == "finished"
+    assert before["requeued"] == "finished"
     assert before["killed"] in ("failed", "lost", "cancelled")
     assert before["cancelled"] == "cancelled"
 
     if accounts:
-        for run in runs.values():
-            accounted(login.lab, run)
+        rows = {name: accounted(login.lab, run) for name, run in runs.items()}
+        assert rows["requeued"] == ["REQUEUED", "COMPLETED"], "one a start"
     login.lab.forget_jobs()
     with pytest.raises(LabError):
-        finished.state()
+        requeued.state()
     after = {name: status(login, run.dir.root) for name, run in runs.items()}
-    assert after["finished"]["state"] == "finished"
+    assert after["requeued"]["state"] == "finished"
     if accounts:
         assert after["cancelled"]["state"] == "cancelled"
         assert after["killed"]["state"] == before["killed"]
     else:
         assert after["cancelled"]["state"] == after["killed"]["state"] == "lost"
         assert "is gone" in after["cancelled"]["reason"]
-
-
-def test_a_requeued_run_has_one_row_a_start_in_the_accounts(accounting_lab: Cluster, tmp_path: Path) -> None:
-    login = Login(accounting_lab, tmp_path / "home", tmp_path / "share")
-    run = login.submit(*STUB, stub={"steps": 60, "seconds": 0.1})
-    run.wait_for_step(2)
-    login.call("mrl", "requeue", run.dir.root)
-    run.wait("COMPLETED")
-    assert accounted(accounting_lab, run) == ["REQUEUED", "COMPLETED"]
-    accounting_lab.forget_jobs()
-    assert status(login, run.dir.root)["state"] == "finished"

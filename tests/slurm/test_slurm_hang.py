@@ -1,14 +1,10 @@
-"""A run that hangs ends as a crash that names the rank that the others wait for, with the stacks of all.
-
-A rank that is killed is named as well, although it cannot say a word.
-"""
+"""A run that hangs ends as a crash that names the rank that the others wait for, with the stacks of all."""
 
 from __future__ import annotations
 
+from json_files import read_json
 from lab import wait_until
 from login import SECONDS, Login
-
-from megatron_rl.run_dir import read_json
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
@@ -28,12 +24,3 @@ def test_a_hang_is_ended_and_its_culprit_named(login: Login) -> None:
     for rank in (0, 1):
         assert "in hang_as_asked" in attempt.stacks(rank).read_text()
     assert f"rank 1 on {node} has been silent" in run.dir.batch_log.read_text()
-
-
-def test_a_rank_that_is_killed_is_named(login: Login) -> None:
-    run = login.submit(*DEMO, stub={"steps": 1000, "killed_at": 3})
-    wait_until("the attempt has ended", run.ends, SECONDS)
-    end = run.ledger()[-1]
-    assert (end["outcome"], end["rank"], end["node"]) == ("crashed", 1, run.seen()["train.1"]["host"])
-    assert "SIGKILL" in end["error"]
-    assert "task 1: Killed" in run.dir.batch_log.read_text()

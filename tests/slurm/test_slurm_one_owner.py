@@ -63,9 +63,11 @@ def test_a_job_waits_for_one_that_is_being_ended(login: Login) -> None:
     """Its script is gone, and the nodes are still cleaned up."""
     login.share.mkdir()
     root, script = login.share / "run", login.home / "job.sbatch"
-    login.profiles["stub"]["sbatch"] = ["--exclude=node[03-10]"]
+    login.confine(1, 2)
+    once = login.home / "once"
+    epilog = login.program("epilog", f"[[ -e {once} ]] || {{ touch {once}; sleep 8; }}")
     script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
-    with login.lab.configured({"KillWait=5": f"KillWait=5\nEpilog={login.program('epilog', 'sleep 12')}"}):
+    with login.lab.configured({"KillWait=5": f"KillWait=5\nEpilog={epilog}"}):
         first = login.adopt(root, login.sbatch(script, stub={"steps": 10_000}))
         first.wait_for_step(2)
         login.lab.run("scancel", first.job)

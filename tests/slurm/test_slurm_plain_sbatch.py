@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from login import Login, Run
 
-
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
 

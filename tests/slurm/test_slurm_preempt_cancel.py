@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from login import Login
+from records import preempt
 
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
@@ -15,11 +16,9 @@ def test_a_run_that_is_preempted_by_cancelling_goes_on(login: Login, grace: str)
     partition = ("scontrol", "update", "PartitionName=low")
     try:
         login.lab.run(*partition, "PreemptMode=CANCEL", f"GraceTime={grace}")
-        run = login.submit(*DEMO, stub={"steps": 60, "seconds": 0.5})
+        run = login.submit(*DEMO, stub={"steps": 1000, "seconds": 0.2})
         run.wait_for_step(2)
-        options = ("--partition=high", "--nodelist=node[09-10]", "--exclusive", "--output=/dev/null")
-        urgent = login.lab.run("sbatch", "--parsable", *options, "--wrap=sleep 1000").strip()
-        login.jobs.append(urgent)
+        urgent = preempt(login, run)
         run.wait("PENDING")
         assert run.ends() == [("drained", "preempted")]
         login.lab.run("scancel", urgent)

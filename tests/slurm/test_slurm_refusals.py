@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from login import Login
 
 DEMO = ("demo", "--cluster", "stub")
@@ -35,10 +34,6 @@ def test_a_constraint_that_no_node_meets(login: Login) -> None:
     assert said.count("error") == 1
 
 
-def test_a_time_limit_that_is_no_time(login: Login) -> None:
-    assert "time_limit" in refused(login, *DEMO, "job.time_limit=soon")
-
-
 def test_a_run_root_that_cannot_be_written(login: Login) -> None:
     login.profiles["stub"]["run_root"] = "/proc/mrl"
     assert "/proc/mrl" in refused(login, *DEMO)
@@ -54,12 +49,3 @@ def test_a_cluster_without_a_controller(login: Login, tmp_path: Path) -> None:
     conf.write_text(text.replace("MessageTimeout=20", "MessageTimeout=2"))
     said = refused(login, *DEMO, SLURM_CONF=str(conf))
     assert said.count("error") == 1
-
-
-@pytest.mark.parametrize("value", ["$(touch /tmp/mrl-injected)", "two\nlines", 'it\'s "quoted" `id` \\ 100%'])
-def test_an_environment_value_reaches_the_ranks_literally(login: Login, value: str) -> None:
-    login.profiles["stub"]["environment"] = {"ODD": value}
-    run = login.submit(*DEMO)
-    assert run.wait() == "COMPLETED", run.log()
-    assert run.seen()["train.0"]["environment"]["ODD"] == value
-    assert not Path("/tmp/mrl-injected").exists()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
+from typing import Any
+
 from lab import wait_until
 from login import SECONDS, Login, Run
+from records import resume
+from together import Together
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
+together = Together()
+LONG = '{"steps": 10000}'
 OVER = ("CANCELLED", "COMPLETED", "FAILED")
 SOON = 40.0
 """Seconds within which a job that comes back would have."""
@@ -19,19 +26,38 @@ def assert_away(run: Run) -> None:
     assert run.ends() in ([], [("stopped", "cancelled")])  # none where Slurm was faster
 
 
-@pytest.mark.parametrize("how", ["scancel", "mrl cancel", "mrl cancel --drain"])
-def test_a_job_cancelled_while_it_saves_for_another_reason(login: Login, how: str) -> None:
+@together
+def test_a_job_that_slurm_cancels_while_it_saves_for_another_reason(login: Login) -> None:
+    run = is_saving(login)
+    login.lab.run("scancel", run.job)
+    assert_away(run)
+
+
+@together
+def test_a_job_that_mrl_cancels_while_it_saves_for_another_reason(login: Login) -> None:
+    run = is_saving(login)
+    login.call("mrl", "cancel", run.dir.root)
+    assert_away(run)
+
+
+@together
+def test_a_job_that_mrl_cancels_with_a_save_while_it_saves_for_another_reason(login: Login) -> None:
+    run = is_saving(login)
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    assert_away(run)
+
+
+def is_saving(login: Login) -> Run:
+    """A run that was asked to leave, and would come back."""
+    login.confine(1, 9)
     run = login.submit(*STUB, stub={"steps": 10_000, "save": 3})
     run.wait_for_step(2)
     login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
     wait_until("it was asked to leave", run.dir.attempt(1).drain.exists, SECONDS)
-    if how == "scancel":
-        login.lab.run("scancel", run.job)
-    else:
-        login.call(*how.split(), run.dir.root)
-    assert_away(run)
+    return run
 
 
+@together
 def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) -> None:
     """At once: Slurm has not had the time to notice that the grace time is over, nor we that it has begun."""
     node = "--nodelist=node10"
@@ -45,7 +71,9 @@ def test_a_job_cancelled_while_it_saves_because_of_a_preemption(login: Login) ->
     assert_away(run)
 
 
+@together
 def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
+    login.confine(1, 9)
     login.profiles["stub"]["environment"] = {"SLURM_TIME_FORMAT": "relative"}
     run = login.submit(*STUB, stub={"steps": 10_000})
     run.wait_for_step(2)
@@ -53,12 +81,39 @@ def test_a_job_cancelled_where_slurm_tells_relative_times(login: Login) -> None:
     assert_away(run)
 
 
-def test_a_stopped_run_is_not_started_by_a_requeue_of_its_job(login: Login) -> None:
+@together
+def test_a_stopped_run_stays_away_until_it_is_resumed(login: Login) -> None:
+    login.confine(1, 9)
     run = login.submit(*STUB, stub={"steps": 10_000})
     run.wait_for_step(2)
     login.call("mrl", "cancel", "--drain", run.dir.root)
-    run.wait(*OVER)
-    login.lab.run("scontrol", "requeue", run.job)
+    assert_away(run)
+    steps = len(run.metrics())
+    status = told(login, run.dir.root)
+    assert (status["state"], status["reason"]) == ("stopped", f"saved after step {steps} (cancelled)")
+    assert "ended already" in login.call("mrl", "cancel", run.dir.root).stdout
+
+    login.lab.run("scontrol", "requeue", run.job)  # of somebody who does not know
     wait_until("it has started again", lambda: run.field("Restarts") == "1" and run.state() in OVER, SECONDS)
     assert run.dir.last_attempt() == 1
     assert run.state() == "COMPLETED"
+
+    again = resume(login, run, MRL_STUB=LONG)
+    again.wait_for_step(steps + 2)
+    assert [line["step"] for line in again.metrics()] == list(range(1, len(again.metrics()) + 1))
+    assert told(login, run.job)["attempt"] == 2, "an old job id still names the run"
+
+
+def told(login: Login, run: str | Path) -> dict[str, Any]:
+    return dict(json.loads(login.call("mrl", "status", run, "--json").stdout))
+
+
+@together
+def test_a_job_cancelled_during_the_health_check(login: Login) -> None:
+    login.confine(1, 9)
+    slow = login.program("python", 'case "$*" in *host.health*) sleep 1000 ;; esac\nexec python3 "$@"')
+    login.profiles["stub"] |= {"health_check": True, "host_python": str(slow)}
+    run = login.submit(*STUB)
+    wait_until("the health check begins", lambda: list(run.dir.root.glob("logs/*/health.*")), SECONDS)
+    login.lab.run("scancel", run.job)
+    assert_away(run)

@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 from login import Login, Run
+from together import Together
+
+together = Together()
 
 
 def run_script_of(login: Login, *words: str | Path, stub: dict | None = None) -> Run:
@@ -18,8 +21,9 @@ def run_script_of(login: Login, *words: str | Path, stub: dict | None = None) ->
     return login.adopt(root, login.sbatch(script, stub=stub))
 
 
+@together
 def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
-    before = len(login.lab.containers())
+    login.confine(1, 8)
     run = run_script_of(login, "qwen2.5-32b-dapo")
     assert run.wait(limit=200) == "COMPLETED", run.log()
     assert run.ends() == [("finished", None)]
@@ -36,7 +40,7 @@ def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
         assert environment["MRL_STEP"] == "train"
         assert "LANG" not in environment
 
-    steps = login.lab.containers()[before:]
+    steps = [step for step in login.lab.containers() if str(step["job"]) == run.job]
     assert {step["image"] for step in steps} == {str(login.image)}
     for step in steps:
         assert step["mount_home"] == "false"
@@ -47,9 +51,12 @@ def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
     assert len([step for step in steps if step["step"] == max(step["step"] for step in steps)]) == 8
 
 
+@together
 def test_a_partitioned_run_gives_every_replica_a_step_of_its_own(login: Login) -> None:
-    layout = ("placement.mode=partitioned", "job.nodes=5", "placement.inference.nodes=3", "placement.inference.tp=8")
-    run = run_script_of(login, "qwen2.5-32b-dapo", *layout, stub={"steps": 20, "seconds": 0.2, "replica_dies": 1})
+    login.confine(1, 8)
+    layout = ("placement.mode=partitioned", "job.nodes=5", "job.gpus_per_node=2", "placement.inference.nodes=3")
+    layout += ("placement.inference.tp=2",)
+    run = run_script_of(login, "demo", *layout, stub={"steps": 20, "seconds": 0.2, "replica_dies": 1})
     assert run.wait(limit=200) == "COMPLETED", run.log()
     seen = run.seen()
     hosts = {
@@ -64,22 +71,25 @@ def test_a_partitioned_run_gives_every_replica_a_step_of_its_own(login: Login) -
     assert [line["attempt"] for line in run.metrics()] == [1] * 20
 
 
+@together
 def test_a_node_without_one_of_its_gpus_is_replaced_by_the_spare(login: Login) -> None:
-    login.lab.run("srun", "--nodelist=node02", "mv", "/dev/nvidia3", "/dev/broken3")
+    login.lab.run("srun", "--nodelist=node09", "mv", "/dev/nvidia3", "/dev/broken3")
     try:
-        sizes = ("job.nodes=2", "job.spare_nodes=1", "placement.training.tp=8")
-        login.profiles["pods"]["sbatch"] = ["--nodelist=node[01-03]"]
-        run = run_script_of(login, "qwen2.5-32b-dapo", *sizes)
+        sizes = ("job.nodes=2", "job.spare_nodes=1", "job.device=cuda", "job.gpus_per_node=8")
+        login.confine(8, 10)
+        run = run_script_of(login, "demo", *sizes)
         assert run.wait(limit=200) == "COMPLETED", run.log()
-        assert {rank["host"] for name, rank in run.seen().items() if name.startswith("train.")} == {"node01", "node03"}
-        assert "node node02 is not used" in run.dir.batch_log.read_text()
+        assert {rank["host"] for name, rank in run.seen().items() if name.startswith("train.")} == {"node08", "node10"}
+        assert "node node09 is not used" in run.dir.batch_log.read_text()
     finally:
-        login.lab.run("srun", "--nodelist=node02", "mv", "/dev/broken3", "/dev/nvidia3")
+        login.lab.run("srun", "--nodelist=node09", "mv", "/dev/broken3", "/dev/nvidia3")
 
 
+@together
 def test_a_missing_image_fails_before_the_ranks_start(login: Login) -> None:
+    login.confine(1, 8)
     login.profiles["pods"]["container"]["image"] = str(login.home / "none.sqsh")
-    run = run_script_of(login, "qwen2.5-32b-dapo", "job.nodes=1", "placement.training.tp=8", "job.backoff_s=1")
+    run = run_script_of(login, "demo", "job.nodes=1", "job.backoff_s=1")
     assert run.wait() == "FAILED"
     assert "none.sqsh" in run.dir.batch_log.read_text()
     assert not run.seen()

@@ -4,12 +4,14 @@ not."""
 from __future__ import annotations
 
 import pytest
-from login import Login, Run
+from login import Login
 from records import RECIPE, finish, hold, kill_rank, pin, preempt, record, wait_for_ends, wait_until_held
+
+from megatron_rl.contract.paths import RunDir
 
 
 @pytest.mark.slow
-def test_the_disk_is_full_during_a_save(login: Login, undisturbed: Run) -> None:
+def test_the_disk_is_full_during_a_save(login: Login, undisturbed: RunDir) -> None:
     """The checkpoint before it stays, the run goes on, and starts again from there when it has to."""
     hold(
         login,
@@ -25,11 +27,11 @@ def test_the_disk_is_full_during_a_save(login: Login, undisturbed: Run) -> None:
     finish(run)
     assert run.ends() == [("crashed", None), ("finished", None)]
     assert "going on after step 4" in run.dir.attempt(2).log(0).read_text()
-    assert record(run) == record(undisturbed)
+    assert record(run.dir) == record(undisturbed)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_damaged_afterwards(login: Login, undisturbed: Run) -> None:
+def test_a_checkpoint_is_damaged_afterwards(login: Login, undisturbed: RunDir) -> None:
     pin(login)
     hold(login, {"attempt": 1, "where": "generate", "step": 6})
     run = login.submit(*RECIPE)
@@ -45,4 +47,4 @@ def test_a_checkpoint_is_damaged_afterwards(login: Login, undisturbed: Run) -> N
     log = run.dir.attempt(2).log(0).read_text()
     assert "going on after step 4" in log
     assert "step-000005" in log
-    assert record(run) == record(undisturbed)
+    assert record(run.dir) == record(undisturbed)

@@ -11,7 +11,11 @@ from lab import wait_until
 from login import Login, Run
 from records import RECIPE, STEPS, WAIT, hold, kill_rank, preempt, record, resume
 
+from megatron_rl.contract.paths import RunDir
+
 BLOWS = 20
+START_UP_S = 10.0
+"""Seconds that an attempt takes beside its steps, or more."""
 PAUSES = ({"where": "generate", "seconds": 0.7}, {"where": "train", "seconds": 0.5})
 """Steps take long enough to be hit in."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
@@ -74,9 +78,9 @@ def strike(login: Login, run: Run, after_s: float, weapon: Callable[[Login, Run]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Login, undisturbed: Run) -> None:
+def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Login, undisturbed: RunDir) -> None:
     chance, blows = random.Random(4), 0
-    longest = undisturbed.ledger()[-1]["seconds"] + STEPS * sum(pause["seconds"] for pause in PAUSES)
+    longest = START_UP_S + STEPS * sum(pause["seconds"] for pause in PAUSES)
     hold(login, *PAUSES)
     while blows < BLOWS:
         run = login.submit(*RECIPE)
@@ -88,4 +92,4 @@ def test_a_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(login: Lo
                 blows += strike(login, run, chance.uniform(0.0, longest), chance.choice(WEAPONS))
             else:
                 wait_until_over(run, run.dir.last_attempt())
-        assert record(run) == record(undisturbed), run.ends()
+        assert record(run.dir) == record(undisturbed), run.ends()

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from lab import wait_until
 from login import SECONDS, Login
+from together import Together
 
 from launcher.cluster.choice import load_clusters
 from launcher.plan.placement import place
 from launcher.recipe.load import load_recipe
 
 TEMPLATES = Path(__file__).parents[2] / "slurm"
+
+together = Together()
 
 
 def edited(name: str, login: Login, recipe: list[str], nodes: int) -> str:
@@ -42,8 +45,17 @@ def edited(name: str, login: Login, recipe: list[str], nodes: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", ["colocated", "partitioned"])
-def test_an_edited_template_runs_and_goes_on_after_a_drain(login: Login, name: str) -> None:
+@together
+def test_the_edited_colocated_template_runs_and_goes_on_after_a_drain(login: Login) -> None:
+    runs_and_goes_on(login, "colocated")
+
+
+@together
+def test_the_edited_partitioned_template_runs_and_goes_on_after_a_drain(login: Login) -> None:
+    runs_and_goes_on(login, "partitioned")
+
+
+def runs_and_goes_on(login: Login, name: str) -> None:
     login.share.mkdir()
     script = login.home / f"{name}.sbatch"
     script.write_text(edited(name, login, ["demo", "job.nodes=2", "job.gpus_per_node=1"], nodes=2))
@@ -60,8 +72,17 @@ def test_an_edited_template_runs_and_goes_on_after_a_drain(login: Login, name: s
     assert sorted(path.name for path in login.share.glob("my-run*")) == ["my-run", "my-run.log", "my-run.sbatch"]
 
 
-@pytest.mark.parametrize("name", ["colocated", "partitioned"])
-def test_a_template_that_mrl_submit_refuses_leaves_only_its_log(login: Login, name: str) -> None:
+@together
+def test_the_colocated_template_that_mrl_submit_refuses_leaves_only_its_log(login: Login) -> None:
+    leaves_only_its_log(login, "colocated")
+
+
+@together
+def test_the_partitioned_template_that_mrl_submit_refuses_leaves_only_its_log(login: Login) -> None:
+    leaves_only_its_log(login, "partitioned")
+
+
+def leaves_only_its_log(login: Login, name: str) -> None:
     login.share.mkdir()
     script = login.home / f"{name}.sbatch"
     script.write_text(edited(name, login, ["demo", "job.nodes=two"], nodes=2))

@@ -9,13 +9,17 @@ import signal
 import subprocess
 from pathlib import Path
 
+from commands import Command
+from json_files import read_json_lines
 from lab import wait_until
 from login import SECONDS, Login
+from together import Together
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.run_dir import read_json_lines
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
+
+together = Together()
 
 
 def start(login: Login, *command: str | Path, **stub: float) -> subprocess.Popen[str]:
@@ -31,7 +35,7 @@ def start(login: Login, *command: str | Path, **stub: float) -> subprocess.Popen
     )
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+def end(process: subprocess.Popen[str] | Command) -> tuple[int, str]:
     try:
         said, _ = process.communicate(timeout=SECONDS)
     finally:
@@ -43,16 +47,19 @@ def wait_for_steps(run: RunDir, steps: int) -> None:
     wait_until(f"{run.root} has {steps} steps", lambda: len(read_json_lines(run.metrics)) >= steps, SECONDS)
 
 
+@together
 def test_follow_shows_the_run_until_it_is_finished(login: Login) -> None:
-    code, said = end(start(login, *login.command("mrl-submit", *STUB, "--follow"), steps=20, seconds=0.1))
+    code, said = end(login.start("mrl-submit", *STUB, "--follow", MRL_STUB='{"steps": 20, "seconds": 0.1}'))
     assert code == 0, said
     assert "runs on node" in said
     assert re.search(r"^finished: \d+ steps", said, re.MULTILINE)
 
 
+@together
 def test_ctrl_c_stops_watching_and_leaves_the_job_alone(login: Login) -> None:
     root = login.share / "run"
-    process = start(login, *login.command("mrl-submit", *STUB, "--run-dir", root, "--follow"), steps=3000, seconds=0.1)
+    long = '{"steps": 3000, "seconds": 0.1}'
+    process = login.start("mrl-submit", *STUB, "--run-dir", root, "--follow", MRL_STUB=long)
     run = RunDir(root)
     wait_for_steps(run, 2)
     process.send_signal(signal.SIGINT)
@@ -66,15 +73,17 @@ def test_ctrl_c_stops_watching_and_leaves_the_job_alone(login: Login) -> None:
     assert not run.attempt(1).drain.exists()
 
 
+@together
 def test_follow_tells_a_crash_and_where(login: Login) -> None:
-    words = ("mrl-submit", *STUB, "job.backoff_s=1", "--follow")
-    code, said = end(start(login, *login.command(*words), steps=3000, crash_at=3))
+    crash = '{"steps": 3000, "crash_at": 3}'
+    code, said = end(login.start("mrl-submit", *STUB, "job.backoff_s=1", "--follow", MRL_STUB=crash))
     assert code == 1
     assert "requeued: crashed at step 3 (training): rank 1 on node" in said, said
     assert "failed: rank 1 in step 3 (training): RuntimeError: boom" in said
     assert "resume:      mrl resume demo-" in said
 
 
+@together
 def test_a_run_inside_an_allocation(login: Login) -> None:
     said = login.call("mrl-submit", *STUB, "--in-allocation", code=2).stderr
     salloc = said.strip().partition("get one with: ")[2].split()
@@ -86,6 +95,7 @@ def test_a_run_inside_an_allocation(login: Login) -> None:
     assert "attempt 1: finished after step 5" in said
 
 
+@together
 def test_ctrl_c_inside_an_allocation_saves(login: Login) -> None:
     root = login.share / "run"
     inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
@@ -100,6 +110,7 @@ def test_ctrl_c_inside_an_allocation_saves(login: Login) -> None:
     assert [line["outcome"] for line in outcome] == ["drained"], said
 
 
+@together
 def test_a_run_that_has_ended_leaves_its_allocation_to_its_owner(login: Login) -> None:
     root = login.share / "run"
     inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")
@@ -111,6 +122,7 @@ def test_a_run_that_has_ended_leaves_its_allocation_to_its_owner(login: Login) -
     assert "then RUNNING" in said
 
 
+@together
 def test_a_run_that_is_cancelled_leaves_its_allocation_to_its_owner(login: Login) -> None:
     root = login.share / "run"
     inside = login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation")

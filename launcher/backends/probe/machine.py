@@ -12,6 +12,8 @@ NEEDED = ("torch", "megatron")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """This machine, as the ranks of a local run would find it."""
+
     cpus: int
     """Those that this process may use."""
     gpus: int

@@ -16,6 +16,8 @@ _DEPTH = 5  # of plug-in configurations that include others
 
 @dataclass(frozen=True, slots=True)
 class Software:
+    """The software of this machine that a run there would meet."""
+
     host_python: Fact
     """Version of the profile's `host_python`, such as 3.6.8."""
     pyxis: str | None
@@ -29,7 +31,8 @@ class Software:
 
 
 def inspect(host_python: str, plugstack: Path | None) -> Software:
-    """
+    """Look for all of it.
+
     Args:
         plugstack: Slurm's PlugStackConfig.
     """

@@ -20,6 +20,8 @@ NODE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SlurmFacts:
+    """What each of Slurm's commands said."""
+
     version: Fact
     """sinfo --version"""
     config: Fact

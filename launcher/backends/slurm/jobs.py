@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,6 +26,8 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"), "ended"),
 }
 """Slurm's word for a state -> what it means for the run. COMPLETING still has processes, or is about to be requeued."""
+
+AT_ONCE = 5000  # jobs
 
 ENDED_ITSELF = ("COMPLETED", "FAILED")
 
@@ -84,17 +86,22 @@ class JobState:
 
 
 def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """The state of each job. Asks squeue once, and sacct once for those it does not know."""
+    """The state of each job. Asks squeue, and sacct for those that it does not know, about many at once."""
     ids = list(dict.fromkeys(job_ids))
-    if not ids:
-        return {}
+    found: dict[str, JobState] = {}
     try:
-        found = _ask_squeue(ids)
-        missing = [one for one in ids if one not in found]
-        found |= _ask_sacct(missing) if missing else {}
+        for some in batched(ids):
+            found |= _ask_squeue(some)
+        for some in batched([one for one in ids if one not in found]):
+            found |= _ask_sacct(some)
     except SlurmSilent as error:
         return {one: JobState(one, "", "unknown", reason=str(error)) for one in ids}
     return {one: found.get(one, JobState(one, "", "gone")) for one in ids}
+
+
+def batched(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Parts of a list of job ids that fit on a command line: one argument is at most 128 KiB."""
+    return (ids[begin : begin + AT_ONCE] for begin in range(0, len(ids), AT_ONCE))
 
 
 def read_owners(owners: Sequence[Owner]) -> list[JobState]:

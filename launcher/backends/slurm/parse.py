@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Row = dict[str, str]
+Fields = dict[str, str]
 
 _NOTHING = {"", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE"}
 
@@ -24,21 +24,21 @@ class Gres:
     count: int
 
 
-def settings(text: str) -> Row:
+def settings(text: str) -> Fields:
     """`scontrol show config`: one `Key = value` a line."""
     pairs = (line.partition(" = ") for line in text.splitlines())
-    return _said((key.strip(), value.strip()) for key, equals, value in pairs if equals)
+    return _present((key.strip(), value.strip()) for key, equals, value in pairs if equals)
 
 
-def records(text: str) -> list[Row]:
+def oneliners(text: str) -> list[Fields]:
     """`scontrol --oneliner show ...`: a record a line, of `Key=Value` words; one without = belongs to the last."""
-    return [_said(_words(line)) for line in text.splitlines() if "=" in line]
+    return [_present(_words(line)) for line in text.splitlines() if "=" in line]
 
 
-def table(text: str) -> list[Row]:
+def table(text: str) -> list[Fields]:
     """`sacctmgr --parsable2 show ...`: a line of column names, then rows."""
     lines = [line.split("|") for line in text.splitlines() if "|" in line]
-    return [_said(zip(lines[0], row, strict=True)) for row in lines[1:] if len(row) == len(lines[0])]
+    return [_present(zip(lines[0], row, strict=True)) for row in lines[1:] if len(row) == len(lines[0])]
 
 
 def time_limit_s(text: str | None) -> int | None:
@@ -108,5 +108,5 @@ def _words(line: str) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _said(pairs: Iterator[tuple[str, str]] | zip[tuple[str, str]]) -> Row:
+def _present(pairs: Iterator[tuple[str, str]] | zip[tuple[str, str]]) -> Fields:
     return {key: value for key, value in pairs if value not in _NOTHING}

@@ -45,7 +45,8 @@ class _Request(dict[str, str]):
 
 
 def translate(said: str, request: Mapping[str, str]) -> str:
-    """
+    """What to change about a job that sbatch refused.
+
     Args:
         said: sbatch's stderr.
         request: long options of sbatch that the job was submitted with -> values.

@@ -33,14 +33,14 @@ class View(ABC):
         for line in history.evaluations:
             if line.step > self._evaluated:
                 self._evaluated = line.step
-                self.say(evaluation_line(line))
+                self.announce(evaluation_line(line))
         self.draw(history)
 
     @abstractmethod
     def draw(self, history: History) -> None: ...
 
     @abstractmethod
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Something that stays on the screen."""
 
     @abstractmethod
@@ -66,14 +66,14 @@ class PlainView(View):
         now = time.monotonic()
         if history.phase != self._phase:
             self._phase = history.phase
-            self.say(f"[{clock(now - self._began)}] {history.phase}")
+            self.announce(f"[{clock(now - self._began)}] {history.phase}")
         fresh = history.step != self._shown_step and history.lines
         due = history.step >= self._shown_step + LINE_EVERY_STEPS or now >= self._shown_at + LINE_EVERY_S
         if fresh and (due or history.step == history.steps):
             self._shown_step, self._shown_at = history.step, now
-            self.say(step_line(history))
+            self.announce(step_line(history))
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         tell(text)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class LiveView(View):
         grid.add_row("time", f"{clock(time.monotonic() - self._began)}{left}")
         return Panel(grid, title=f"[bold]{self._name}[/] · {history.phase}", title_align="left", expand=False)
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         self._console.print(text, markup=False)
 
     def close(self) -> None:

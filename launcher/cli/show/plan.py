@@ -41,8 +41,8 @@ class Block:
         return ("" if short else " ").join([f"{name}{self.group}", *(f"{key}{number}" for key, number in self.parts)])
 
 
-def show(config: RunConfig, plan: Plan, record: dict[str, Any], cluster: str) -> None:
-    """Print it all. record: as `launcher.plan.summary.plan_json` makes it."""
+def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -> None:
+    """Print it all. summary: as `launcher.plan.summary.plan_json` makes it."""
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
     console.print()
@@ -51,13 +51,13 @@ def show(config: RunConfig, plan: Plan, record: dict[str, Any], cluster: str) ->
     console.print(Padding(Text(_legend(plan), style="dim"), (0, 0, 0, MARGIN)))
     console.print()
     if plan.smaller:
-        console.print(_counts(config, record))
+        console.print(_counts(config, summary))
         console.print()
-    console.print(_facts(config, plan, record))
-    for memory in record["memory"]:
+    console.print(_facts(config, plan, summary))
+    for memory in summary["memory"]:
         console.print()
         console.print(_memory(config, plan, memory))
-    for warning in (*warnings(record), *not_yet(config)):
+    for warning in (*warnings(summary), *not_yet(config)):
         console.print(Text(f"warning: {warning}", style="bold yellow"))
 
 
@@ -144,9 +144,9 @@ def _grid() -> Table:
     return grid
 
 
-def _counts(config: RunConfig, record: dict[str, Any]) -> Table:
+def _counts(config: RunConfig, summary: dict[str, Any]) -> Table:
     """What an attempt does with each count of a range of nodes; long ranges are folded."""
-    grid, plans = _grid(), [record, *record["alternatives"]]
+    grid, plans = _grid(), [summary, *summary["alternatives"]]
     folded = len(plans) > FOLD
     for index, plan in enumerate([*plans[:3], plans[-1]] if folded else plans):
         if folded and index == 3:
@@ -164,7 +164,7 @@ def _counts(config: RunConfig, record: dict[str, Any]) -> Table:
     return grid
 
 
-def _facts(config: RunConfig, plan: Plan, record: dict[str, Any]) -> Table:
+def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
     grid, sizes = _grid(), plan.sizes
     for name, text in (
         ("training", _product({"tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "dp": sizes.dp}, sizes.training_world)),
@@ -174,9 +174,9 @@ def _facts(config: RunConfig, plan: Plan, record: dict[str, Any]) -> Table:
             _product({"tp": sizes.inference_tp, "pp": sizes.inference_pp, "replicas": sizes.replicas}, sizes.generating)
             + ("" if sizes.partitioned else ": the same ranks, in turn"),
         ),
-        *_batch(config, record["batch"]),
-        ("model", _parameters(record["model"])),
-        ("checkpoint", _checkpoint(record["checkpoint"])),
+        *_batch(config, summary["batch"]),
+        ("model", _parameters(summary["model"])),
+        ("checkpoint", _checkpoint(summary["checkpoint"])),
     ):
         if text:
             grid.add_row(name, text)
@@ -242,11 +242,11 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
     return table
 
 
-def warnings(record: dict[str, Any]) -> Iterator[str]:
+def warnings(summary: dict[str, Any]) -> Iterator[str]:
     """Where the memory that is needed comes close to what there is. Fewer nodes share the optimizer's states, so of a
     range the fewest count."""
-    tightest = [record, *record["alternatives"]][-1]
-    where = f"with {tightest['nodes']} node{'s' * (tightest['nodes'] > 1)} " if record["alternatives"] else ""
+    tightest = [summary, *summary["alternatives"]][-1]
+    where = f"with {tightest['nodes']} node{'s' * (tightest['nodes'] > 1)} " if summary["alternatives"] else ""
     for memory in tightest["memory"]:
         needed, limit = memory["bytes"], memory["gpu_bytes"]
         if limit and needed > TIGHT * limit:

@@ -6,14 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launcher.backends.slurm.jobs import moment
 from launcher.job.draft import Draft
 from launcher.job.script import Job
 from launcher.plan.placement import Plan
 from launcher.recipe.changes import as_json
-from launcher.runs.find import pasteable_command
 
-if TYPE_CHECKING:  # slow to import, and a dry run needs it for nothing
+if TYPE_CHECKING:  # what a dry run does not need is imported where it is used: people wait for it
     from launcher.job.submit import SubmittedJob
 
 FORESIGHT_S = 365 * 86400  # seconds: Slurm takes a job without a time limit for one of a year, and adds these up
@@ -58,6 +56,8 @@ def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str],
         waits: ids of the jobs that it starts after.
         brief: leave out what to do next.
     """
+    from launcher.runs.find import pasteable_command
+
     root = submitted.run.root
     if submitted.job_id is None:
         more = pasteable_command("resume", root.name, "training.steps=N")
@@ -110,6 +110,8 @@ def estimate_json(draft: Draft, start: str, nodes: str, partition: str) -> dict[
 
 
 def _foreseen(start: str) -> bool:
+    from launcher.backends.slurm.jobs import moment
+
     return (moment(start) or 0) < time.time() + FORESIGHT_S
 
 

@@ -69,7 +69,7 @@ class Follower:
                 raise NoSupervisor("the supervisor ended without a record; its ranks ended with it")
             if self._give_up_at is not None and time.time() > self._give_up_at:
                 raise NoSupervisor(f"the supervisor did not end in time; it is pid {self._supervisor.pid}")
-            while self._answered < len(interruptions.names):
+            if self._answered < len(interruptions.names):
                 self._interrupt(interruptions.names[self._answered], view)
             time.sleep(TICK)
 
@@ -81,18 +81,23 @@ class Follower:
             return True
 
     def _interrupt(self, cause: str, view: View) -> None:
-        self._answered += 1
-        now = time.time()
-        limit = self._drain_limit_s if self._answered == 1 else 0.0
+        """Ask the ranks to leave; where the disk does not take that now, it is asked again."""
+        first, now = self._answered == 0, time.time()
+        limit = self._drain_limit_s if first else 0.0
         if cause == "SIGHUP":
             mute()
-        written = cause if self._answered == 1 else f"second {cause}"
-        write(self._attempt.drain, Drain(written, f"mrl-submit {os.getpid()}", now, now + limit))
+        drain = Drain(cause if first else f"second {cause}", f"mrl-submit {os.getpid()}", now, now + limit)
+        try:
+            write(self._attempt.drain, drain)
+        except OSError:
+            return
+        self._answered += 1
         self._give_up_at = now + limit + END_LIMIT
-        if self._answered == 1:
-            view.say(f"{cause}: saving, then leaving; this may take up to {limit:.0f} s. Once more: kill it unsaved.")
+        if first:
+            limit_s = f"{limit:.0f} s"
+            view.announce(f"{cause}: saving, then leaving; this may take up to {limit_s}. Once more: kill it unsaved.")
         else:
-            view.say(f"{cause}: killing the ranks")
+            view.announce(f"{cause}: killing the ranks")
 
     def _line(self, kind: type[Line]) -> Line | None:
         found = read_lines(LEDGER, self._run.attempts_ledger)

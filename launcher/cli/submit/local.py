@@ -32,7 +32,7 @@ RUNS = "runs"
 
 
 def refuse_slurm_only(request: Request, count: int) -> None:
-    """Raises BadInput for options, and a count of runs, that only a Slurm cluster can have."""
+    """Refuse options, and a count of runs, that only a Slurm cluster can have. Raises BadInput."""
     slurm_only = ("script", "test_only", "follow", "after", "max_running", "in_allocation", "update_code")
     given = [f"--{name.replace('_', '-')}" for name in slurm_only if getattr(request, name)]
     if given:

@@ -137,14 +137,14 @@ def _submit_all(
 def _tell_estimates(drafts: Sequence[Draft], after: Sequence[str], request: Request) -> None:
     from launcher.job.submit import estimate
 
-    told = []
+    estimates = []
     for drafted in drafts:
         found = estimate(drafted, after)
-        told.append(estimate_json(drafted, *found))
+        estimates.append(estimate_json(drafted, *found))
         if not request.as_json:
             click.echo(estimate_line(drafted, *found))
     if request.as_json:
-        _print_json(told)
+        _print_json(estimates)
 
 
 def _print_json(records: Sequence[object]) -> None:

@@ -62,7 +62,7 @@ def _until_the_end(
         key = (status.state, status.attempt, status.waits_for)  # a reason may count the seconds
         text = _news(status)
         if key != said and text:
-            view.say(text)
+            view.announce(text)
         said = key
         history = reader.poll()
         if status.state in ("queued", "requeued"):

@@ -60,7 +60,7 @@ class SlurmSteps(Steps):
     def use_code(self, code: CodePaths) -> None:
         """Have the steps work in, and import from, this snapshot."""
         self._environ["PYTHONPATH"], self._folder = code.pythonpath, code.folder
-        self._environ["PWD"] = code.folder  # by this name, which may lead through links, the containers know it
+        self._environ["PWD"] = code.folder  # bash keeps this name of it: containers may not know what a link leads to
 
     def start(self, name: str, hosts: Sequence[str], errors: Optional[str] = None) -> Child:
         """Start a step. Raises OSError.

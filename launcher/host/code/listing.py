@@ -56,7 +56,7 @@ def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]
     if tree_of(path) is None:
         if git.below_a_repository(path) and shutil.which("git") is None:
             notes.append("git is not on PATH: no commit recorded, ignored files taken too")
-        return _sensible(path, _walk(path), run, notes), []
+        return _code_among(path, _walk(path), run, notes), []
     tracked, untracked = [], []
     for name in ask_git(git.tracked, path):
         below = os.path.join(path, name)
@@ -76,7 +76,7 @@ def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]
             others += [os.path.join(name, one) for one in inner_tracked + inner_untracked]
         else:
             others.append(name)
-    return tracked, untracked + _sensible(path, others, run, notes)
+    return tracked, untracked + _code_among(path, others, run, notes)
 
 
 def _walk(path: str) -> List[str]:
@@ -88,7 +88,7 @@ def _walk(path: str) -> List[str]:
     return names
 
 
-def _sensible(path: str, names: List[str], run: str, notes: List[str]) -> List[str]:
+def _code_among(path: str, names: List[str], run: str, notes: List[str]) -> List[str]:
     """Those of the untracked files that are code."""
     reasons: Dict[str, Optional[str]] = {}
     kept = []
@@ -107,12 +107,12 @@ def _inside_no_code(path: str, folder: str, run: str, reasons: Dict[str, Optiona
     """Whether `folder` or one above it is a virtual environment or a run directory; `reasons` remembers which."""
     while folder:
         if folder not in reasons:
-            here = os.path.join(path, folder)
+            whole = os.path.join(path, folder)
             reasons[folder] = None
-            other = RunDir(here)
-            if os.path.exists(os.path.join(here, "pyvenv.cfg")):
+            other = RunDir(whole)
+            if os.path.exists(os.path.join(whole, "pyvenv.cfg")):
                 reasons[folder] = "a virtual environment"
-            elif os.path.realpath(here) == run or (other.resolved.exists() and other.recipe.exists()):
+            elif os.path.realpath(whole) == run or (other.resolved.exists() and other.recipe.exists()):
                 reasons[folder] = "a run directory"
         if reasons[folder]:
             return True

@@ -18,6 +18,7 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
+    """The command line of this package; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher.host.image", description="Import a container image once; print its squashfs file."
     )

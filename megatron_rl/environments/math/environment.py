@@ -1,6 +1,6 @@
 """Competition mathematics: problems of a data set, answers checked by math-verify, one number for how it ended.
 
-prompt      the problem and one sentence that says where the answer goes (environments/math_format.py)
+prompt      the problem and one sentence that says where the answer goes (format.py)
 reward      1                   right, and nothing follows
             partial_end_reward  right, but text follows
             format_reward       in the format, but wrong or cut off by the length limit

@@ -1,6 +1,6 @@
 """Are two answers equal? math-verify says, in processes that may hang, grow or die without harm to anyone else.
 
-    event loop -> thread -> child process (environments/verifier_child.py)
+    event loop -> thread -> child process (environments/math/verifier_child.py)
 
 sympy can take for ever on a few characters such as 9^{9^{9^9}}, in code that no exception interrupts. So a child has
 a limit of memory, a thread waits for its verdict with a limit of time, and kills it when that is over.

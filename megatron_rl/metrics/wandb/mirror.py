@@ -52,8 +52,8 @@ class Mirror:
         self._warned = False
         self._start()
 
-    def keep(self) -> None:
-        """Look after the child, now and then. Returns at once."""
+    def restart_if_ended(self) -> None:
+        """Start the child again where it has ended, now and then. Returns at once."""
         if self._process is not None and self._process.poll() is not None:
             self._end(self._process)
         if self._process is None and time.monotonic() >= self._again:

@@ -137,15 +137,15 @@ class BankFile:
     again.
     """
 
-    def __init__(self, path: Path, limit: int, shrink: Callable[[Sequence[Entry], int], list[Entry]]) -> None:
+    def __init__(self, path: Path, limit: int, within: Callable[[Sequence[Entry], int], list[Entry]]) -> None:
         """
         Args:
             limit: bytes the file may have.
-            shrink: which records of a file that would exceed them stay, given the bytes they may have.
+            within: which records of a file that would exceed them stay, given the bytes they may have.
         """
         self.path = path
         self._limit = limit
-        self._shrink = shrink
+        self._within = within
         self._entries: list[Entry] = []
         self._size = 0
         self._failed = False
@@ -157,11 +157,11 @@ class BankFile:
         self._submit(self._append, records)
 
     def compact(
-        self, live: Callable[[Sequence[Entry]], list[Entry]], folded: Sequence[Entry], superseded: Iterable[Path]
+        self, unsettled: Callable[[Sequence[Entry]], list[Entry]], folded: Sequence[Entry], superseded: Iterable[Path]
     ) -> None:
-        """Keep of the own records those that `live` returns, add `folded` ones of other files, then delete the
+        """Keep of the own records those that `unsettled` returns, add `folded` ones of other files, then delete the
         `superseded` files, behind the caller."""
-        self._submit(self._compact, live, list(folded), list(superseded))
+        self._submit(self._compact, unsettled, list(folded), list(superseded))
 
     def wait(self, timeout_s: float) -> bool:
         """Whether all that was asked for is done within `timeout_s`."""
@@ -198,7 +198,7 @@ class BankFile:
         frames = [encode(head, body) for head, body in records]
         needed = sum(map(len, frames))
         if self._size + needed > self._limit:
-            self._replace(self._shrink(self._entries, max(0, self._limit - needed)))
+            self._replace(self._within(self._entries, max(0, self._limit - needed)))
         if self._size + needed > self._limit:
             raise OSError(f"resume.bank_gib is used up: {self._size} of {self._limit} bytes are of finished work")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,11 +217,11 @@ class BankFile:
         self._size = position
 
     def _compact(
-        self, live: Callable[[Sequence[Entry]], list[Entry]], folded: list[Entry], superseded: list[Path]
+        self, unsettled: Callable[[Sequence[Entry]], list[Entry]], folded: list[Entry], superseded: list[Path]
     ) -> None:
-        kept = live([*folded, *self._entries])
+        kept = unsettled([*folded, *self._entries])
         if len(kept) < len(self._entries) or folded:
-            self._replace(self._shrink(kept, self._limit))
+            self._replace(self._within(kept, self._limit))
         for path in superseded:
             path.unlink(missing_ok=True)
 

@@ -48,7 +48,7 @@ class Leaving:
             groups=SimpleNamespace(control=world()),
             checkpointer=saver,
             writer=NoMetrics(),
-            driver=SimpleNamespace(bank=SimpleNamespace(saving=lambda step, next_ordinal: None)),
+            driver=SimpleNamespace(bank=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: None)),
             sharded_state=lambda: sharded_state(1.0),
             counters=dict,
         )

@@ -181,3 +181,10 @@ def test_a_job_of_another_cluster_is_unknown_whatever_has_its_id_here(fake, tmp_
     here, there, unsaid = read_owners(owners)
     assert (here.kind, unsaid.kind) == ("running", "running")
     assert (there.kind, there.reason) == ("unknown", "it is a job of east, and this is west")
+
+
+def test_more_jobs_than_fit_on_a_command_line_are_asked_about_in_parts(fake):
+    fake("squeue", "exit 0")
+    fake("sacct", "exit 0")
+    ids = [str(10_000_000 + number) for number in range(20_000)]
+    assert {job.kind for job in read_jobs(ids).values()} == {"gone"}

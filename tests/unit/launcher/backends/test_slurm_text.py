@@ -11,8 +11,8 @@ from launcher.backends.slurm.parse import (
     Gres,
     gres,
     number,
+    oneliners,
     options,
-    records,
     settings,
     table,
     time_limit_s,
@@ -40,7 +40,7 @@ def test_settings_that_are_numbered_keep_their_number():
 
 
 def test_partitions_of_22_05():
-    low, high = records(text("22.05-partition", "partitions"))
+    low, high = oneliners(text("22.05-partition", "partitions"))
     assert (low["PartitionName"], low["GraceTime"], low["PreemptMode"], low["PriorityTier"]) == (
         "low",
         "20",
@@ -53,15 +53,15 @@ def test_partitions_of_22_05():
 
 
 def test_partitions_of_newer_releases_have_further_keys():
-    (batch,) = records(text("25.05", "partitions"))
+    (batch,) = oneliners(text("25.05", "partitions"))
     assert (batch["Topology"], batch["ExclusiveTopo"], batch["PreemptMode"]) == ("block", "NO", "GANG,SUSPEND")
 
 
 def test_a_value_with_blanks_stays_whole():
-    assert records("NodeName=a OS=Linux 6.1 #1 SMP RealMemory=8") == [
+    assert oneliners("NodeName=a OS=Linux 6.1 #1 SMP RealMemory=8") == [
         {"NodeName": "a", "OS": "Linux 6.1 #1 SMP", "RealMemory": "8"}
     ]
-    assert records("No reservations in the system\n") == []
+    assert oneliners("No reservations in the system\n") == []
 
 
 def test_tables_of_22_05():

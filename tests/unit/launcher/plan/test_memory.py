@@ -8,13 +8,13 @@ import pytest
 import torch
 from core_helpers import VOCAB, tiny_model, tiny_run
 
-from launcher.plan.gpu_memory import Memory, checkpoint_bytes, memory, vocabulary, weights, whole_model
+from launcher.plan.gpu_memory import Memory, checkpoint_bytes, rank_memories, vocabulary, weights, whole_model
 from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
-from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.policy import build_policy, padded_vocab_size
+from megatron_rl.model.policy import build_policy
+from megatron_rl.platform.attention import whole_sequences
 
 MODELS = {
     "tied": {},
@@ -30,7 +30,7 @@ def test_the_number_of_parameters_is_that_of_the_real_model(fields, platform, gr
     model = tiny_model(**fields)
     policy = build_policy(model, VOCAB, platform)
     real = sum(weight.numel() for weight in policy.parameters())
-    assert whole_model(model, padded_vocab_size(VOCAB, model.vocab_multiple)) == real
+    assert whole_model(model, model.padded_vocab_size(VOCAB)) == real
 
 
 def test_of_the_demo_too(platform, groups):
@@ -100,7 +100,7 @@ def memories(config: RunConfig, nodes: int = 8) -> list[Memory]:
     job = config.job.model_copy(update={"nodes": nodes, "gpus_per_node": 8, "device": "cuda"})
     rows = vocabulary(config)
     assert rows is not None
-    return memory(config.model_copy(update={"job": job}), Sizes.of(job, config.placement, job.most_nodes), rows)
+    return rank_memories(config.model_copy(update={"job": job}), Sizes.of(job, config.placement, job.most_nodes), rows)
 
 
 def test_states_take_18_bytes_a_parameter_of_which_adams_12_are_shared_out():
@@ -156,7 +156,7 @@ def test_activations_are_what_autograd_keeps(recompute, fields, platform, groups
                 saved[storage.data_ptr()] = storage
             return tensor
 
-        layout = packed_layout([range(tokens)], tokens, torch.device("cpu"))
+        layout = policy.layout(whole_sequences([tokens]))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), layout).sum()
         kept[layers] = sum(storage.nbytes() for storage in saved.values())
@@ -169,7 +169,7 @@ def activations(model: ModelConfig, layers: int, tokens: int, recompute: str) ->
         model=model.model_dump() | {"num_layers": layers},
         training={"steps": 1, "tokens_per_microbatch": tokens, "recompute": recompute},
     )
-    (found,) = memory(config, Sizes.of(config.job, config.placement, 1), 16)
+    (found,) = rank_memories(config, Sizes.of(config.job, config.placement, 1), 16)
     return next(term.bytes for term in found.terms if term.name == "activations")
 
 

@@ -78,7 +78,8 @@ def test_a_run_that_has_left_an_allocation_has_ended(tmp_path, outcome, then, ba
     begin(run, 1, job_id="7")
     end(run, 1, outcome, then=then, job_id="7", at=1000.0, cause=None, error="boom")
     assert read_status(run, job("RUNNING", "running", batch=batch, started_at=900.0)).state == state
-    assert read_status(run, job("RUNNING", "running", batch=batch, started_at=1100.0)).state == "running", "requeued by hand"
+    requeued_by_hand = job("RUNNING", "running", batch=batch, started_at=1100.0)
+    assert read_status(run, requeued_by_hand).state == "running"
     begin(run, 2, job_id="7")
     assert read_status(run, job("RUNNING", "running", batch=batch, started_at=900.0)).state == "running"
 

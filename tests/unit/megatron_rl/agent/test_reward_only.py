@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
+from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
@@ -60,12 +60,20 @@ class Scripted:
 
 def completion(text: str, cut: bool) -> Completion:
     tokens = TOKENIZER.encode(text) + ([] if cut else [TOKENIZER.eos_id])
-    return Completion(tokens, [-0.5] * len(tokens), "length" if cut else "stop", policy_version=9)
+    return Completion(tokens, [-0.5] * len(tokens), "length" if cut else "stop", [9] * len(tokens))
 
 
-def rollout_group(agent: RewardOnlyAgent, engine: Scripted, size: int) -> TrajectoryGroup:
+def rollout_group(
+    agent: RewardOnlyAgent, engine: Scripted, size: int, timeout_s: float = 60.0, prompt: str = "7="
+) -> TrajectoryGroup:
     request = GroupRolloutRequest(
-        ordinal=5, problem=PROBLEM, group_size=size, sampling=SAMPLING, key=11, inference=engine
+        ordinal=5,
+        problem=Problem(prompt, PROBLEM.golden),
+        group_size=size,
+        sampling=SAMPLING,
+        key=11,
+        inference=engine,
+        reward_timeout_s=timeout_s,
     )
     return asyncio.run(agent.group_rollout(request))
 
@@ -73,7 +81,7 @@ def rollout_group(agent: RewardOnlyAgent, engine: Scripted, size: int) -> Trajec
 def test_a_group_is_one_request_for_all_its_answers() -> None:
     engine = Scripted(["1"])
     rollout_group(Scored(float), engine, 6)
-    assert engine.requests == [GenerationRequest(TOKENIZER.encode("7="), 6, SAMPLING, 11)]
+    assert engine.requests == [GenerationRequest(TOKENIZER.encode("7="), 6, SAMPLING, 11, ordinal=5)]
 
 
 def test_reward_sees_text_without_special_tokens_golden_and_finish_reason() -> None:
@@ -140,7 +148,7 @@ def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own
 
     engine = Gathering(["1"])
     problems = [Problem(f"{number}=", {}) for number in (4, 5, 6)]
-    request = EvaluationRequest(problems, SAMPLING, samples_per_problem=2, key=1, inference=engine)
+    request = EvaluationRequest(problems, SAMPLING, 2, key=1, inference=engine, reward_timeout_s=60.0)
     response = asyncio.run(Scored(float).evaluate(request))
     assert [[trajectory.text for trajectory in group] for group in response.trajectories] == [
         ["1", "1"],
@@ -178,3 +186,35 @@ def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
         ("4", 4.0),
     ]
     assert group.failures == {"get_reward: ValueError: the reward is nan": 1}
+
+
+def test_a_reward_that_takes_too_long_costs_its_answer() -> None:
+    class Endless(ScoredElsewhere):
+        async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+            if response == "3":
+                await asyncio.Event().wait()
+            if response == "4":
+                raise TimeoutError("the verifier's own limit")
+            return await super().get_reward(response, golden, finish_reason)
+
+    group = rollout_group(Endless(float), Scripted(["1", "2", "3", "4"]), 4, timeout_s=0.2)
+    assert [trajectory.text for trajectory in group.trajectories] == ["1", "2"]
+    assert group.failures == {
+        "get_reward: TimeoutError: no score within 0.2 s (environment.reward_timeout_s)": 1,
+        "get_reward: TimeoutError: the verifier's own limit": 1,
+    }
+
+
+def test_a_prompt_too_long_costs_its_problem_in_an_evaluation_and_is_said_to_the_driver() -> None:
+    class Short(Scripted):
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            if len(request.prompt_tokens) > 2:
+                raise PromptTooLong("a prompt of 3 tokens")
+            return await super().generate(request)
+
+    problems = [Problem("4=", {}), Problem("44=", {}), PROBLEM]
+    request = EvaluationRequest(problems, SAMPLING, 1, key=1, inference=Short(["1"]), reward_timeout_s=60.0)
+    response = asyncio.run(Scored(float).evaluate(request))
+    assert [len(group) for group in response.trajectories] == [1, 0, 1]
+    with pytest.raises(PromptTooLong):
+        rollout_group(Scored(float), Short(["1"]), 2, prompt="44=")

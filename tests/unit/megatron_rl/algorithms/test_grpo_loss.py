@@ -1,7 +1,7 @@
 """The GRPO loss of generated tokens equals its definition, in value and in gradient, whatever options are on."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise, product
 
 import pytest
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.importance import truncated_weights
-from megatron_rl.algorithms.loss import GrpoInputs, grpo_loss
+from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
+from megatron_rl.metrics.stats import combined
 
 OPTIONS = [
     GrpoConfig(
@@ -47,20 +48,21 @@ def random_inputs(tokens, seed=0, dtype=torch.float64):
     old = -normal(1).abs() - 0.1
     weights = torch.rand(tokens, generator=generator, dtype=torch.float64)
     weights[::5] = 0
-    return GrpoInputs(
+    return TrainedTokens(
         logprobs=(old + normal(0.3)).to(dtype).requires_grad_(),
         old_logprobs=old.to(dtype),
         advantages=normal(1).to(dtype),
         weights=weights.to(dtype),
         inference_logprobs=(old + normal(0.1)).to(dtype),
         ref_logprobs=(old + normal(0.3)).to(dtype),
+        entropy=normal(1).abs().to(dtype),
     )
 
 
 def select(inputs, index):
     """The tokens at `index`, as inputs of their own."""
-    fields = {name: getattr(inputs, name) for name in GrpoInputs.__slots__}
-    return GrpoInputs(**{name: None if value is None else value[index] for name, value in fields.items()})
+    fields = {name: getattr(inputs, name) for name in TrainedTokens.__slots__}
+    return TrainedTokens(**{name: None if value is None else value[index] for name, value in fields.items()})
 
 
 def token_loss_by_hand(logp, old, advantage, inference, ref, config):
@@ -122,21 +124,21 @@ def test_on_policy_the_gradient_is_the_policy_gradient():
     loss, stats = grpo_loss(inputs, GrpoConfig())
     loss.backward()
     assert torch.equal(inputs.logprobs.grad, -inputs.weights * inputs.advantages)
-    assert stats.maxima["ratio"] == 1
-    assert stats.sums["ratio"] == stats.sums["tokens"] == 40
-    assert stats.sums["clip_low"] == stats.sums["clip_high"] == 0
+    assert stats.ratio_max == 1
+    assert stats.ratio == stats.tokens == 40
+    assert stats.clip_low == stats.clip_high == 0
 
 
 def test_the_clip_binds_only_against_the_advantage():
     """Four ratios of 2 and 1/2, two advantages: only two of them are clipped, and these have no gradient."""
     logprobs = torch.log(torch.tensor([2.0, 2.0, 0.5, 0.5])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    inputs = GrpoInputs(logprobs, torch.zeros(4), advantages, torch.ones(4))
+    inputs = TrainedTokens(logprobs, torch.zeros(4), torch.zeros(4), torch.zeros(4), advantages, torch.ones(4))
     loss, stats = grpo_loss(inputs, GrpoConfig(eps_low=0.2, eps_high=0.28))
     loss.backward()
     torch.testing.assert_close(loss.detach(), torch.tensor(-1.28 + 2 - 0.5 + 0.8))
     torch.testing.assert_close(logprobs.grad, torch.tensor([0, 2, -0.5, 0]))
-    assert stats.sums["clip_high"] == stats.sums["clip_low"] == 1
+    assert stats.clip_high == stats.clip_low == 1
 
 
 def test_importance_weights_are_truncated_and_carry_no_gradient():
@@ -154,8 +156,7 @@ def test_the_order_of_tokens_does_not_matter(order, config):
     loss, stats = grpo_loss(inputs, config)
     permuted_loss, permuted_stats = grpo_loss(select(inputs, order), config)
     torch.testing.assert_close(permuted_loss, loss)
-    torch.testing.assert_close(permuted_stats.sums, stats.sums)
-    torch.testing.assert_close(permuted_stats.maxima, stats.maxima)
+    torch.testing.assert_close(asdict(permuted_stats), asdict(stats))
 
 
 @settings(deadline=None)
@@ -169,10 +170,7 @@ def test_micro_batches_add_up_to_the_batch(cuts, config):
         for start, stop in pairwise(edges)  # equal cuts make empty micro-batches
     ]
     torch.testing.assert_close(sum(part for part, _ in parts), loss)
-    for name, total in stats.sums.items():
-        torch.testing.assert_close(sum(part.sums[name] for _, part in parts), total)
-    for name, largest in stats.maxima.items():
-        assert max(part.maxima[name] for _, part in parts) == largest
+    torch.testing.assert_close(asdict(combined([part for _, part in parts])), asdict(stats))
 
 
 def test_tokens_without_weight_count_for_nothing():
@@ -182,7 +180,7 @@ def test_tokens_without_weight_count_for_nothing():
     loss.backward()
     assert loss == 0
     assert inputs.logprobs.grad.tolist() == [0] * 20
-    assert all(value == 0 for value in [*stats.sums.values(), *stats.maxima.values()])
+    assert not any(asdict(stats).values())
 
 
 def test_an_empty_micro_batch_has_a_loss_to_go_backward_from():
@@ -190,13 +188,13 @@ def test_an_empty_micro_batch_has_a_loss_to_go_backward_from():
     loss, stats = grpo_loss(inputs, OPTIONS[-1])
     loss.backward()
     assert loss == 0
-    assert all(value == 0 for value in [*stats.sums.values(), *stats.maxima.values()])
+    assert not any(asdict(stats).values())
 
 
 def test_stats_are_sums_over_the_trained_tokens():
     config = GrpoConfig(eps_low=0.1, eps_high=0.1, importance_cap=1.05, kl_beta=0.1, kl_estimator="k2")
     inputs = random_inputs(200)
-    _, stats = grpo_loss(inputs, config)
+    loss, stats = grpo_loss(inputs, config)
     trained = select(inputs, inputs.weights != 0)
     rows = list(
         zip(
@@ -220,21 +218,21 @@ def test_stats_are_sums_over_the_trained_tokens():
         "inference_difference": sum(differences),
     }
     assert expected["clip_low"] > 10 and expected["clip_high"] > 10
-    assert {name: value.item() for name, value in stats.sums.items()} == pytest.approx(expected, rel=1e-5)
-    assert stats.maxima["ratio"].item() == pytest.approx(max(ratios), rel=1e-6)
-    assert stats.maxima["inference_difference"].item() == pytest.approx(max(differences), rel=1e-6)
+    assert {name: getattr(stats, name).item() for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert stats.ratio_max.item() == pytest.approx(max(ratios), rel=1e-6)
+    assert stats.inference_difference_max.item() == pytest.approx(max(differences), rel=1e-6)
+    assert stats.entropy.item() == pytest.approx(trained.entropy.sum().item(), rel=1e-5)
+    assert stats.loss.item() == loss.item()
 
 
-def test_stats_name_only_what_was_measured():
-    inputs = replace(random_inputs(5), inference_logprobs=None, ref_logprobs=None)
-    _, stats = grpo_loss(inputs, GrpoConfig())
-    assert set(stats.sums) == {"tokens", "ratio", "clip_low", "clip_high"}
-    assert set(stats.maxima) == {"ratio"}
+def test_stats_have_only_what_was_measured():
+    _, stats = grpo_loss(random_inputs(5), GrpoConfig())
+    assert (stats.kl, stats.importance_weight) == (None, None)
 
 
 def test_stats_carry_no_gradient():
     _, stats = grpo_loss(random_inputs(5), OPTIONS[-1])
-    assert not any(value.requires_grad for value in [*stats.sums.values(), *stats.maxima.values()])
+    assert not any(value.requires_grad for value in asdict(stats).values())
 
 
 def test_without_beta_the_reference_is_not_looked_at():
@@ -243,10 +241,42 @@ def test_without_beta_the_reference_is_not_looked_at():
     assert loss.item() == grpo_loss(inputs, GrpoConfig())[0].item()
 
 
-@pytest.mark.parametrize(
-    ("missing", "config"),
-    [("inference_logprobs", GrpoConfig(importance_cap=2.0)), ("ref_logprobs", GrpoConfig(kl_beta=0.1))],
+def test_a_penalty_without_a_reference_is_refused():
+    with pytest.raises(ValueError, match="needs ref_logprobs"):
+        grpo_loss(replace(random_inputs(5), ref_logprobs=None), GrpoConfig(kl_beta=0.1))
+
+
+with_all_terms = pytest.mark.parametrize(
+    "config", [config for config in OPTIONS if config.importance_cap and config.entropy_coefficient][:4], ids=describe
 )
-def test_an_option_without_its_logprobs_is_refused(missing, config):
-    with pytest.raises(ValueError, match=f"needs {missing}"):
-        grpo_loss(replace(random_inputs(5), **{missing: None}), config)
+
+
+@with_all_terms
+@pytest.mark.parametrize("odd", [99.9, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "inference_logprobs", "ref_logprobs", "entropy"])
+def test_a_token_without_weight_counts_for_nothing_whatever_its_numbers(config, name, odd):
+    inputs = random_inputs(20, dtype=torch.float32)
+    loss, stats = grpo_loss(inputs, config)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    spoiled = getattr(inputs, name).detach().clone()
+    spoiled[::5] = odd
+    spoiled.requires_grad_(name == "logprobs")
+    changed = replace(inputs, **{name: spoiled})
+    same_loss, same_stats = grpo_loss(changed, config)
+    (same_gradient,) = torch.autograd.grad(same_loss, changed.logprobs)
+    assert torch.equal(same_loss, loss) and torch.equal(same_gradient, gradient)
+    assert asdict(same_stats) == asdict(stats)
+
+
+@with_all_terms
+@pytest.mark.parametrize("log_ratio", [99.9, -99.9])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_trained_token_whose_probability_has_changed_beyond_measure_has_a_finite_gradient(
+    config, log_ratio, advantage
+):
+    logprobs = torch.tensor([-0.1 if log_ratio > 0 else -100.0]).requires_grad_()
+    before, one = logprobs.detach() - log_ratio, torch.ones(1)
+    inputs = TrainedTokens(logprobs, before, before, one, advantage * one, one, ref_logprobs=before)
+    loss, _ = grpo_loss(inputs, config)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()

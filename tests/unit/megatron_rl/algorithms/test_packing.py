@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, VOCAB, answer_logprobs, answer_of, prompt_of, tiny_policy, trajectory
+from core_helpers import VOCAB, answer_logprobs, answer_of, packed, prompt_of, tiny_policy, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.algorithms.logprobs import token_logprobs
-from megatron_rl.algorithms.packing import MicroBatch, microbatches
 from megatron_rl.model.policy import Policy
 
 TOKENS = st.integers(0, VOCAB - 1)
@@ -50,14 +49,14 @@ def targets_of(trajectories: list[Trajectory]) -> Tensor:
     return torch.tensor([token for trajectory in trajectories for token in answer_of(trajectory)])
 
 
-def logprobs_of(policy: Policy, trajectories: list[Trajectory], packed: list[MicroBatch]) -> Tensor:
+def logprobs_of(policy: Policy, trajectories: list[Trajectory], limit: int) -> Tensor:
     """[answer tokens], in the order of the trajectories; NaN where no micro-batch holds the token."""
     targets = targets_of(trajectories)
     parts = torch.full((len(targets),), torch.nan)
-    for micro in packed:
-        logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
-        logprobs, _ = token_logprobs(logits, targets[micro.answer_tokens], 1.0)
-        parts = parts.index_put((micro.answer_tokens,), logprobs)
+    for micro in packed(trajectories, limit=limit):
+        logits = policy(micro.tokens, micro.positions, policy.layout(micro), micro.select)
+        logprobs, _ = token_logprobs(logits, micro.targets, 1.0)
+        parts = parts.index_put((micro.trained,), logprobs)
     return parts
 
 
@@ -66,8 +65,8 @@ def logprobs_of(policy: Policy, trajectories: list[Trajectory], packed: list[Mic
 def test_logprobs_are_those_of_each_sequence_alone(policy: Policy, trajectories: list[Trajectory], limit: int) -> None:
     alone = torch.cat([answer_logprobs(policy, prompt_of(each), answer_of(each)) for each in trajectories])
     with torch.no_grad():
-        packed = logprobs_of(policy, trajectories, microbatches(trajectories, range(len(trajectories)), limit, CPU))
-    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+        together = logprobs_of(policy, trajectories, limit)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
 @given(trajectories=batches(), limit=LIMIT, data=st.data())
@@ -75,16 +74,16 @@ def test_every_chosen_answer_token_appears_exactly_once(trajectories: list[Traje
     chosen = data.draw(st.lists(st.integers(0, len(trajectories) - 1), unique=True))
     starts = [sum(len(answer_of(each)) for each in trajectories[:index]) for index in range(len(trajectories))]
     expected = [starts[index] + t for index in chosen for t in range(len(answer_of(trajectories[index])))]
-    packed = microbatches(trajectories, chosen, limit, CPU)
-    assert [token for micro in packed for token in micro.answer_tokens.tolist()] == expected
-    assert all(len(micro.select) == len(micro.answer_tokens) > 0 for micro in packed)
+    made = packed(trajectories, chosen, limit)
+    assert [token for micro in made for token in micro.trained.tolist()] == expected
+    assert all(len(micro.select) == len(micro.targets) == len(micro.trained) > 0 for micro in made)
 
 
 @given(trajectories=batches(), limit=LIMIT)
 def test_the_limit_holds_but_for_an_answer_that_alone_exceeds_it(trajectories: list[Trajectory], limit: int) -> None:
     owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
-    for micro in microbatches(trajectories, range(len(trajectories)), limit, CPU):
-        answers = {owner[token] for token in micro.answer_tokens.tolist()}
+    for micro in packed(trajectories, limit=limit):
+        answers = {owner[token] for token in micro.trained.tolist()}
         assert len(micro.tokens) <= limit or len(answers) == 1
 
 
@@ -92,9 +91,8 @@ def test_the_limit_holds_but_for_an_answer_that_alone_exceeds_it(trajectories: l
 def test_no_micro_batch_could_have_taken_the_next_answer(trajectories: list[Trajectory], limit: int) -> None:
     """Together with the limit: there are as few as the order allows."""
     owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
-    packed = microbatches(trajectories, range(len(trajectories)), limit, CPU)
-    for micro in packed[:-1]:
-        members = sorted({owner[token] for token in micro.answer_tokens.tolist()})
+    for micro in packed(trajectories, limit=limit)[:-1]:
+        members = sorted({owner[token] for token in micro.trained.tolist()})
         assert counted(trajectories[members[0] : members[-1] + 2]) > limit
 
 
@@ -107,7 +105,7 @@ def counted(trajectories: list[Trajectory]) -> int:
 @given(prompt=PROMPT, answers=st.lists(ANSWER, min_size=1, max_size=6))
 def test_a_group_computes_every_beginning_once_and_no_last_token(prompt: list[int], answers: list[list[int]]) -> None:
     trajectories = [trajectory(prompt, answer) for answer in answers]
-    (micro,) = microbatches(trajectories, range(len(trajectories)), 10**9, CPU)
+    (micro,) = packed(trajectories)
     beginnings = {tuple(answer[:length]) for answer in answers for length in range(1, len(answer))}
     assert len(micro.tokens) == len(prompt) + len(beginnings)
 
@@ -121,10 +119,7 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
 
     def loss_and_gradient(limit: int) -> tuple[Tensor, list[Tensor]]:
         policy.zero_grad()
-        loss = (
-            logprobs_of(policy, trajectories, microbatches(trajectories, range(len(trajectories)), limit, CPU))
-            * weights
-        ).sum()
+        loss = (logprobs_of(policy, trajectories, limit) * weights).sum()
         loss.backward()
         return loss.detach(), [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
 
@@ -133,7 +128,7 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
 
 
 def test_nothing_chosen_makes_no_micro_batch() -> None:
-    assert microbatches([trajectory([1], [2])], [], 10, CPU) == []
+    assert packed([trajectory([1], [2])], []) == []
 
 
 @given(st.floats(0.1, 3.0), st.integers(0, 1000))

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.loss import GrpoInputs, grpo_loss
+from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
 
 LENGTHS = torch.tensor([7, 1, 12, 4, 9, 12])
@@ -103,13 +103,14 @@ def our_loss(batch, config, normaliser=None):
     if normaliser is None:
         normaliser = local_normaliser(LENGTHS, trained, config.reduction)
     weights = token_weights(LENGTHS, trained, config.reduction, normaliser).double()
-    inputs = GrpoInputs(
+    inputs = TrainedTokens(
         logprobs=batch.logprobs[batch.mask],
         old_logprobs=batch.old[batch.mask],
         advantages=batch.advantages.repeat_interleave(LENGTHS),
         weights=weights.repeat_interleave(LENGTHS),
         inference_logprobs=batch.inference[batch.mask],
         ref_logprobs=batch.reference[batch.mask],
+        entropy=torch.zeros_like(batch.old[batch.mask]),
     )
     return grpo_loss(inputs, config)
 
@@ -144,8 +145,8 @@ def test_loss_gradient_and_metrics_equal_trl(trl_trainer, batch, loss_type, redu
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-6, atol=1e-9)
 
-    means = {name: (value / stats.sums["tokens"]).item() for name, value in stats.sums.items()}
-    assert means["clip_low"] == pytest.approx(metrics["clip_ratio/low_mean"], rel=1e-6)
-    assert means["clip_high"] == pytest.approx(metrics["clip_ratio/high_mean"], rel=1e-6)
-    assert means["clip_low"] > 0 and means["clip_high"] > 0
-    assert means.get("kl") == (pytest.approx(metrics["kl"], rel=1e-5) if "kl" in metrics else None)
+    assert stats.clip_low / stats.tokens == pytest.approx(metrics["clip_ratio/low_mean"], rel=1e-6)
+    assert stats.clip_high / stats.tokens == pytest.approx(metrics["clip_ratio/high_mean"], rel=1e-6)
+    assert stats.clip_low > 0 and stats.clip_high > 0
+    assert (stats.kl is None) == ("kl" not in metrics)
+    assert stats.kl is None or stats.kl / stats.tokens == pytest.approx(metrics["kl"], rel=1e-5)

@@ -1,5 +1,7 @@
 """The arithmetic environment: reasoning-gym's sums, each once, split for good, and strictly scored."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -109,3 +111,19 @@ def test_bad_arguments_are_refused(args: dict[str, Any], complaint: str) -> None
 def test_alphabet_that_lacks_a_character_is_refused_at_start() -> None:
     with pytest.raises(ValueError, match="no token for the character '-'"):
         environment(alphabet="0123456789+=")
+
+
+def test_its_tasks_come_without_the_package_around_them_which_can_still_be_imported() -> None:
+    """All tasks of reasoning-gym import matplotlib, among others: most of a second of every start of a rank."""
+    program = """
+import sys
+from megatron_rl.environments.arithmetic import _chain_sum
+alone = _chain_sum()
+assert not {"matplotlib", "reasoning_gym", "reasoning_gym.arithmetic"} & set(sys.modules)
+from reasoning_gym.arithmetic import chain_sum
+assert chain_sum is not alone and _chain_sum() is chain_sum
+drawn = [[task["question"] for task in module.ChainSumDataset(module.ChainSumConfig(seed=3, size=20))]
+         for module in (alone, chain_sum)]
+assert drawn[0] == drawn[1]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

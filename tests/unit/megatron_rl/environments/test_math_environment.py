@@ -141,12 +141,12 @@ class Scripted:
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         answers = [[*map(ord, text), 0] for text in self.texts]
-        return [Completion(tokens, [-1.0] * len(tokens), "stop", 3) for tokens in answers]
+        return [Completion(tokens, [-1.0] * len(tokens), "stop", [3] * len(tokens)) for tokens in answers]
 
 
 def answered(environment: MathEnvironment, texts: list[str]) -> TrajectoryGroup:
     problem = environment.training_problems()[-1]
-    request = GroupRolloutRequest(0, problem, len(texts), Sampling(max_new_tokens=99), 0, Scripted(texts))
+    request = GroupRolloutRequest(0, problem, len(texts), Sampling(max_new_tokens=99), 0, Scripted(texts), 60.0)
     return asyncio.run(environment.group_rollout(request))
 
 
@@ -199,9 +199,8 @@ print(*sorted({name.split(".")[0] for name in sys.modules} & {"datasets", "math_
 
 def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, groups: Any) -> None:
     """The whole way: prompts of the file, answers of a tiny policy, rewards, one update."""
+    from bank_helpers import bank_in, drive
     from core_helpers import build_run, tiny_run
-
-    from megatron_rl.metrics.tally import Tally
 
     characters = "".join(sorted(set("What is 1/4 + 1/4? 2 + 3 + 2? 7 - 1?\\boxed{}0123456789")))
     config = tiny_run(
@@ -222,8 +221,9 @@ def test_a_run_trains_on_a_data_set_of_this_machine(data: Path, platform: Any, g
     write(data / "held-out.jsonl", [("7 - 1?", "6")])
     write(data / "train.jsonl", [("1/4 + 1/4?", "1/2"), ("2 + 2?", "4")])
     run = build_run(config, platform, groups)
+    drive(run, bank_in(data / "bank"))
     assert run.evaluate() == {"eval/sums/greedy_accuracy": 0.0, "eval/prompt_format": "boxed"}
     batch = run.driver.collect(0)
     rewards = {trajectory.reward for made in batch.groups for trajectory in made.trajectories}
     assert rewards == {-1.0}  # such a policy boxes nothing
-    assert len(run.trainer.train(batch, 1, Tally())) == 1
+    assert run.trainer.train(batch, 1).update.updates == 1

@@ -4,6 +4,7 @@ had."""
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from core_helpers import END, answer_logprobs, tiny_model, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, UnderWay
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
@@ -47,23 +48,23 @@ def answers(engine: Engine, asked: Sequence[GenerationRequest]) -> list[list[Com
     return asyncio.run(together())
 
 
-def interrupted(engine: Engine, asked: Sequence[GenerationRequest], steps: int) -> list[UnderWay]:
-    """What is under way after so many steps."""
-
-    async def begin() -> list[UnderWay]:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in asked]
-        for _ in range(2 * steps + 1):
-            await asyncio.sleep(0)
-        found = engine.under_way()
-        for task in tasks:
-            task.cancel()
-        return found
-
-    return asyncio.run(begin())
+def interrupted(engine: Engine, asked: Sequence[GenerationRequest], steps: int) -> list[PartialAnswer]:
+    """What there is after so many steps, before all is forgotten."""
+    for request in asked:
+        engine.submit(request)
+    for _ in range(steps):
+        engine.step()
+    found = engine.partial_answers()
+    for request in asked:
+        engine.cancel(request.id)
+    return found
 
 
-def resumed(asked: Sequence[GenerationRequest], found: Sequence[UnderWay]) -> list[GenerationRequest]:
-    return [replace(one, known={each.sample: each.beginning for each in found if each.request is one}) for one in asked]
+def resumed(asked: Sequence[GenerationRequest], found: Sequence[PartialAnswer]) -> list[GenerationRequest]:
+    known: dict[str, dict[int, Beginning]] = defaultdict(dict)
+    for each in found:
+        known[each.request_id][each.sample] = each.beginning
+    return [replace(one, known=known[one.id]) for one in asked]
 
 
 def assert_same(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Completion]]) -> None:
@@ -100,7 +101,7 @@ def test_answers_may_be_cut_anywhere_each_for_itself(
         replace(
             request,
             known={
-                i: Beginning(completion.tokens[:length], completion.logprobs[:length], 0)
+                i: Beginning(completion.tokens[:length], completion.logprobs[:length], completion.versions[:length])
                 for i, (completion, length) in enumerate(zip(completions, cuts[3 * request.key :], strict=False))
                 if length
             },
@@ -112,8 +113,8 @@ def test_answers_may_be_cut_anywhere_each_for_itself(
 
 def test_the_known_tokens_and_their_logprobs_are_handed_back_as_they_are(policy: Policy) -> None:
     """Even those that these weights would not sample; what follows has the log-probs of these weights."""
-    known = Beginning([3, 3, 3], [-1.25, -2.5, -0.0625], 0)
-    request = GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 5, {1: known})
+    known = Beginning([3, 3, 3], [-1.25, -2.5, -0.0625], [0, 0, 0])
+    request = GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 5, known={1: known})
     ((_, completion),) = answers(engine_of(policy), [request])
     assert completion.tokens[:3] == [3, 3, 3]
     assert completion.logprobs[:3] == [-1.25, -2.5, -0.0625]
@@ -122,41 +123,53 @@ def test_the_known_tokens_and_their_logprobs_are_handed_back_as_they_are(policy:
     torch.testing.assert_close(torch.tensor(completion.logprobs[3:]), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_resumed_answer_is_as_old_as_its_oldest_token(policy: Policy) -> None:
+def test_every_token_says_which_weights_sampled_it(policy: Policy) -> None:
+    """Those of an earlier attempt, those before and those after new weights are published in the middle."""
     engine = engine_of(policy)
+    engine.policy_version = 8
+    known = {0: Beginning([3, 3], [-1.0, -1.0], [4, 5])}
+    request = GenerationRequest(PROMPTS[0], 4, Sampling(max_new_tokens=12), 7, known=known)
+    engine.submit(request)
+    for _ in range(3):
+        engine.step()
     engine.policy_version = 9
-    known = {0: Beginning([3], [-1.0], 4)}
-    (completions,) = answers(engine, [GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 0, known)])
-    assert [completion.policy_version for completion in completions] == [4, 9]
+    while engine.busy:
+        engine.step()
+    resumed, *fresh = engine.take(request.id) or []
+    assert resumed.versions == [4, 5, 8, 8, 8, *[9] * (len(resumed.tokens) - 5)]
+    for completion in fresh:
+        assert completion.versions == [8, 8, 8, *[9] * 12][: len(completion.tokens)]
+    assert any(len(completion.tokens) > 3 for completion in fresh)
+    assert len(resumed.tokens) > 5
 
 
 def test_answers_known_to_their_end_cost_nothing(policy: Policy) -> None:
     engine = engine_of(policy)
-    known = {0: Beginning([3, END], [-1.0, -2.0], 1), 1: Beginning([2] * 12, [-1.0] * 12, 2)}
-    (completions,) = answers(engine, [GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 0, known)])
+    known = {0: Beginning([3, END], [-1.0, -2.0], [1, 1]), 1: Beginning([2] * 12, [-1.0] * 12, [2] * 12)}
+    (completions,) = answers(engine, [GenerationRequest(PROMPTS[0], 2, SAMPLINGS["plain"], 0, known=known)])
     assert [completion.finish_reason for completion in completions] == ["stop", "length"]
     assert [completion.tokens for completion in completions] == [[3, END], [2] * 12]
     assert engine.busy_s == 0.0
 
 
-def test_a_finished_answer_is_under_way_until_its_siblings_are_finished_too(policy: Policy) -> None:
-    """Else it would be lost with the request; nothing is under way once that is answered."""
+def test_a_finished_answer_is_partial_work_until_its_siblings_are_finished_too(policy: Policy) -> None:
+    """Else it would be lost with the request; there is none once that is answered."""
     engine = engine_of(policy)
     asked = requests(SAMPLINGS["plain"], samples=8)
     found = interrupted(engine, asked, steps=8)
     ended = [each for each in found if each.beginning.tokens[-1] == END]
     assert ended
-    assert len({(id(each.request), each.sample) for each in found}) == len(found)
+    assert len({(each.request_id, each.sample) for each in found}) == len(found)
     again = engine_of(policy)
     answers(again, asked)
-    assert again.under_way() == []
+    assert again.partial_answers() == []
 
 
-def test_an_engine_whose_callers_were_interrupted_starts_afresh(policy: Policy) -> None:
+def test_an_engine_whose_requests_were_cancelled_starts_afresh(policy: Policy) -> None:
     engine = engine_of(policy)
     asked = requests(SAMPLINGS["plain"])
     interrupted(engine, asked, steps=3)
-    assert engine.under_way() == []
+    assert engine.partial_answers() == []
     assert_same(answers(engine, asked), answers(engine_of(policy), asked))
 
 

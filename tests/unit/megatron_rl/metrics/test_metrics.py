@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
-from megatron_rl.metrics.names import STEP_METRICS, check_name
-from megatron_rl.metrics.report import rollout_metrics, update_metrics
-from megatron_rl.metrics.tally import Tally
+from megatron_rl.metrics.names import STEP_METRICS, TIMED, Step, check_name, metrics_of
+from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats, reductions
+from megatron_rl.metrics.tally import Reduction, Tally
 from megatron_rl.metrics.writer import MetricsWriter, NoMetrics, Writer, cut_back
-from megatron_rl.training.optimizer import Update
 
 
 def line(**metrics: Any) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def test_a_name_that_is_not_registered_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_registered_name_has_a_meaning() -> None:
-    for name, meaning in STEP_METRICS.items():
+    for name, metric in STEP_METRICS.items():
         check_name(name)
-        assert meaning
+        assert metric.meaning
         assert "/" not in name or name.startswith(("time/", "throughput/", "system/"))
 
 
@@ -148,80 +148,113 @@ def test_the_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 # Numbers
 
 
-def test_a_tally_keeps_sums_maxima_and_minima_apart(groups: Any) -> None:
+def test_a_tally_keeps_every_digit_of_a_double(groups: Any) -> None:
     tally = Tally()
-    for value in (3.0, 1.0, 2.0):
-        tally.add("sum", value)
-        tally.maximum("largest", torch.tensor(value))
-        tally.minimum("smallest", value)
-    assert tally.reduce(groups.control) == {"sum": 6.0, "largest": 3.0, "smallest": 1.0}
+    tally.put("sum", Reduction.SUM, 2.0**40 + 2.0**-10)
+    tally.put("largest", Reduction.MAX, torch.tensor(3.0))
+    assert tally.reduce(groups.control) == {"sum": 2.0**40 + 2.0**-10, "largest": 3.0}
 
 
-def test_a_tally_sums_in_double_precision(groups: Any) -> None:
-    tally = Tally()
-    tally.add("sum", 2.0**40)
-    tally.add("sum", 2.0**-10)
-    assert tally.reduce(groups.control)["sum"] == 2.0**40 + 2.0**-10
+BATCH = BatchStats(
+    answers=4,
+    groups=2,
+    groups_with_signal=1,
+    reward=3.0,
+    reward_squared=3.0,
+    answer_tokens=10,
+    answer_length_max=4,
+    answer_length_min=1,
+    prompt_tokens=16,
+    packed_tokens=13,
+    truncated=1,
+    failed=1,
+    staleness=2,
+    staleness_max=2,
+)
+LOSS = LossStats(
+    loss=0.6,
+    tokens=10,
+    entropy=20.0,
+    ratio=11.0,
+    ratio_max=2.0,
+    clip_low=1,
+    clip_high=2,
+    inference_difference=0.1,
+    inference_difference_max=0.05,
+    kl=None,
+    importance_weight=None,
+)
+UPDATE = UpdateStats(updates=2, applied=2, grad_norm=4.0, learning_rate=2e-3)
 
 
-ROLLOUTS = {
-    "answers": 4,
-    "groups": 2,
-    "reward": 3.0,
-    "reward_squared": 3.0,
-    "signal": 1,
-    "answer_tokens": 10,
-    "answer_length_max": 4,
-    "answer_length_min": 1,
-    "prompt_tokens": 16,
-    "truncated": 1,
-    "staleness": 2,
-    "staleness_max": 2,
-    "failed": 1,
-    "packed_tokens": 13,
-}
+def metrics(loss: LossStats | None = LOSS, update: UpdateStats = UPDATE, **others: Any) -> dict[str, Any]:
+    """Of a step that was so."""
+    facts = {
+        "generation_rounds": 1,
+        "first_ordinal": 8,
+        "next_ordinal": 10,
+        "policy_version": 4,
+        "dropped": {},
+        "failures": {"timeout": 1},
+        "ranks": 2,
+        "seconds": dict.fromkeys(TIMED, 0.5),
+        **others,
+    }
+    return metrics_of(Step(stats=StepStats(BATCH, loss, update), **facts))
 
 
-def test_rollout_metrics_are_means_over_the_answers() -> None:
-    metrics = rollout_metrics(ROLLOUTS)
-    assert metrics["mean_reward"] == 0.75
-    assert metrics["reward_std"] == pytest.approx(math.sqrt(3) / 4)
-    assert metrics["nonzero_groups_ratio"] == 0.5
-    assert metrics["answer_length"] == 2.5
-    assert metrics["truncated_ratio"] == 0.25
-    assert metrics["packed_tokens_ratio"] == 0.5
-    assert metrics["failed_rollouts"] == 1
+def test_batch_metrics_are_means_over_the_answers() -> None:
+    found = metrics()
+    assert found["mean_reward"] == 0.75
+    assert found["reward_std"] == pytest.approx(math.sqrt(3) / 4)
+    assert found["nonzero_groups_ratio"] == 0.5
+    assert found["answer_length"] == 2.5
+    assert found["truncated_ratio"] == 0.25
+    assert found["packed_tokens_ratio"] == 0.5
+    assert found["failed_rollouts"] == 1
+    assert found["failed_rollouts_by_reason"] == {"timeout": 1}
+    assert (found["first_ordinal"], found["next_ordinal"], found["policy_version"]) == (8, 10, 4)
 
 
-UPDATES = {
-    "loss": 0.6,
-    "entropy": 20.0,
-    "sum/tokens": 10,
-    "sum/clip_low": 1,
-    "sum/clip_high": 2,
-    "sum/ratio": 11.0,
-    "max/ratio": 2.0,
-    "sum/inference_difference": 0.1,
-    "max/inference_difference": 0.05,
-}
-
-
-def test_update_metrics_leave_out_what_was_not_measured() -> None:
-    metrics = update_metrics(UPDATES, [Update(1.0, 1e-3, True), Update(3.0, 2e-3, True)])
-    assert metrics["loss"] == pytest.approx(0.3)
-    assert metrics["grad_norm"] == 2.0
-    assert metrics["learning_rate"] == 2e-3
-    assert metrics["clip_fraction"] == pytest.approx(0.3)
-    assert metrics["entropy"] == 2.0
-    assert "kl" not in metrics
-    assert update_metrics(UPDATES | {"sum/kl": 0.5}, [Update(1.0, 1e-3, True)])["kl"] == 0.05
+def test_loss_metrics_are_means_over_the_trained_tokens_and_absent_where_not_measured() -> None:
+    found = metrics()
+    assert found["loss"] == pytest.approx(0.3)
+    assert found["grad_norm"] == 2.0
+    assert found["learning_rate"] == 2e-3
+    assert found["clip_fraction"] == pytest.approx(0.3)
+    assert found["entropy"] == 2.0
+    assert not {"kl", "importance_weight", "dropped_ordinals"} & found.keys()
+    assert metrics(replace(LOSS, kl=0.5))["kl"] == 0.05
+    for nothing in (metrics(None), metrics(replace(LOSS, tokens=0))):
+        assert not {"entropy", "clip_fraction", "importance_ratio_max"} & nothing.keys()
 
 
 def test_a_skipped_update_is_counted_and_has_no_gradient_norm() -> None:
-    skipped = Update(math.nan, 1e-3, applied=False)
-    assert update_metrics(UPDATES, [skipped, Update(3.0, 1e-3, True)])["grad_norm"] == 3.0
-    assert update_metrics(UPDATES, [skipped, Update(3.0, 1e-3, True)])["skipped_updates"] == 1
-    assert "grad_norm" not in update_metrics(UPDATES, [skipped])
+    one_skipped = metrics(update=replace(UPDATE, applied=1, grad_norm=3.0))
+    assert (one_skipped["grad_norm"], one_skipped["skipped_updates"]) == (3.0, 1)
+    assert "grad_norm" not in metrics(update=replace(UPDATE, applied=0, grad_norm=0))
+
+
+def test_seconds_and_throughput_are_of_the_phases_of_a_step() -> None:
+    found = metrics()
+    assert found["time/step_s"] == 3.0
+    assert {found[f"time/{phase.replace('-', '_')}_s"] for phase in TIMED} == {0.5}
+    assert found["throughput/tokens_per_s"] == pytest.approx(10 / 3)
+    assert found["throughput/tokens_per_s_per_rank"] == pytest.approx(10 / 3 / 2)
+    assert found["throughput/generated_tokens_per_s"] == 20.0
+
+
+def test_every_field_of_the_statistics_says_how_it_adds_up(groups: Any) -> None:
+    stats = StepStats(BATCH, LOSS, UPDATE)
+    tally = Tally()
+    stats.put(tally)
+    total = tally.reduce(groups.control)
+    assert len(total) == len(fields(BATCH)) + len(fields(LOSS)) - 2 + len(fields(UPDATE))
+    assert stats.reduced(total) == stats
+    assert {name for name, reduction in reductions(LossStats).items() if reduction is Reduction.MAX} == {
+        "ratio_max",
+        "inference_difference_max",
+    }
 
 
 def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import (
-    CPU,
     PADDED_VOCAB,
     VOCAB,
     answer_of,
     full_forward,
     in_their_names,
+    packed,
     prompt_of,
     random_groups,
     tiny_model,
@@ -21,10 +21,9 @@ from core_helpers import (
 )
 
 from megatron_rl.algorithms.logprobs import token_logprobs
-from megatron_rl.algorithms.packing import microbatches
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.attention import packed_layout
 from megatron_rl.model.config import Recompute
+from megatron_rl.platform.attention import whole_sequences
 
 SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
 
@@ -66,11 +65,10 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     policy = tiny_policy(platform, model, recompute=recompute)
     twin = witness(policy, model)
     trajectories = [trajectory for made in random_groups(4, 4) for trajectory in made.trajectories]
-    (micro,) = microbatches(trajectories, range(len(trajectories)), 10_000, CPU)
-    targets = torch.tensor([token for trajectory in trajectories for token in answer_of(trajectory)])
+    (micro,) = packed(trajectories)
 
-    logits = policy(micro.tokens, micro.positions, micro.layout, micro.select)
-    logprobs, _ = token_logprobs(logits, targets[micro.answer_tokens], 1.0)
+    logits = policy(micro.tokens, micro.positions, policy.layout(micro), micro.select)
+    logprobs, _ = token_logprobs(logits, micro.targets, 1.0)
     alone = []
     for trajectory in trajectories:
         start = len(prompt_of(trajectory)) - 1
@@ -79,10 +77,10 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
         alone.append(
             torch.log_softmax(their_logits, -1).gather(1, torch.tensor(answer_of(trajectory))[:, None]).squeeze(1)
         )
-    expected = torch.cat(alone)[micro.answer_tokens]
+    expected = torch.cat(alone)[micro.trained]
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
 
-    spread = torch.randn(len(targets), generator=torch.Generator().manual_seed(0))
+    spread = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0))
     (logprobs * spread).sum().backward()
     (expected * spread).sum().backward()
     gradients = in_their_names(policy, model, lambda weight: weight.grad)
@@ -99,10 +97,10 @@ def test_the_rows_that_pad_the_embedding_have_no_logits(platform: Any, groups: A
 def test_only_the_selected_tokens_have_logits(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform)
     trajectories = [trajectory for made in random_groups(2, 3) for trajectory in made.trajectories]
-    (micro,) = microbatches(trajectories, range(len(trajectories)), 10_000, CPU)
+    (micro,) = packed(trajectories)
     with torch.no_grad():
-        everything = policy(micro.tokens, micro.positions, micro.layout)
-        selected = policy(micro.tokens, micro.positions, micro.layout, micro.select)
+        everything = policy(micro.tokens, micro.positions, policy.layout(micro))
+        selected = policy(micro.tokens, micro.positions, policy.layout(micro), micro.select)
     assert everything.shape == (len(micro.tokens), VOCAB)
     torch.testing.assert_close(selected, everything[micro.select], rtol=1e-6, atol=1e-6)
 
@@ -160,7 +158,7 @@ def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layout = packed_layout([range(len(SENTENCE))], len(SENTENCE), CPU)
+            layout = policy.layout(whole_sequences([len(SENTENCE)]))
             logits = policy(torch.tensor(SENTENCE), torch.arange(len(SENTENCE)), layout)
         logits.logsumexp(-1).sum().backward()
         return sum(sizes), policy.decoder.layers[0].mlp.linear_fc1.weight.grad

@@ -39,6 +39,7 @@ attempt = RunDir(sys.argv[1]).attempt(1)
 activity = Activity(attempt, published=False)
 box = BlackBox(attempt, 3, 8, activity)
 box.start()
+box.start_heartbeats()
 activity.enter("generating", 41)
 print("started", flush=True)
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bank_helpers import line
+from bank_helpers import bank_in, collect, drive
 from core_helpers import answer_of, build_run, tiny_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.rank import safe_points
+from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.scheduler import RowAnswer, StepPlan
 from megatron_rl.rollout.bank import bank as bank_module
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
-from megatron_rl.rollout.bank.memory import NoBank
 from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.run import Run
 
@@ -42,11 +42,6 @@ def run(platform: Any, groups: Any) -> Run:
     return run_of(platform, groups)
 
 
-@pytest.fixture(autouse=True)
-def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(run: Run) -> list[TrajectoryGroup]:
     run.engine.policy_version = 0
@@ -54,32 +49,9 @@ def undisturbed(run: Run) -> list[TrajectoryGroup]:
 
 
 def bank_of(run: Run, folder: Path, attempt: int, resume: ResumeConfig = KEEP, version: int = 0, **where: int) -> Bank:
+    """Of an attempt that goes on with weights of this version, which the engine then has."""
     run.engine.policy_version = version
-    place = {"next_ordinal": 0, "driver": 0, "drivers": 1} | where
-    return Bank(folder, run.engine, resume, line(attempt, version), **place)  # type: ignore[arg-type]
-
-
-def collect(
-    run: Run, bank: Bank | None = None, share: range = range(PROMPTS), stop_after: int | None = None
-) -> list[TrajectoryGroup]:
-    """A driver's groups; none where it was asked to leave after `stop_after` steps of the engine."""
-    run.driver.bank = bank or NoBank(run.engine)
-    step, steps = run.engine.step, 0
-
-    def counted() -> None:
-        nonlocal steps
-        step()
-        steps += 1
-        run.safe_points.drain.asked |= steps == stop_after
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.engine, "step", counted)
-        try:
-            return run.driver._roll_out(share)
-        finally:
-            run.safe_points.drain.asked = False
-            if bank is not None:
-                bank.close()
+    return bank_in(folder, attempt, resume, version, **where)
 
 
 def tokens(groups: list[TrajectoryGroup]) -> list[list[list[int]]]:
@@ -99,7 +71,7 @@ def assert_equal(groups: list[TrajectoryGroup], expected: list[TrajectoryGroup])
 def banked_tokens(folder: Path) -> int:
     """Of answers under way, each counted once."""
     heads = [entry.head for path in bank_files(folder) for entry in scan(path).entries]
-    return sum(head["count"] for head in heads if head["kind"] == "stretch")
+    return sum(head["count"] for head in heads if head["kind"] == "part")
 
 
 # keep
@@ -133,15 +105,15 @@ def test_however_often_it_is_interrupted(
 def test_no_token_is_paid_for_twice(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
     """But for those of the decode steps that the engine makes while it is being left."""
     sampled = 0
-    take = run.engine._take
+    execute = ModelRunner.execute
 
-    def counted(rows: slice, logits: Any) -> None:
+    def counted(runner: ModelRunner, plan: StepPlan) -> list[RowAnswer]:
         nonlocal sampled
-        sampled += len(logits)
-        take(rows, logits)
+        sampled += len(plan.rows)
+        return execute(runner, plan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.engine, "_take", counted)
+        patch.setattr(ModelRunner, "execute", counted)
         for attempt, stop_after in enumerate((5, 9, 13, None), start=1):
             collect(run, bank_of(run, tmp_path, attempt), stop_after=stop_after)
     needed = sum(len(answer) for group in tokens(undisturbed) for answer in group)
@@ -162,7 +134,7 @@ def test_a_finished_step_is_neither_generated_nor_scored_again(
     assert collect(run, bank_of(run, tmp_path, 2)) == undisturbed
 
 
-def test_what_is_under_way_is_written_now_and_then(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_answers_are_written_now_and_then(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL takes what is newer than `resume.flush_s`."""
     bank = bank_of(run, tmp_path, 1, ResumeConfig(flush_s=0.001))
     seen = []
@@ -179,10 +151,9 @@ def test_what_is_under_way_is_written_now_and_then(run: Run, tmp_path: Path, mon
 
 def test_evaluation_leaves_nothing_in_the_bank(run: Run, tmp_path: Path) -> None:
     bank = bank_of(run, tmp_path, 1)
-    run.driver.bank = bank
+    drive(run, bank)
     run.evaluate()
-    bank.flush()
-    bank.close()
+    run.driver.close()
     assert banked_tokens(tmp_path) == 0
 
 
@@ -193,9 +164,7 @@ def test_evaluation_leaves_nothing_in_the_bank(run: Run, tmp_path: Path) -> None
 def torn_bank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
     """Name and content of the file of a step that was interrupted twice."""
     folder = tmp_path_factory.mktemp("torn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safe_points, "LOOK_EVERY_S", 0.0)
-        collect(run, bank_of(run, folder, 1, ResumeConfig(flush_s=0.001)), stop_after=25)
+    collect(run, bank_of(run, folder, 1, ResumeConfig(flush_s=0.001)), stop_after=25)
     (path,) = bank_files(folder)
     return path.name, path.read_bytes()
 
@@ -249,7 +218,7 @@ def test_regenerated_answers_are_the_same_bit_for_bit(
     entries = [entry for path in bank_files(tmp_path) for entry in scan(path).entries]
     scored = {entry.head["ordinal"] for entry in entries if entry.head["kind"] == "group"}
     assert 0 < len(scored) < PROMPTS
-    assert not any(entry.head["kind"] == "stretch" for entry in entries)
+    assert not any(entry.head["kind"] == "part" for entry in entries)
     assert collect(run, bank_of(run, tmp_path, 4, REGENERATE)) == undisturbed
 
 
@@ -280,7 +249,7 @@ def test_groups_of_newer_weights_are_generated_again_or_used_as_they_are(run: Ru
     assert collect(run, bank_of(run, tmp_path, 2, version=5)) == expected
 
 
-def test_answers_under_way_of_newer_weights_are_never_gone_on_with(run: Run, tmp_path: Path) -> None:
+def test_unfinished_answers_of_newer_weights_are_never_gone_on_with(run: Run, tmp_path: Path) -> None:
     for resume in (KEEP, ResumeConfig(newer="reuse")):
         collect(run, bank_of(run, tmp_path, 1, version=7), stop_after=10)
         run.engine.policy_version = 5
@@ -299,16 +268,16 @@ def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path)
     for group in groups:
         assert tokens([group])[0] == expected[group.ordinal not in begun][group.ordinal]
     assert begun
-    assert {answer.oldest_version for group in groups for answer in group.trajectories} == {3, 4}
+    assert {min(answer.versions[answer.prompt_length :]) for group in groups for answer in group.trajectories} == {3, 4}
 
 
 def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path) -> None:
     bank = bank_of(run, tmp_path, 1)
-    run.driver.bank = bank
+    drive(run, bank)
     run.driver._roll_out(range(PROMPTS))
     assert bank._file.wait(20)
-    bank.saving(9, next_ordinal=3)
-    bank.saved(9)
+    bank.begin_checkpoint(9, next_ordinal=3)
+    bank.end_checkpoint(9)
     bank.close()
     (path,) = bank_files(tmp_path)
     heads = [entry.head for entry in scan(path).entries]
@@ -317,13 +286,14 @@ def test_a_checkpoint_settles_what_is_below_it(run: Run, undisturbed: list[Traje
 
 
 def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    bank = bank_of(run, tmp_path, 1)
+    drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
     for ordinal in range(PROMPTS):
         run.driver._roll_out(range(ordinal, ordinal + 1))
     assert not bank_files(tmp_path)
-    bank.saving(9, next_ordinal=2)
-    bank.saved(9)
+    bank.begin_checkpoint(9, next_ordinal=2)
+    bank.end_checkpoint(9)
     bank.close()
     (path,) = bank_files(tmp_path)
     heads = [entry.head for entry in scan(path).entries]
@@ -331,7 +301,8 @@ def test_steps_of_moments_are_written_together(run: Run, tmp_path: Path, monkeyp
 
 
 def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    bank = bank_of(run, tmp_path, 1)
+    drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 0.0)
     run.driver._roll_out(range(2))
     assert bank._file.wait(20)
@@ -340,7 +311,8 @@ def test_a_longer_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypat
 
 
 def test_a_step_that_fails_leaves_what_it_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = run.driver.bank = bank_of(run, tmp_path, 1)
+    bank = bank_of(run, tmp_path, 1)
+    drive(run, bank)
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
     run.driver._roll_out(range(1))
     monkeypatch.setattr(run.engine, "step", fail)
@@ -362,9 +334,9 @@ def test_the_first_driver_folds_earlier_files_and_the_others_find_them_again(
     (tmp_path / ".attempt-001.driver-00000.bank.x.tmp").touch()
     first, second = (bank_of(run, tmp_path, 3, driver=driver, drivers=2) for driver in (0, 1))
     for bank in (second, first):
-        bank.flush()
-        bank.saving(9, next_ordinal=2)
-        bank.saved(9)
+        bank._flush()
+        bank.begin_checkpoint(9, next_ordinal=2)
+        bank.end_checkpoint(9)
         assert bank._file.wait(20)
     assert sorted(tmp_path.iterdir()) == [bank_file(tmp_path, 3, driver) for driver in (0, 1)]
     for bank in (first, second):

@@ -23,8 +23,8 @@ def keep_all(entries: Sequence[Entry], room: int) -> list[Entry]:
     return list(entries)
 
 
-def writer(path: Path, limit: int = 1 << 30, shrink: Any = keep_all) -> BankFile:
-    return BankFile(path, limit, shrink)
+def writer(path: Path, limit: int = 1 << 30, within: Any = keep_all) -> BankFile:
+    return BankFile(path, limit, within)
 
 
 def write(file: BankFile, *records: Record) -> None:
@@ -162,7 +162,7 @@ def test_a_file_at_its_limit_makes_room_first(tmp_path: Path) -> None:
     def newest_first(entries: Sequence[Entry], room: int) -> list[Entry]:
         return list(entries[-(room // size) :]) if room // size else []
 
-    file = writer(tmp_path / "some.bank", limit=3 * size, shrink=newest_first)
+    file = writer(tmp_path / "some.bank", limit=3 * size, within=newest_first)
     for number in range(10):
         write(file, ({"number": number}, RECORDS[3][1]))
         assert file.path.stat().st_size <= 3 * size

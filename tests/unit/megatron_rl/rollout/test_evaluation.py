@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from core_helpers import quiet_safe_points, trajectory
+from core_helpers import quiet_safe_points, tiny_run, trajectory
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.trajectories import Problem
@@ -27,11 +28,14 @@ class Scripted(EvaluationAgent):
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         self.requests.append(request)
-        return EvaluationResponse([[trajectory([], [1], problem.golden["reward"])] for problem in request.problems])
+        return EvaluationResponse([[trajectory([1], [1], problem.golden["reward"])] for problem in request.problems])
 
 
 def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
-    return evaluate(agent, SimpleNamespace(busy_s=0.0), Sampling(max_new_tokens=7), groups, quiet_safe_points(), limit)
+    config = tiny_run(sampling={"max_new_tokens": 7}, evaluation={"prompts": limit})
+    inference: Any = SimpleNamespace(busy_s=0.0)
+    with asyncio.Runner() as runner:
+        return evaluate(agent, inference, config, groups, quiet_safe_points(), runner)
 
 
 def test_only_a_reward_of_one_is_right(groups: Any) -> None:

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bank_helpers import bank_in
 from core_helpers import quiet_safe_points, tiny_run, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
+from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.rollout import driver as driver_module
-from megatron_rl.rollout.bank.memory import NoBank
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
-from megatron_rl.rollout.stream import PromptStream, group_key
+from megatron_rl.rollout.stream import PromptStream
 
 PROBLEMS = [Problem(str(number), {"number": number}) for number in range(7)]
 
 
 class Agent(GroupedRolloutGenerator):
-    """Answers without a model: the groups of the ordinals in `dull` have equal rewards, those in `lost` lose one."""
+    """Answers without a model: the groups of the ordinals in `dull` have equal rewards, those in `lost` lose one, the
+    prompts of those in `long` are too long."""
 
-    def __init__(self, dull: set[int] | None = None, lost: set[int] | None = None) -> None:
-        self.dull, self.lost = dull or set(), lost or set()
+    def __init__(
+        self, dull: Set[int] = frozenset(), lost: Set[int] = frozenset(), long: Set[int] = frozenset()
+    ) -> None:
+        self.dull, self.lost, self.long = dull, lost, long
         self.requests: list[GroupRolloutRequest] = []
 
     def training_problems(self) -> Sequence[Problem]:
@@ -37,6 +46,8 @@ class Agent(GroupedRolloutGenerator):
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         self.requests.append(request)
+        if request.ordinal in self.long:
+            raise PromptTooLong("a prompt of 99 tokens")
         lost = request.ordinal in self.lost
         rewards = [0.0 if request.ordinal in self.dull else float(i % 2) for i in range(request.group_size - lost)]
         trajectories = [trajectory([1], [2], reward) for reward in rewards]
@@ -64,6 +75,17 @@ class Threads:
         self.barrier.wait()
 
 
+@contextmanager
+def driver_of(agent: Agent, config: RunConfig, rank: int = 0, policy_version: int = 0) -> Iterator[RolloutDriver]:
+    groups: Any = SimpleNamespace(data=rank, control=rank)
+    inference: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
+    with TemporaryDirectory() as folder:
+        bank = bank_in(Path(folder))
+        driver = RolloutDriver(agent, inference, bank, config, groups, quiet_safe_points(), asyncio.Runner())
+        yield driver
+        driver.close()
+
+
 def collect(
     agent: Agent, config: RunConfig, ranks: int, steps: int = 1, policy_version: int = 0
 ) -> list[list[RolloutBatch]]:
@@ -71,13 +93,11 @@ def collect(
     batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
 
     def drive(rank: int) -> None:
-        groups: Any = SimpleNamespace(data=rank, control=rank)
-        engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
-        driver = RolloutDriver(agent, engine, NoBank(engine), config, groups, quiet_safe_points())
-        ordinal = 0
-        for step in range(steps):
-            batches[step][rank] = driver.collect(ordinal)
-            ordinal = batches[step][rank].next_ordinal
+        with driver_of(agent, config, rank, policy_version) as driver:
+            ordinal = 0
+            for step in range(steps):
+                batches[step][rank] = driver.collect(ordinal)
+                ordinal = batches[step][rank].next_ordinal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "dist", Threads(ranks))
@@ -192,15 +212,36 @@ def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
     assert ordinals([batch]) == [2, 3]
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    dull=DULL,
+    long=DULL,
+    prompts=st.integers(1, 6),
+    rounds=st.integers(1, 4),
+    ranks=st.integers(1, 3),
+    dynamic_=st.booleans(),
+)
+def test_a_prompt_too_long_is_dropped_and_ends_no_run(
+    dull: set[int], long: set[int], prompts: int, rounds: int, ranks: int, dynamic_: bool
+) -> None:
+    """Its ordinal has that reason and no other; another prompt takes its place only where there is a further round."""
+    config = dynamic(prompts, rounds) if dynamic_ else tiny_run(grpo={"prompts_per_step": prompts})
+    (step,) = collect(Agent(dull, long=long), config, ranks)
+    one = step[0]
+    drawn = range(one.next_ordinal)
+    assert {ordinal for ordinal, reason in one.dropped.items() if reason == "prompt too long"} == long & {*drawn}
+    assert sorted([*ordinals(step), *one.dropped]) == list(drawn)
+    assert all(batch.dropped == one.dropped for batch in step)
+    assert sorted(place for batch in step for place in batch.positions) == list(range(len(ordinals(step))))
+    assert len(ordinals(step)) == prompts or one.rounds == (rounds if dynamic_ else 1)
+
+
 def test_an_agents_error_is_not_swallowed() -> None:
     class Broken(Agent):
         async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
             raise RuntimeError("no such tool")
 
-    engine: Any = SimpleNamespace(policy_version=0, busy_s=0.0)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, driver_of(Broken(), tiny_run()) as driver:
         patch.setattr(driver_module, "dist", Threads(1))
-        groups: Any = SimpleNamespace(data=0, control=0)
-        driver = RolloutDriver(Broken(), engine, NoBank(engine), tiny_run(), groups, quiet_safe_points())
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)

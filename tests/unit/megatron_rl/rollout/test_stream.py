@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.rollout.stream import PromptStream, epoch_order, group_key, problem_index, shares, stable_key
+from megatron_rl.rollout.stream import PromptStream, epoch_order, problem_index, shares
 
 seeds = st.integers(0, 2**64)
 counts = st.integers(1, 60)
@@ -52,23 +52,3 @@ def test_shares_are_contiguous_even_and_complete(start: int, count: int, drivers
     assert len(parts) == drivers
     assert [ordinal for part in parts for ordinal in part] == list(range(start, start + count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@given(st.lists(st.tuples(seeds, *[st.integers(0, 10**6)] * 3), min_size=2, unique=True))
-def test_different_groups_have_different_keys(groups: list[tuple[int, int, int, int]]) -> None:
-    keys = [group_key(*group) for group in groups]
-    assert len(set(keys)) == len(keys)
-    assert all(0 <= key < 2**64 for key in keys)
-
-
-def test_keys_of_many_neighbouring_groups_are_distinct() -> None:
-    keys = {
-        group_key(0, ordinal, try_, version) for ordinal in range(500) for try_ in range(8) for version in range(50)
-    }
-    assert len(keys) == 500 * 8 * 50
-
-
-def test_keys_are_pinned_and_separated_by_purpose() -> None:
-    assert group_key(seed=1, ordinal=2, try_=3, policy_version=4) == 8600276718950797447
-    assert stable_key("evaluation", 1, 2) != stable_key("group", 1, 2)
-    assert stable_key("group", 1, 23) != stable_key("group", 12, 3)

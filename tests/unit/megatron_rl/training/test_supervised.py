@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.run import initial_policy
 from megatron_rl.training import supervised
 from megatron_rl.training.supervised import NoDemonstrations, cache_path
 
@@ -37,10 +37,16 @@ def recipe(**model: Any) -> RunConfig:
     return tiny_run(model=tiny_model(init="supervised", supervised=taught).model_dump() | model)
 
 
-def weights(config: RunConfig, platform: Any, *, writer: bool = True, environment: Any = None) -> list[Tensor]:
-    environment = Shop() if environment is None else environment
+def taught_policy(config: RunConfig, platform: Any, environment: object, *, writer: bool) -> Policy:
     tokenizer = build_tokenizer(config.tokenizer)
-    policy = initial_policy(config, environment, tokenizer, platform, quiet_safe_points(), writer=writer)
+    platform.seed(config.model.supervised.seed)
+    policy = build_policy(config.model, tokenizer.vocab_size, platform)
+    supervised.teach(policy, config, environment, tokenizer, quiet_safe_points(), writer=writer)
+    return policy
+
+
+def weights(config: RunConfig, platform: Any, *, writer: bool = True, environment: Any = None) -> list[Tensor]:
+    policy = taught_policy(config, platform, Shop() if environment is None else environment, writer=writer)
     return [weight.detach().clone() for weight in policy.parameters()]
 
 
@@ -84,7 +90,7 @@ def test_cached_or_not_the_bits_are_the_same(platform: Any, groups: Any, teachin
 def test_it_teaches(platform: Any, groups: Any) -> None:
     config = recipe()
     tokenizer = build_tokenizer(config.tokenizer)
-    policy = initial_policy(config, Shop(), tokenizer, platform, quiet_safe_points(), writer=True)  # type: ignore[arg-type]
+    policy = taught_policy(config, platform, Shop(), writer=True)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
     greedy = config.sampling.model_copy(update={"temperature": 0.0})
     for prompt, answer in Shop().demonstrations():

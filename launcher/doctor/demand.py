@@ -1,4 +1,4 @@
-"""Pure: what a job wants of the cluster, from the recipe and the profile."""
+"""Pure: what a job demands of the cluster, by the recipe and the profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megatron_rl.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Demand:
+    """What a job needs, takes and costs."""
+
     who: str
     """How findings call the run."""
     nodes: int
@@ -58,13 +60,13 @@ class Ask:
         return f"{nodes} with {count(self.gpus, 'GPU')}{' each' * (self.most_nodes > 1)}" if self.gpus else nodes
 
 
-def wish(
+def demand_of(
     config: RunConfig | None,
     profile: Profile,
     checkpoint_bytes: int | None = None,
     node_bytes_per_s: float | None = None,
-) -> Ask:
-    """What is asked for; without a recipe one node with all its GPUs.
+) -> Demand:
+    """The demand of a run; without a recipe one node with all its GPUs.
 
     Args:
         checkpoint_bytes: size of one checkpoint, where it is known.
@@ -74,10 +76,12 @@ def wish(
     if config is None:
         limit = time_limit_s(profile.time_limit)
         gpus = profile.gpus_per_node
-        return Ask("a run", 1, 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None, "")
+        return Demand(
+            "a run", 1, 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None, ""
+        )
     measured = node_bytes_per_s * config.job.fewest_nodes if node_bytes_per_s else None
     speed = profile.fs_bandwidth * 1e9 if profile.fs_bandwidth else measured
-    return Ask(
+    return Demand(
         who=config.name,
         nodes=config.job.fewest_nodes + config.job.spare_nodes,
         most_nodes=config.job.most_nodes + config.job.spare_nodes,

@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.model.attention import bucket_length, packed_layout
+from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.policy import Policy
+from megatron_rl.platform import dense_attention
+from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE, branches, bucket_length, dense_layout
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
@@ -47,24 +50,39 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_every_sequence_is_attended_as_if_alone(lengths: list[int]) -> None:
     sequences = side_by_side(lengths)
     query, key, value = random_qkv(sum(lengths))
-    out = packed_layout(sequences, sum(lengths), CPU).attend(1, query, key, value)
+    out = dense_layout(whole_sequences(lengths), CPU).attend(1, query, key, value)
     for sequence in sequences:
         part = slice(sequence.start, sequence.stop)
         torch.testing.assert_close(out[part], by_definition(query[part], key[part], value[part]), rtol=1e-5, atol=1e-5)
 
 
+FEW_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+"""With which answers often begin alike."""
+
+
 @settings(deadline=None, max_examples=60)
-@given(prompt=st.integers(1, 20), answers=st.lists(st.integers(0, 20), min_size=1, max_size=6))
-def test_a_shared_prompt_serves_every_answer(prompt: int, answers: list[int]) -> None:
-    """Each answer sees the prompt and itself; the prompt's own output is that of the prompt alone."""
-    starts = [prompt + sum(answers[:i]) for i in range(len(answers))]
-    sequences = [[*range(prompt), *range(start, start + length)] for start, length in zip(starts, answers, strict=True)]
-    tokens = prompt + sum(answers)
-    query, key, value = random_qkv(tokens)
-    out = packed_layout(sequences, tokens, CPU).attend(1, query, key, value)
-    for places in sequences:
+@given(
+    prompt=st.lists(st.integers(3, 9), min_size=1, max_size=20),
+    answers=st.lists(FEW_TOKENS, min_size=1, max_size=6),
+    longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]),
+)
+def test_what_is_shared_serves_every_branch(
+    prompt: list[int], answers: list[list[int]], longest_masked_tree: int
+) -> None:
+    """Under a mask or branch by branch, each token sees what it continues, as if its sequence stood alone."""
+    rows = [prompt + answer for answer in answers]
+    (micro,) = pack(rows, [[False] * len(prompt) + [True] * len(answer) for answer in answers], range(len(rows)), 10**6)
+    query, key, value = random_qkv(len(micro.tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_attention, "LONGEST_MASKED_TREE", longest_masked_tree)
+        out = dense_layout(micro, CPU).attend(1, query, key, value)
+    found = branches(micro.subtree_ends, 0, len(micro.tokens))
+    for places in found:
         expected = by_definition(query[places], key[places], value[places])
         torch.testing.assert_close(out[places], expected, rtol=1e-5, atol=1e-5)
+        assert micro.positions[places].tolist() == list(range(len(places)))
+    beginnings = {tuple(micro.tokens[places].tolist()) for places in found}
+    assert all(any(beginning[: len(row) - 1] == tuple(row[:-1]) for beginning in beginnings) for row in rows)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +104,7 @@ def test_nothing_leaks_from_one_sequence_into_another(policy: Policy, lengths: l
     places = slice(sequences[kept].start, sequences[kept].stop)
     changed[places] = tokens[places]
     positions = torch.cat([torch.arange(length) for length in lengths])
-    layout = packed_layout(sequences, len(tokens), CPU)
+    layout = policy.layout(whole_sequences(lengths))
     with torch.no_grad():
         before = policy(tokens, positions, layout)
         after = policy(changed, positions, layout)
@@ -101,7 +119,7 @@ def test_no_token_sees_a_later_one(policy: Policy, length: int, data: Any) -> No
     tokens = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
     changed[position:] = (changed[position:] + 1) % VOCAB
-    layout = packed_layout([range(length)], length, CPU)
+    layout = policy.layout(whole_sequences([length]))
     with torch.no_grad():
         before, after = (policy(row, torch.arange(length), layout) for row in (tokens, changed))
     assert torch.equal(before[:position], after[:position])

@@ -1,0 +1,1 @@
+"""Runs that exist: found, looked at, told what to do."""

@@ -1,0 +1,81 @@
+"""Pure: what all-reduces say of the nodes that took part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
+from megatron_rl.fabric.ring import Edge, culprits
+
+
+def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
+    """Host -> its ranks, of the hosts all of whose ranks are there: as many as the most complete host has."""
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        if host is not None:
+            nodes.setdefault(host, []).append(rank)
+    most = max(map(len, nodes.values()), default=0)
+    return {host: tuple(ranks) for host, ranks in nodes.items() if len(ranks) == most}
+
+
+def worst(answers: Sequence[AllReduce | None]) -> AllReduce:
+    """What a group found: its slowest rank's, or the error of the first that failed."""
+    known = [answer for answer in answers if answer is not None]
+    if len(known) < len(answers):
+        return AllReduce(error="a rank did not answer")
+    failed = [answer for answer in known if answer.gbps is None]
+    return failed[0] if failed else min(known, key=lambda answer: answer.gbps or 0.0)
+
+
+def is_bad(found: AllReduce, slower_than: float | None) -> bool:
+    """Whether a group failed or is slow."""
+    return found.gbps is None or (slower_than is not None and found.gbps < slower_than)
+
+
+def findings(
+    names: Sequence[str],
+    whole: AllReduce,
+    pairs: dict[Edge, AllReduce],
+    slower_than: float | None,
+    seconds: float,
+) -> FabricReport:
+    """Which nodes of `names` are to blame, by what pairs of them found; an edge is two places in `names`."""
+    bad_pairs = {edge for edge, found in pairs.items() if is_bad(found, slower_than)}
+    named = culprits(len(names), bad_pairs)
+    bad = {}
+    for node in named:
+        edge = next(edge for edge in sorted(bad_pairs) if node in edge)
+        other = names[edge[0] if edge[1] == node else edge[1]]
+        bad[names[node]] = f"its all-reduce with {other} {fault(pairs[edge], slower_than)}"
+    return FabricReport(
+        hosts=list(names),
+        bad=bad,
+        whole=whole,
+        pairs=[PairAllReduce([names[a], names[b]], *found) for (a, b), found in sorted(pairs.items())],
+        unexplained=is_bad(whole, slower_than) and not bad,
+        slower_than=slower_than,
+        seconds=round(seconds, 1),
+    )
+
+
+def summary(report: FabricReport) -> list[str]:
+    """The report as lines of the log."""
+    whole = report.whole or AllReduce(error="not tried")
+    lines = [f"all-reduce of {len(report.hosts)} nodes: {rate(whole)} ({report.seconds:.0f} s for all of this check)"]
+    lines += [f"  {' and '.join(pair.hosts)}: {rate(pair)}" for pair in report.pairs]
+    lines += [f"bad: {host}: {why}" for host, why in report.bad.items()]
+    if report.unexplained:
+        lines.append("no single node explains it: the fabric between them, or a threshold that is too high")
+    return lines
+
+
+def rate(found: AllReduce | PairAllReduce) -> str:
+    """The bandwidth, or why there is none."""
+    return f"{found.gbps:.3g} GB/s" if found.gbps is not None else str(found.error)
+
+
+def fault(found: AllReduce, slower_than: float | None) -> str:
+    """What is wrong with a group that is bad."""
+    if found.gbps is None:
+        return f"failed: {found.error}"
+    return f"is slow: {found.gbps:.3g} GB/s, expected {slower_than:.3g}"

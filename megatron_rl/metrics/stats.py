@@ -1,0 +1,149 @@
+"""What is counted in a step, typed from where it arises to the record: every field says how it adds up over
+micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from megatron_rl.metrics.tally import Reduction, Tally
+
+Number = float | Tensor
+"""A tensor is a scalar without gradient, on any device; reduced numbers are floats."""
+Total = Annotated[Number, Reduction.SUM]
+Largest = Annotated[Number, Reduction.MAX]
+Smallest = Annotated[Number, Reduction.MIN]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """What the trajectories of a batch look like, before training on them."""
+
+    answers: Total
+    groups: Total
+    groups_with_signal: Total
+    reward: Total
+    """As scored, summed over answers."""
+    reward_squared: Total
+    answer_tokens: Total
+    """That the model sampled."""
+    answer_length_max: Largest
+    answer_length_min: Smallest
+    prompt_tokens: Total
+    packed_tokens: Total
+    """Tokens of all micro-batches of one pass."""
+    truncated: Total
+    """Answers cut at the limit of new tokens."""
+    failed: Total
+    """Answers lost."""
+    staleness: Total
+    """Optimizer steps between the oldest weights that sampled a trained token of an answer and those trained, summed
+    over answers."""
+    staleness_max: Largest
+
+
+@dataclass(frozen=True, slots=True)
+class LossStats:
+    """What the loss saw of the tokens whose weight is not 0, and itself."""
+
+    loss: Total
+    tokens: Total
+    entropy: Total
+    """In nats, of the distributions that the tokens were drawn from."""
+    ratio: Total
+    """exp(logprobs - old_logprobs)"""
+    ratio_max: Largest
+    clip_low: Total
+    """Tokens whose gradient the lower clip removed."""
+    clip_high: Total
+    inference_difference: Total
+    """|old - inference log-prob|"""
+    inference_difference_max: Largest
+    kl: Total | None
+    """The penalty, before kl_beta; with kl_beta alone."""
+    importance_weight: Total | None
+    """Truncated importance weight; with importance_cap alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """What the updates of a step did: the same on every rank."""
+
+    updates: Largest
+    applied: Largest
+    grad_norm: Largest
+    """Before clipping, summed over the applied updates."""
+    learning_rate: Largest
+    """Of the last update."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one rank counted in a step, or all of them."""
+
+    batch: BatchStats
+    loss: LossStats | None
+    """None where no rank had anything to train on."""
+    update: UpdateStats
+
+    def put(self, tally: Tally) -> None:
+        """Add all of it to what is reduced over the ranks."""
+        for block, stats in self._blocks():
+            kind: Any = type(stats)
+            for name, reduction in reductions(kind).items():
+                if (value := getattr(stats, name)) is not None:
+                    tally.put(f"{block}.{name}", reduction, value)
+
+    def reduced(self, total: Mapping[str, float]) -> StepStats:
+        """The same over all ranks, from their reduced tally."""
+        blocks: dict[str, Any] = {"loss": None}
+        for block, stats in self._blocks():
+            kind: Any = type(stats)
+            blocks[block] = kind(**{name: total.get(f"{block}.{name}") for name in reductions(kind)})
+        return StepStats(**blocks)
+
+    def _blocks(self) -> Iterator[tuple[str, BatchStats | LossStats | UpdateStats]]:
+        yield "batch", self.batch
+        if self.loss is not None:
+            yield "loss", self.loss
+        yield "update", self.update
+
+
+def combined(parts: Sequence[LossStats]) -> LossStats:
+    """Of several micro-batches, at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: dict[str, Any] = {}
+    for name, reduction in reductions(LossStats).items():
+        values = [getattr(part, name) for part in parts]
+        whole[name] = None if values[0] is None else _over(reduction, torch.stack(values))
+    return LossStats(**whole)
+
+
+def _over(reduction: Reduction, values: Tensor) -> Tensor:
+    match reduction:
+        case Reduction.SUM:
+            return values.sum()
+        case Reduction.MAX:
+            return values.amax()
+        case Reduction.MIN:
+            return values.amin()
+
+
+@cache
+def reductions(kind: Any) -> dict[str, Reduction]:
+    """How each field of a class of statistics adds up."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: next(part for part in _parts(hint) if isinstance(part, Reduction)) for name, hint in hints.items()}
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """What a type hint is made of, all the way down."""
+    yield hint
+    for part in (*get_args(hint), *getattr(hint, "__metadata__", ())):
+        yield from _parts(part)

@@ -1,0 +1,135 @@
+"""Attention over packed sequences by dense kernels: a few [batch, length] buckets, short trees under a mask."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_rl.platform.attention import PackedSequences
+
+LONGEST_MASKED_TREE = 128
+"""Tokens up to which a masked row beats one causal sequence per branch: it is quadratic in all branches together, they
+pay a kernel's fixed cost each. Measured on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sequences of one length, as places in the packed tokens."""
+
+    rows: Tensor
+    """[batch * length] index of the packed token at each place."""
+    length: int
+    visible: Tensor | None = None
+    """[batch, 1, length, length] which keys each query sees; None: all up to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayout:
+    """Causal attention within sequences that may share packed tokens.
+
+    Sequences are gathered into a few dense [batch, length] buckets. A sequence shorter than its bucket is
+    padded at the end, where causality hides the padding from every real token; its outputs are never read.
+    """
+
+    buckets: tuple[Bucket, ...]
+    outputs: Tensor
+    """[tokens] where, in the concatenated bucket outputs, the result for each packed token stands."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Layout.attend`."""
+        parts = []
+        for bucket in self.buckets:
+            q, k, v = (
+                x.index_select(0, bucket.rows).view(-1, bucket.length, x.shape[1], x.shape[2])
+                for x in (query, key, value)
+            )
+            parts.append(_attend(q, k, v, bucket.visible).reshape(bucket.rows.shape[0], -1))
+        return torch.cat(parts).index_select(0, self.outputs)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+    """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i, or those that `visible` says."""
+    out = scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=visible,
+        is_causal=visible is None,
+        enable_gqa=True,
+    )
+    return out.transpose(1, 2)
+
+
+def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
+    """Layout of packed sequences, each tree attended to in the cheaper of two ways.
+
+    A short tree is one row under a mask. In a long one most of such a row would be masked: there each branch is a
+    causal sequence, for which the tokens it shares are gathered again. Lengths of sequences are rounded up to a common
+    grid (an eighth of the next power of two), so that many different lengths make few buckets and less than a fifth of
+    a bucket is padding. All masked trees make one bucket.
+    """
+    edges, ends = packed.cu_seqlens.tolist(), packed.subtree_ends.tolist()
+    by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
+    trees: list[range] = []
+    for first, stop in pairwise(edges):
+        if min(ends[first:stop]) == stop:
+            by_length[bucket_length(stop - first)].append(range(first, stop))
+        elif stop - first <= LONGEST_MASKED_TREE:
+            trees.append(range(first, stop))
+        else:
+            for branch in branches(packed.subtree_ends, first, stop):
+                by_length[bucket_length(len(branch))].append(branch)
+    dense: list[tuple[int, Sequence[Sequence[int]], Tensor | None]] = [
+        (length, members, None) for length, members in sorted(by_length.items())
+    ]
+    if trees:
+        length = max(map(len, trees))
+        dense.append((length, trees, _visibility(trees, ends, length).to(device)))
+    buckets = []
+    read: list[int] = []  # packed tokens ...
+    places_read: list[int] = []  # ... and where their results stand
+    start = 0
+    for length, members, visible in dense:
+        flat: list[int] = []
+        for places in members:
+            read.extend(places)
+            # Not those of the padding, which stands for a real token but has seen all that follow it.
+            places_read.extend(range(start + len(flat), start + len(flat) + len(places)))
+            flat.extend(places)
+            flat.extend([places[0]] * (length - len(places)))
+        buckets.append(Bucket(torch.tensor(flat, dtype=torch.long, device=device), length, visible))
+        start += len(flat)
+    outputs = torch.empty(len(ends), dtype=torch.long)
+    outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(places_read, dtype=torch.long)
+    return DenseLayout(tuple(buckets), outputs.to(device))
+
+
+def branches(subtree_ends: Tensor, first: int, stop: int) -> list[list[int]]:
+    """Places from the first token of the tree first..stop-1 to each token that none continues, in depth-first order."""
+    places = torch.arange(first, stop)
+    ends = subtree_ends[first:stop]
+    leaves = places[ends == places + 1].tolist()
+    return [places[: leaf + 1 - first][ends[: leaf + 1 - first] > leaf].tolist() for leaf in leaves]
+
+
+def _visibility(trees: Sequence[range], ends: Sequence[int], length: int) -> Tensor:
+    """[trees, 1, length, length] bool: a token sees itself and those it continues, padding at least itself."""
+    rows = [
+        [end - tree.start for end in ends[tree.start : tree.stop]] + list(range(len(tree) + 1, length + 1))
+        for tree in trees
+    ]
+    keys = torch.arange(length)
+    queries = keys[:, None]
+    return ((keys <= queries) & (queries < torch.tensor(rows)[:, None, :]))[:, None]
+
+
+def bucket_length(length: int) -> int:
+    """Length of the bucket for a sequence of `length` tokens."""
+    grid = max(1, 2 ** (length - 1).bit_length() // 8)
+    return -(-length // grid) * grid

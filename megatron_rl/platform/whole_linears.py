@@ -1,0 +1,34 @@
+"""megatron-core's linears where nothing is split: torch's linear instead of an autograd function that may communicate.
+
+Modules, names and sharded state are megatron-core's; only `forward` differs.
+"""
+
+from __future__ import annotations
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+class WholeColumnLinear(ColumnParallelLinear):
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _whole(self, input_)
+
+
+class WholeRowLinear(RowParallelLinear):
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _whole(self, input_)
+
+
+def _whole(module: ColumnParallelLinear | RowParallelLinear, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    if module.skip_bias_add:
+        return linear(input_, module.weight), module.bias
+    return linear(input_, module.weight, module.bias), None
+
+
+def whole_linears(config: TransformerConfig) -> tuple[type, type] | None:
+    """See `Platform.linears`."""
+    if config.tensor_model_parallel_size > 1 or config.gradient_accumulation_fusion:
+        return None
+    return WholeColumnLinear, WholeRowLinear

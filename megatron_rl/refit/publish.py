@@ -1,0 +1,28 @@
+"""Publishing a policy version: from then on the engine samples by the weights that have it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megatron_rl.inference.engine import Engine
+
+
+class Refit(Protocol):
+    """The way from the trainer's weights to the engine's."""
+
+    def publish(self, policy_version: int) -> None:
+        """Have the engine sample by the trainer's weights, of which `policy_version` counts the optimizer steps.
+        Collective; no request is under way."""
+        ...
+
+
+class SharedWeights:
+    """Trainer and engine of one process in one layout: the engine reads the training weights where they are, and all
+    that it takes is to know their version."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def publish(self, policy_version: int) -> None:
+        """See `Refit.publish`."""
+        self._engine.policy_version = policy_version

@@ -1,0 +1,173 @@
+"""An inference interface whose work outlives the process: what earlier attempts left of it is gone on with, and what
+there is of it can be written at any time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, ResumableInference
+from megatron_rl.rollout.bank.file import Entry, Record
+from megatron_rl.rollout.bank.records import (
+    AnswerKey,
+    Lineage,
+    answer_key,
+    join,
+    part_record,
+    prompt_checksum,
+    read_group,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierWork:
+    """What earlier attempts left: records on disk, whose bodies are read when they are needed. One that is gone or
+    cannot be read costs generating it again."""
+
+    groups: dict[int, Entry]
+    """By ordinal."""
+    parts: dict[AnswerKey, list[Entry]]
+    """In the order in which they were written."""
+    versions: dict[int, int]
+    """Policy version under which an ordinal with parts was submitted."""
+
+    @classmethod
+    def index(cls, entries: Iterable[Entry], *, with_parts: bool) -> EarlierWork:
+        """entries: a later one takes precedence over an earlier one."""
+        groups: dict[int, Entry] = {}
+        parts: dict[AnswerKey, list[Entry]] = defaultdict(list)
+        versions: dict[int, int] = {}
+        for entry in entries:
+            if entry.head["kind"] == "group":
+                groups[entry.head["ordinal"]] = entry
+            elif with_parts:
+                parts[answer_key(entry.head)].append(entry)
+                versions[entry.head["ordinal"]] = entry.head["version"]
+        return cls(groups, dict(parts), versions)
+
+    def scored(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
+        """Groups of these ordinals."""
+        found = {}
+        for ordinal in ordinals:
+            entry = self.groups.get(ordinal)
+            body = _body(entry) if entry else None
+            if entry and body is not None:
+                found[ordinal] = read_group(entry.head, body, problem(ordinal))
+        return found
+
+    def beginning(self, answer: AnswerKey) -> Beginning | None:
+        return join((entry.head, _body(entry)) for entry in self.parts.get(answer, []))
+
+
+def _body(entry: Entry) -> bytes | None:
+    with suppress(OSError):
+        return entry.read()
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group of this attempt."""
+
+    group: TrajectoryGroup
+    version: int
+    newest: int
+    """See `group_record`."""
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request whose group is not scored yet."""
+
+    request: GenerationRequest
+    ordinal: int
+    prompt: int
+    """Its checksum."""
+    written: dict[int, int]
+    """Tokens of each sample that are on disk or on their way there."""
+    completions: list[Completion] | None = None
+
+
+class Recording:
+    """Implements `InferenceInterface` for the prompts of one driver's share."""
+
+    def __init__(
+        self,
+        inference: ResumableInference,
+        earlier: EarlierWork,
+        groups: dict[int, TrajectoryGroup],
+        lineage: Lineage,
+        scored: Callable[[ScoredGroup], None],
+        *,
+        with_parts: bool,
+    ) -> None:
+        """
+        Args:
+            groups: of the share, scored by earlier attempts.
+            scored: is told every group of this attempt.
+            with_parts: whether interrupted answers are gone on with.
+        """
+        self.groups = groups
+        self._inference = inference
+        self._earlier = earlier
+        self._lineage = lineage
+        self._scored = scored
+        self._with_parts = with_parts
+        self._versions: dict[int, int] = {}
+        self._open: dict[str, _OpenRequest] = {}
+
+    def policy_version(self, ordinal: int) -> int:
+        """The one that an ordinal's keys are made of: that under which it was first submitted."""
+        earlier = self._earlier.versions.get(ordinal, self._inference.policy_version)
+        return self._versions.setdefault(ordinal, earlier)
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """See `InferenceInterface.generate`."""
+        ordinal = request.ordinal
+        if ordinal is None or not self._with_parts:
+            return await self._inference.generate(request)
+        prompt = prompt_checksum(request)
+        answers = ((sample, (request.key, prompt, sample)) for sample in range(request.num_samples))
+        beginnings = ((sample, self._earlier.beginning(answer)) for sample, answer in answers)
+        known = {sample: beginning for sample, beginning in beginnings if beginning is not None}
+        request = replace(request, known=known)
+        written = {sample: len(beginning.tokens) for sample, beginning in known.items()}
+        work = self._open[request.id] = _OpenRequest(request, ordinal, prompt, written)
+        work.completions = await self._inference.generate(request)
+        return work.completions
+
+    def add(self, group: TrajectoryGroup) -> None:
+        """A group is scored: the parts of its answers are of no more use."""
+        ordinal = group.ordinal
+        self._scored(ScoredGroup(group, self.policy_version(ordinal), self._inference.policy_version))
+        self._open = {request_id: work for request_id, work in self._open.items() if work.ordinal != ordinal}
+
+    def new_parts(self) -> list[Record]:
+        """Of groups that are not scored, what is not written yet."""
+        if not self._open:
+            return []
+        found = [(each.request_id, each.sample, each.beginning) for each in self._inference.partial_answers()]
+        for request_id, work in self._open.items():
+            for sample, one in enumerate(work.completions or []):
+                found.append((request_id, sample, Beginning(one.tokens, one.logprobs, one.versions)))
+        records = []
+        for request_id, sample, beginning in found:
+            work_of = self._open.get(request_id)  # none: not a prompt of the stream
+            if work_of is None or len(beginning.tokens) <= work_of.written.get(sample, 0):
+                continue
+            records.append(
+                part_record(
+                    work_of.ordinal,
+                    self.policy_version(work_of.ordinal),
+                    self._inference.policy_version,
+                    (work_of.request.key, work_of.prompt, sample),
+                    work_of.written.get(sample, 0),
+                    beginning,
+                    self._lineage,
+                )
+            )
+            work_of.written[sample] = len(beginning.tokens)
+        return records

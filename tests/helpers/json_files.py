@@ -1,0 +1,42 @@
+"""What stands in a run directory's JSON files, whatever the product makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in `path`, or None where there is no such file yet."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def read_json_lines(path: str | Path) -> list[Any]:
+    """The whole lines of a JSON-lines file, none where there is no such file yet."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # torn by a crash
+            continue
+    return found
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Whole or not at all, as a reader beside it needs it."""
+    draft = Path(f"{path}.draft")
+    draft.write_text(json.dumps(value), encoding="utf-8")
+    draft.rename(path)
+
+
+def append_json_line(path: str | Path, value: Any) -> None:
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")

@@ -1,0 +1,57 @@
+"""Tests of one file that run at the same time, each as a user of its own: most of what a job takes is waiting."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import Cluster
+from login import Login
+
+AT_ONCE = 5
+"""There are ten nodes, and few cores."""
+
+Body = Callable[..., None]
+
+
+class Together:
+    """Decorates functions of a Login, and of fixtures that they share, into tests. The first to be run starts all that
+    were selected; nodes that one of them needs for itself are none that another one asks for."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, Body] = {}
+        self._running: dict[str, Future[None]] = {}
+
+    def __call__(self, body: Body) -> Callable[..., None]:
+        self._bodies[body.__name__] = body
+
+        @functools.wraps(body)
+        def test(request: pytest.FixtureRequest, lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+            if not self._running:
+                self._start(request, lab, tmp_path_factory)
+            self._running[body.__name__].result()
+
+        del test.__wrapped__  # type: ignore[attr-defined]  # pytest would look there for the fixtures
+        return test
+
+    def _start(self, request: pytest.FixtureRequest, lab: Cluster, folders: pytest.TempPathFactory) -> None:
+        selected = {item.name for item in request.session.items}
+        pool, number = ThreadPoolExecutor(AT_ONCE), count()
+        for name, body in self._bodies.items():
+            if name in selected:
+                _, *shared = inspect.signature(body).parameters
+                fixtures = {name: request.getfixturevalue(name) for name in shared}
+                folder = folders.mktemp(f"together{next(number)}")
+                self._running[name] = pool.submit(_as_user, body, lab, folder, fixtures)
+        pool.shutdown(wait=False)
+
+
+def _as_user(body: Body, lab: Cluster, folder: Path, fixtures: dict[str, Any]) -> None:
+    with Login(lab, folder / "home", folder / "share") as login:
+        body(login, **fixtures)

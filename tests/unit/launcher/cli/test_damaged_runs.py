@@ -1,0 +1,83 @@
+"""One bad run directory ends no command in a traceback, and takes no other run along (R11, I2)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from run_helpers import begin, submitted
+
+from launcher.cli.complete import complete_run
+from launcher.cli.main import main
+from launcher.errors import BadInput
+from megatron_rl.contract.paths import RunDir
+
+FILES = (
+    "job.json",
+    "attempts.jsonl",
+    "resolved.yaml",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "attempts/001/progress.json",
+    "attempts/001/drain.json",
+    "attempts/001/timeline.jsonl",
+    "attempts/001/marks.json",
+    "checkpoints/latest",
+    "plan.json",
+    "DONE",
+)
+CONTENTS = (b"", b"{", b"5\n", b"\xff\xfe\x00")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDir, RunDir]:
+    """One to be damaged, and one that is well; both in the index."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no Slurm
+    found = submitted(tmp_path / "good"), submitted(tmp_path / "bad")
+    for run in found:
+        begin(run, 1)
+        run.metrics.write_text('{"step": 1, "mean_reward": 0.5}\n')
+        run.checkpoints.mkdir()
+    return found
+
+
+def mrl(*words: str) -> Result:
+    done = CliRunner().invoke(main, words)
+    assert done.exception is None or isinstance(done.exception, SystemExit | BadInput), done.exception
+    return done
+
+
+def damage(file: Path, content: bytes | None) -> None:
+    if content is None:
+        file.unlink(missing_ok=True)
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("content", [*CONTENTS, None])
+def test_views_show_the_other_runs_whatever_one_holds(runs, name, content):
+    _, bad = runs
+    damage(bad.root / name, content)
+    table = {row["run"]: row for row in json.loads(mrl("ls", "--json").stdout)["runs"]}
+    assert (table["good"]["state"], table["good"]["step"], table["good"]["last_reward"]) == ("lost", 1, 0.5)
+    if (name, content) == ("resolved.yaml", None):
+        assert "bad" not in table, "without a recipe it is no run"
+    else:
+        assert "bad" in table
+        assert json.loads(mrl("status", "bad", "--json").stdout)["run"] == "bad"
+        assert mrl("status", "bad").stdout.startswith("bad: ")
+    assert mrl("status", "--all").exit_code in (0, 3)
+    assert [item.value for item in complete_run(None, None, "go")] == ["good"]
+    for words in (("cancel",), ("logs",), ("fork",), ("resume", "--dry-run")):
+        mrl(*words, str(bad.root))
+
+
+def test_a_run_that_is_gone_is_no_longer_listed(runs):
+    shutil.rmtree(runs[1].root)
+    assert [row["run"] for row in json.loads(mrl("ls", "--json").stdout)["runs"]] == ["good"]

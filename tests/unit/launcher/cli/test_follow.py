@@ -1,0 +1,59 @@
+"""A Ctrl-C is not lost where the disk does not take the request to leave at once (R4)."""
+
+from __future__ import annotations
+
+from launcher.cli.show.history import History, HistoryReader
+from launcher.cli.show.panel import View
+from launcher.cli.show.terminal import Interruptions
+from launcher.cli.submit import follow
+from launcher.cli.submit.follow import Follower
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain
+from megatron_rl.contract.codes import DRAINED
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append, read
+
+
+class Silent(View):
+    """Shows nothing."""
+
+    def draw(self, history: History) -> None: ...
+
+    def announce(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Supervisor:
+    """A supervisor that ends the attempt once it is asked to."""
+
+    pid = 1
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def ended(self) -> bool:
+        if self.run.attempt(1).drain.exists():
+            append(self.run.attempts_ledger, AttemptEnd(1, 0.0, DRAINED))
+        return False
+
+
+def test_a_request_to_leave_is_made_again_until_the_disk_takes_it(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    run.attempt(1).folder.mkdir(parents=True)
+    tries = []
+
+    def full_twice(path: object, value: Drain) -> None:
+        tries.append(value.cause)
+        if len(tries) < 3:
+            raise OSError(28, "No space left on device")
+        real(path, value)
+
+    real = follow.write
+    monkeypatch.setattr(follow, "write", full_twice)
+    monkeypatch.setattr(follow, "TICK", 0.001)
+    interruptions = Interruptions()
+    interruptions.names.append("Ctrl-C")
+    follower = Follower(run, run.attempt(1), Supervisor(run), drain_limit_s=60.0)
+    end = follower.wait_for_end(HistoryReader(run, run.attempt(1), 1), Silent(), interruptions)
+    assert (end.outcome, tries) == (DRAINED, ["Ctrl-C"] * 3)
+    assert read(Drain, run.attempt(1).drain).cause == "Ctrl-C"

@@ -1,0 +1,50 @@
+"""A trajectory says of every token whether and by which weights it was sampled; lists that do not fit are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_rl.agent.trajectories import Trajectory
+from megatron_rl.inference.api import Completion
+
+
+def test_a_single_answer_is_one_turn_behind_its_prompt() -> None:
+    one = Trajectory.single([1, 2, 3], Completion([4, 0], [-0.5, -0.25], "stop", [7, 7]), "4", 1.0)
+    assert one.tokens == [1, 2, 3, 4, 0]
+    assert one.loss_mask == [False, False, False, True, True]
+    assert one.logprobs == [0.0, 0.0, 0.0, -0.5, -0.25]
+    assert one.versions == [-1, -1, -1, 7, 7]
+    assert one.turns == [range(3, 5)]
+    assert (one.prompt_length, one.answer_length) == (3, 2)
+
+
+def conversation(**changed: Any) -> Trajectory:
+    """Two turns of two tokens, between which the environment says one."""
+    fields: dict[str, Any] = {
+        "tokens": [1, 4, 0, 9, 5, 0],
+        "loss_mask": [False, True, True, False, True, True],
+        "logprobs": [0.0, -1.0, -1.0, 0.0, -1.0, -1.0],
+        "versions": [-1, 3, 3, -1, 4, 4],
+        "turns": [range(1, 3), range(4, 6)],
+    }
+    return Trajectory(**(fields | changed), text="45", reward=0.0, finish_reason="stop")
+
+
+def test_answers_are_as_long_as_all_their_turns() -> None:
+    assert (conversation().prompt_length, conversation().answer_length) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"versions": [-1, 3, 3]}, "a trajectory of 6 tokens has .* 3 versions"),
+        ({"loss_mask": [True] * 7}, "7 in its loss mask"),
+        ({"turns": []}, "at least one turn"),
+        ({"loss_mask": [True] * 6}, "the first token of a trajectory cannot be trained on"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        conversation(**changed)
