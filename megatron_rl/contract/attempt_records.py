@@ -218,7 +218,7 @@ class AttemptEnd(NamedTuple):
     hung: bool = False  # it said nothing any more, and the ranks were ended for it
     checkpoint: int = 0  # step of the newest checkpoint then; 0: none
     cause: Optional[str] = None  # one of codes, or of a local run the name of a signal; None: nobody asked it to end
-    then: Optional[str] = None  # what becomes of the job (launcher.host.policy); None: a local run
+    then: Optional[str] = None  # what becomes of the job (launcher.host.judge.policy); None: a local run
     why: str = ""  # it is held, or what somebody can do
     crashes: int = 0  # without a new checkpoint, this one included
     excluded: List[str] = []  # nodes that the job should not get again

@@ -3,7 +3,7 @@
     srun ... python -m megatron_rl.fabric.check --run-dir RUN_DIR --attempt N [--slower-than GBPS]
 
 All ranks reduce together for some seconds. When that fails or is slow, neighbouring nodes do so in pairs, which tells
-which of them it is. Rank 0 writes Attempt.fabric; launcher.host.health judges it together with the nodes' own reports.
+which of them it is. Rank 0 writes Attempt.fabric; launcher.host.judge.nodes judges it with the nodes' own reports.
 
 Every all-reduce runs in a child process that its parent ends at a deadline: a collective that hangs in a driver cannot
 be called back. Parents talk through a TCP store and touch no GPU.

@@ -1,0 +1,125 @@
+"""Slurm's commands are asked within limits, and what they print is understood."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.host.slurm import call as call_module
+from launcher.host.slurm import tell
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, patiently
+from launcher.host.slurm.words import expand_hosts, seconds_of, text_of, time_of
+
+
+@pytest.mark.parametrize(
+    ("listed", "hosts"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("node[01-03,07],x", ["node01", "node02", "node03", "node07", "x"]),
+        ("node[8-11]", ["node8", "node9", "node10", "node11"]),
+        ("gpu-a[1,3].cluster,gpu-b", ["gpu-a1.cluster", "gpu-a3.cluster", "gpu-b"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+    ],
+)
+def test_a_host_list_is_expanded(listed, hosts):
+    assert expand_hosts(listed) == hosts
+
+
+@given(st.lists(st.from_regex(r"[a-z]{1,3}[0-9]{0,3}", fullmatch=True), max_size=6))
+def test_a_list_without_brackets_is_its_hosts(hosts):
+    assert expand_hosts(",".join(hosts)) == hosts
+
+
+@given(st.integers(0, 4_000_000_000))
+def test_a_time_comes_back(at):
+    found = time_of(text_of(at))
+    assert found is not None
+    assert found == at or abs(found - at) == 3600, "an hour that there is twice"
+
+
+def test_limits_and_what_is_no_time():
+    assert seconds_of("1-02:00:30") == 93630
+    assert seconds_of("UNLIMITED") is seconds_of(None) is time_of("Unknown") is time_of(None) is None
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def scontrol(text: str) -> None:
+        tool = tmp_path / "scontrol"
+        tool.write_text(f"#!/bin/sh\n{text}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    monkeypatch.setattr(call_module, "ASK_AGAIN_S", 0.0)
+    return scontrol
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", SlurmSilent),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", SlurmRefused),
+        ("exec sleep 60", SlurmSilent),
+    ],
+)
+def test_who_does_not_answer_has_not_said_no(scontrol, monkeypatch, text, error):
+    scontrol(text)
+    monkeypatch.setattr(call_module, "LIMIT_S", 0.3)
+    with pytest.raises(SlurmRefused) as raised:
+        call(["scontrol", "show", "job", "7"])
+    assert type(raised.value) is error
+
+
+def test_a_command_that_is_not_there_is_a_refusal(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SlurmRefused, match="no such command here"):
+        call(["scontrol"])
+
+
+def test_only_silence_is_waited_for(monkeypatch):
+    monkeypatch.setattr(call_module, "ASK_AGAIN_S", 0.0)
+    answers = iter([SlurmSilent("busy"), SlurmSilent("busy"), SlurmRefused("no")])
+
+    def ask() -> None:
+        raise next(answers)
+
+    with pytest.raises(SlurmRefused, match="no"):
+        patiently(ask, patience=60.0)
+    assert next(answers, None) is None
+    began = time.monotonic()
+    with pytest.raises(SlurmSilent):
+        patiently(lambda: (_ for _ in ()).throw(SlurmSilent("busy")), patience=0.1)
+    assert time.monotonic() - began < 10
+
+
+def test_what_is_not_utf_8_is_read_all_the_same(scontrol):
+    scontrol(r"printf 'JobName=\351t\351\n'")
+    assert call(["scontrol"]).startswith("JobName=")
+
+
+def test_a_job_that_is_requeued_already_is(scontrol):
+    scontrol("echo 'Job/step already completing or completed' >&2; exit 1")
+    with pytest.raises(SlurmRefused):
+        tell.requeue("7")
+    scontrol("echo 'slurm_requeue error: Job is pending execution' >&2; exit 1")
+    tell.requeue("7")
+
+
+def test_a_successor_knows_nothing_of_the_job_that_submits_it(tmp_path, monkeypatch):
+    tool = tmp_path / "sbatch"
+    tool.write_text(f'#!/bin/sh\nenv >{tmp_path}/environ\necho "$*" >{tmp_path}/words\necho "8;lab"\n')
+    tool.chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}.items():
+        monkeypatch.setenv(name, value)
+    job_id = tell.submit_successor("7", "/runs/it/job.sbatch", "it", None, ["n1"], {"MRL_HOST_FAULTS": "1"})
+    assert job_id == "8"
+    words = (tmp_path / "words").read_text().split()
+    assert words == ["--parsable", "--dependency=afterany:7", "--job-name=it", "--exclude=n1", "/runs/it/job.sbatch"]
+    environ = dict(line.split("=", 1) for line in (tmp_path / "environ").read_text().splitlines())
+    assert (environ["MRL_SUCCEEDS"], environ["MRL_PREPARED"], environ["MRL_HOST_FAULTS"]) == ("7", "/runs/it", "1")
+    assert not {"SLURM_JOB_ID", "MRL_ATTEMPT"} & set(environ)
