@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import checkpointer, sharded_state, world
-from core_helpers import quiet_safe_points
+from core_helpers import quiet_safe_points, tiny_run
 
-from megatron_rl.attempt import finish, leave
+from megatron_rl import attempt as attempt_module
+from megatron_rl.attempt import finish, leave, run_attempt
 from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.checkpoint.shards import write_part
 from megatron_rl.contract.attempt_records import Drain
-from megatron_rl.contract.codes import MARGIN_S
+from megatron_rl.contract.codes import FINISHED, MARGIN_S
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.metrics.timeline import Timeline
@@ -26,6 +27,7 @@ from megatron_rl.metrics.writer import NoMetrics
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.world import World
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -120,3 +122,34 @@ def test_a_run_whose_last_save_failed_is_not_finished(tmp_path: Path, monkeypatc
     saver.save(20, sharded_state(1.0), {})
     with pytest.raises(CheckpointError, match="of step 20, was not saved"):
         finish(quiet_safe_points(), saver)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_disconnects_before_all_have_met_behind_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Else the others could be gone while rank 0 still writes it, and an orderly end would look like a crash."""
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    nothing = SimpleNamespace(close=lambda: None)
+    saved = SimpleNamespace(under_way=None, wait=lambda final: None)
+    run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing)
+    events: list[tuple[str, bool]] = []
+    for name, stand_in in {
+        "read_config": lambda run_dir: tiny_run(),
+        "select": lambda job, local_rank: SimpleNamespace(backend="gloo"),
+        "connect": lambda *args: SimpleNamespace(control=world()),
+        "set_up": lambda *args: run,
+        "train": lambda run: FINISHED,
+        "save_metrics": lambda run: None,
+        "write_timeline": lambda run, resumed=None: None,
+        "disconnect": lambda: events.append(("disconnects", attempt.outcome.exists())),
+    }.items():
+        monkeypatch.setattr(attempt_module, name, stand_in)
+    monkeypatch.setattr(
+        attempt_module.dist, "barrier", lambda group: events.append(("meets", attempt.outcome.exists()))
+    )
+    activity, drain = Activity(attempt, published=False), DrainListener(attempt)
+    run_attempt(RunDir(tmp_path), attempt, World(rank, 2, rank), activity, drain, Timeline())
+    writes = rank == 0
+    assert events == [("meets", writes), ("disconnects", writes)]

@@ -165,6 +165,23 @@ def test_a_file_system_that_fails_after_the_rename_leaves_a_checkpoint_and_the_o
     assert "step 40 is published, but what it supersedes stays" in caplog.text
 
 
+def test_its_name_is_durable_before_what_it_supersedes_goes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave neither."""
+    make(run_dir, 20)
+    durable: list[tuple[list[int], str]] = []
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), run_dir.checkpoints.stat()):
+            durable.append((run_dir.checkpoint_steps(), run_dir.latest_checkpoint.read_text()))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    make(run_dir, 40, keep=1)
+    assert durable[0] == ([40, 20], "step-000040\n")
+    assert run_dir.checkpoint_steps() == [40]
+
+
 def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from core_helpers import quiet_safe_points
 
 from megatron_rl.contract.attempt_records import Drain
@@ -44,6 +46,17 @@ def test_a_rank_on_its_own_leaves_when_it_is_asked_to() -> None:
     safe_points.drain.asked = True
     with pytest.raises(LeaveAgreed):
         safe_points.agree()
+
+
+def test_a_rank_that_nobody_asked_leaves_with_the_one_that_was(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one goes, and the others wait for it in the next collective."""
+    safe_points = quiet_safe_points()
+    safe_points.connect(groups)
+    agreed = torch.tensor([1, 1], dtype=torch.int32)
+    monkeypatch.setattr(dist, "all_reduce", lambda flags, **_: flags.copy_(agreed))
+    with pytest.raises(LeaveAgreed):
+        safe_points.agree()
+    assert safe_points.drain.asked
 
 
 def test_a_heartbeat_says_what_failed_and_not_what_was_around_it() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from core_helpers import (
     CPU,
     VOCAB,
@@ -30,7 +31,7 @@ from megatron_rl.metrics.stats import StepStats
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.run import Run
 from megatron_rl.training import trainer as trainer_module
-from megatron_rl.training.batch import UpdateBatch, training_batch
+from megatron_rl.training.batch import UpdateBatch, agreed, training_batch
 from megatron_rl.training.trainer import GradientsNotFinite
 
 GROUPS = random_groups(4, 4)
@@ -359,3 +360,19 @@ def poisoned(run: Run) -> StepStats:
         return run.trainer.train(batch_of(GROUPS, 0, 4), 1)
     finally:
         hook.remove()
+
+
+def test_an_update_counts_what_all_ranks_train_on_and_is_as_long_on_each(
+    groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the gradient would depend on the number of ranks, and one would wait for another in vain."""
+
+    def gather(of_ranks: list[Tensor], mine: Tensor, group: Any) -> None:
+        for rank, table in enumerate(of_ranks):
+            table.copy_(mine * (1 + 2 * rank))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    (update,) = agreed([UpdateBatch([MicroBatch.empty()], 5.0)], groups.data, torch.device("cpu"))
+    assert update.normaliser == 5.0 + 15.0
+    assert len(update.microbatches) == 3

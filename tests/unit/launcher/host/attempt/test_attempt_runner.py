@@ -126,6 +126,16 @@ def test_a_hang_is_recorded_and_the_steps_show_their_stacks_before_they_are_ende
     assert watched.runner.observed().hang == hang
 
 
+@pytest.mark.parametrize(("first", "then"), [(100.0, 60.0), (60.0, 100.0)])
+def test_of_two_deadlines_the_earlier_one_counts(watched, first, then):
+    watched.send_heartbeats(silent=0.0)
+    watched.train().ask(deadline=watched.now + first)
+    assert "KILL" not in watched.look(0)
+    watched.ask(deadline=watched.now + then)
+    assert "KILL" not in watched.look(50)
+    assert "KILL" in watched.look(56)
+
+
 def test_nobody_hangs_before_the_ranks_are_started(watched):
     assert watched.look(0, 10, 20) == []
 

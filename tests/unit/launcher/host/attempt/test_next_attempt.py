@@ -9,7 +9,7 @@ import pytest
 
 from launcher.host.attempt import own
 from launcher.host.attempt.begin import begin_attempt
-from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.prepare import Checks, Preparation
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
@@ -19,7 +19,7 @@ from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import BY_US, HERE
 from launcher.host.process.signals import Signals
 from launcher.host.slurm import ask, call
-from launcher.host.slurm.call import SlurmSilent
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, NodeHealth, Requeued
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import append, if_readable, read, write
@@ -138,6 +138,26 @@ def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(context: JobC
     left = without_dead_nodes(context)
     assert (left.hosts, left.given) == (["n1", "n3"], 3)
     assert (left.environ["SLURM_JOB_NUM_NODES"], left.environ["SLURM_JOB_NODELIST"]) == ("2", "n1,n3")
+
+
+def test_a_run_is_taken_over_only_from_a_job_that_is_known_to_have_ended(
+    context: JobContext, monkeypatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One of which Slurm tells nothing may still write into the run directory."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    write(context.run.resolved, PLAN)
+    write(context.run.job, Owner("6", "lab", 0.0))
+    answer = SlurmRefused("scontrol: no such command here")
+
+    def show(job_id: str) -> dict[str, str]:
+        raise answer
+
+    monkeypatch.setattr(ask, "show_job", show)
+    with pytest.raises(Refused, match="belongs to job 6, which is not known to have ended"):
+        own.own(context)
+    answer = SlurmRefused("slurm_load_jobs error: Invalid job id specified")
+    own.own(context).release()
+    assert read(Owner, context.run.job).job_id == "7"
 
 
 @pytest.mark.parametrize("named", ["owner", "ledger"])

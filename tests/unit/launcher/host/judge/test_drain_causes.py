@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher.host.judge.causes import Cause, cause_of, completed, is_complete
+from launcher.host.judge.causes import Cause, cause_of, completed, is_complete, is_truer
 from launcher.host.slurm.words import parse_fields
 from megatron_rl.contract.attempt_records import Drain
 
@@ -108,3 +108,22 @@ def test_a_cause_that_somebody_named_stays():
 
 def test_a_record_that_knows_no_more_adds_nothing():
     assert not is_complete(completed(BY_A_RANK, Cause("signal", None), None))
+
+
+@pytest.mark.parametrize(
+    ("named", "at_the_end", "truer"),
+    [
+        ("signal", "preempted", True),
+        ("requeue", "preempted", True),
+        ("preempted", "cancelled", True),
+        ("time limit", "cancelled", True),
+        ("preempted", "requeue", False),
+        ("time limit", "preempted", False),
+        ("cancelled", "requeue", False),
+    ],
+)
+def test_a_cause_that_was_named_gives_way_only_to_a_cancellation_and_a_requeue_to_a_preemption(
+    named, at_the_end, truer
+):
+    """Else a job that its user cancelled while it saved because of a preemption would start again."""
+    assert is_truer(at_the_end, named) is truer

@@ -61,6 +61,11 @@ def test_the_rank_that_failed_first_is_named():
     assert "SIGKILL (often: out of memory)" in error
 
 
+def test_the_first_error_reported_is_the_cause_and_what_the_others_say_its_consequence():
+    consequence = ERROR._replace(rank=0, error="RuntimeError: Connection closed by peer")
+    assert blamed(errors=[ERROR, consequence]) == (1, "boom")
+
+
 def test_ranks_that_we_ended_are_not_blamed():
     assert blamed(late="Ctrl-C; no save within 60 s", code=-9) == (
         None,

@@ -1,0 +1,31 @@
+"""What Slurm's record adds to a request to leave."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.slurm_job import SlurmJob
+from launcher.host.slurm import ask
+from launcher.host.slurm.words import text_of
+from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.paths import RunDir
+
+KILL_WAIT_S = 45
+
+
+@pytest.mark.parametrize(("ends_in_s", "left_s"), [(-2, KILL_WAIT_S - 2), (600, 600)], ids=["at once", "later"])
+def test_ranks_have_until_the_end_of_the_job_or_until_it_is_killed_where_slurm_ends_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_in_s: int, left_s: int
+) -> None:
+    now = int(time.time())
+    record = f"JobId=7 JobState=COMPLETING EndTime={text_of(now + ends_in_s)} PreemptTime=None"
+    answers = {"job": record, "config": f"KillWait                = {KILL_WAIT_S} sec\n"}
+    monkeypatch.setattr(ask, "call", lambda command: answers[command[2]])
+    run = RunDir(tmp_path)
+    job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
+    fuller = job.complete(run.attempt(1), Drain("signal", "SIGTERM to the batch host", now))
+    assert (fuller.end, fuller.deadline) == (now + ends_in_s, now + left_s)
