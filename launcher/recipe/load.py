@@ -13,17 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from launcher.errors import BadInput
 from launcher.recipe.documents import locator, parse, read_text
-from launcher.recipe.located_yaml import Located, YamlProblems, read
+from launcher.recipe.located_yaml import Located, YamlProblems, dump, read
 from launcher.recipe.problems import Locate, did_you_mean, known_keys, validation_problems, where_named
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
-
-_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # written in C where PyYAML was built with libyaml
 
 _FREE_FORM = ("environment", "args")
 """Keys below this section belong to the environment, so RunConfig does not know them."""
@@ -103,10 +100,7 @@ def asked_text(recipe: Recipe) -> str:
 def dump_resolved(config: RunConfig) -> str:
     """resolved.yaml: the recipe with every default written out; reads back as the same RunConfig."""
     head = "# Every value of this run, defaults included. Written by mrl-submit; the ranks read this file.\n"
-    text = yaml.dump(config.model_dump(), Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
-    if set(text) & set("\x85\u2028\u2029"):  # line breaks to YAML, which PyYAML writes raw and reads back as others
-        text = yaml.dump(config.model_dump(), Dumper=_DUMPER, sort_keys=False)
-    return head + text
+    return head + dump(config.model_dump())
 
 
 def read_resolved(path: Path) -> RunConfig:

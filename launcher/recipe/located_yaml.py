@@ -46,13 +46,28 @@ class _Loader(_Fastest):  # type: ignore[valid-type, misc]
     }
 
 
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes the text that either reader would take for a number."""
+
+
 _DIGITS = list("-+.0123456789")
 _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+)$"), _DIGITS)
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(r"^[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
-    _DIGITS,
-)
+for _either in (_Loader, _Dumper):
+    _either.add_implicit_resolver(
+        _FLOAT,
+        re.compile(
+            r"^[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"
+        ),
+        _DIGITS,
+    )
+
+
+def dump(value: Any) -> str:
+    """YAML that reads back as `value`, with `read` and with yaml.safe_load."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    if set(text) & set("\x85\u2028\u2029"):  # line breaks to YAML, which PyYAML writes raw and reads back as others
+        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+    return text
 
 
 def read(text: str) -> Located:
