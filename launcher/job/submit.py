@@ -11,7 +11,6 @@ from shutil import which
 from tempfile import TemporaryDirectory
 
 from launcher.backends.slurm import submit as sbatch
-from launcher.backends.slurm.call import SlurmSilent
 from launcher.backends.slurm.jobs import cluster_name
 from launcher.backends.slurm.refusal import translate
 from launcher.errors import BadInput, Unsure
@@ -19,6 +18,7 @@ from launcher.fetch import prefetch
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.record import submissions
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
 from launcher.job.run_directory import opened
@@ -139,7 +139,7 @@ def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
         except sbatch.SubmissionRefused as error:
             text = translate(str(error), flags_by_name(header(drafted.job)))
             raise BadInput(f"cluster {drafted.job.cluster}: {text}") from error
-        except SlurmSilent as error:
+        except SlurmRefused as error:
             raise BadInput(f"cluster {drafted.job.cluster}: {error}") from error
 
 

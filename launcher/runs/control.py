@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-from launcher.backends.slurm.call import SlurmSilent, call
 from launcher.errors import BadInput, Failed
 from launcher.host.slurm import tell
 from launcher.host.slurm.call import SlurmRefused
@@ -119,11 +118,9 @@ def _signal(job_id: str) -> str:
 
 def _scancel(job_id: str) -> None:
     try:
-        answer = call(["scancel", job_id])
-    except SlurmSilent as error:
+        tell.cancel(job_id)
+    except SlurmRefused as error:
         raise Failed(f"job {job_id}: {error}") from error
-    if answer.code != 0:
-        raise Failed(f"job {job_id}: {answer.err.strip() or 'scancel failed'}")
 
 
 def _save_limit_s(status: RunStatus) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.backends.slurm.call import SlurmSilent, asking_environment, call
+from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,10 @@ def ask(command: Sequence[str], limit_s: float = 20.0) -> Fact:
     Args:
         limit_s: longest wait for its answer; Slurm's own commands mostly give up after MessageTimeout, 10 s by default.
     """
-    environ = {name: value for name, value in asking_environment().items() if not name.startswith("SINFO_")}
     try:
-        answer = call(command, limit_s, environ)
-    except SlurmSilent as silent:
-        return Fact(failure=str(silent), there=not isinstance(silent.__cause__, OSError))
+        answer = run(command, limit_s)
+    except SlurmRefused as error:
+        return Fact(failure=str(error), there=not isinstance(error, NoSuchCommand))
     if answer.code == 0:
         return Fact(answer.out)
     complaint = next((line.strip() for line in answer.err.splitlines() if line.strip()), "")

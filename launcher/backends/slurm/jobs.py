@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launcher.backends.slurm.call import SlurmSilent, call
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, run
 from megatron_rl.contract.run_records import Owner
 
 Kind = Literal["pending", "running", "ended", "gone", "unknown"]
@@ -94,7 +94,7 @@ def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
             found |= _ask_squeue(some)
         for some in batched([one for one in ids if one not in found]):
             found |= _ask_sacct(some)
-    except SlurmSilent as error:
+    except SlurmRefused as error:
         return {one: JobState(one, "", "unknown", reason=str(error)) for one in ids}
     return {one: found.get(one, JobState(one, "", "gone")) for one in ids}
 
@@ -121,8 +121,8 @@ def read_owners(owners: Sequence[Owner]) -> list[JobState]:
 def cluster_name() -> str | None:
     """What the Slurm that answers here calls itself; None where it does not answer."""
     try:
-        answer = call(["scontrol", "show", "config"])
-    except SlurmSilent:
+        answer = run(["scontrol", "show", "config"])
+    except SlurmRefused:
         return None
     found = re.search(r"^ClusterName\s*=\s*(\S+)", answer.out, re.MULTILINE)
     return found[1] if found else None
@@ -130,7 +130,7 @@ def cluster_name() -> str | None:
 
 def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
     form = ",".join(f"{name}:{width}" for name, width in SQUEUE_FIELDS.items())
-    answer = call(["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"])
+    answer = run(["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"])
     if answer.code == 0:
         return {job.job_id: job for job in parse_squeue(answer.out)}
     if "Invalid job id" in answer.err:  # its answer where a single job is asked for and not known
@@ -142,8 +142,8 @@ def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
     """Ended jobs only: one that accounting believes to be alive and the controller does not know is gone."""
     form = ",".join(SACCT_FIELDS)
     try:
-        answer = call(["sacct", "-X", "-P", "-D", "--noheader", f"--jobs={','.join(ids)}", f"--format={form}"])
-    except SlurmSilent:
+        answer = run(["sacct", "-X", "-P", "-D", "--noheader", f"--jobs={','.join(ids)}", f"--format={form}"])
+    except SlurmRefused:
         return {}
     jobs = parse_sacct(answer.out) if answer.code == 0 else []
     return {job.job_id: job for job in jobs if job.kind == "ended"}

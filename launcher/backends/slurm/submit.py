@@ -12,7 +12,7 @@ from shutil import which
 from submitit import SlurmExecutor, SlurmJob
 from submitit.helpers import CommandFunction
 
-from launcher.backends.slurm.call import SlurmSilent, call
+from launcher.host.slurm.call import NoSuchCommand, SlurmSilent, run
 
 SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
 OF_ANY_JOB = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -59,7 +59,10 @@ class ScriptExecutor(SlurmExecutor):
         """submitit's own prints sbatch's error, and waits for it for ever."""
         # A node that does not see the run directory must not make another one from the script.
         prepared = {"MRL_PREPARED": str(self._script.parent)}
-        answer = call(self._command, SUBMIT_LIMIT_S, submitting_environment(self._script) | prepared)
+        try:
+            answer = run(self._command, SUBMIT_LIMIT_S, submitting_environment(self._script) | prepared)
+        except NoSuchCommand as error:
+            raise SubmissionRefused(str(error)) from error
         if answer.code != 0 and _LATE.search(answer.err):
             raise SlurmSilent(answer.err.strip())
         job_id = answer.out.strip().rpartition("\n")[2].partition(";")[0]  # "4711" or "4711;cluster"
@@ -86,7 +89,7 @@ def estimate(script: Path, flags: Sequence[str] = ()) -> tuple[str, str, str]:
         SubmissionRefused: Slurm would not take the job.
         SlurmSilent: sbatch did not answer in time.
     """
-    answer = call(["sbatch", "--test-only", *flags, str(script)], SUBMIT_LIMIT_S, submitting_environment(script))
+    answer = run(["sbatch", "--test-only", *flags, str(script)], SUBMIT_LIMIT_S, submitting_environment(script))
     found = _ESTIMATE.search(answer.err)
     if answer.code != 0 or not found:
         raise SubmissionRefused(answer.err or answer.out)

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import time
-from typing import Callable, Dict, List, Optional, TypeVar
+from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, TypeVar
 
 LIMIT_S = 30.0  # a busy controller answers late, a dead one never
 PATIENCE_S = 120.0  # over which a silent controller is asked again where much hangs on its answer
@@ -31,33 +31,54 @@ class SlurmSilent(SlurmRefused):
     """Slurm could not be asked. Says nothing about any job."""
 
 
-def call(command: List[str], environ: Optional[Dict[str, str]] = None) -> str:
-    """What a command prints. Raises SlurmRefused.
+class NoSuchCommand(SlurmRefused):
+    """Slurm's commands are not here."""
+
+
+class Answer(NamedTuple):
+    """What a command that ran to its end said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(command: Sequence[str], limit_s: Optional[float] = None, environ: Optional[Mapping[str, str]] = None) -> Answer:
+    """Run a command to its end, whatever it answers. Raises SlurmSilent and NoSuchCommand.
 
     Args:
+        limit_s: seconds after which it is ended; default: LIMIT_S.
         environ: its environment; default: `asking_environment()`.
     """
-    shown = " ".join(command)
+    limit_s = LIMIT_S if limit_s is None else limit_s
     try:
+        # In a session of its own, so that a Ctrl-C for us does not look like a silent Slurm.
         done = subprocess.run(
-            command,
-            env=environ or asking_environment(),
+            list(command),
+            env=dict(asking_environment() if environ is None else environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            timeout=LIMIT_S,
+            timeout=limit_s,
+            start_new_session=True,
         )
     except FileNotFoundError:
-        raise SlurmRefused("{}: no such command here".format(command[0])) from None
+        raise NoSuchCommand("{}: no such command here".format(command[0])) from None
     except subprocess.TimeoutExpired:
-        raise SlurmSilent("{}: no answer within {:.0f} s".format(shown, LIMIT_S)) from None
+        raise SlurmSilent("{}: no answer within {:g} s".format(" ".join(command), limit_s)) from None
     except OSError as error:  # no memory to start it, its file system is gone
         raise SlurmSilent("{}: {}".format(command[0], error.strerror)) from None
-    if done.returncode:
-        answer = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
-        kind = SlurmSilent if _SILENT.search(answer) else SlurmRefused
-        raise kind("{}: {}".format(shown, answer))
-    return done.stdout.decode("utf-8", "replace")
+    return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
+
+
+def call(command: Sequence[str], environ: Optional[Mapping[str, str]] = None) -> str:
+    """What a command prints that does what it was told. Raises SlurmRefused. The arguments are those of `run`."""
+    answer = run(command, environ=environ)
+    if answer.code:
+        complaint = (answer.err or answer.out).strip()
+        kind = SlurmSilent if _SILENT.search(complaint) else SlurmRefused
+        raise kind("{}: {}".format(" ".join(command), complaint))
+    return answer.out
 
 
 def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result:

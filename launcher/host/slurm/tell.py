@@ -14,6 +14,11 @@ def signal_steps(job_id: str, name: str) -> None:
     call(["scancel", "--signal={}".format(name), job_id])
 
 
+def cancel(job_id: str) -> None:
+    """End a job for good."""
+    call(["scancel", job_id])
+
+
 def kill_steps(job_id: str) -> None:
     """End the steps of a job and leave its batch script alone."""
     steps = steps_of(job_id)

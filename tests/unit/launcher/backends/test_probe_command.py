@@ -20,7 +20,7 @@ def test_a_missing_command():
     missing = ask(["no-such-command"])
     assert not missing.known
     assert not missing.there
-    assert "no no-such-command here" in str(missing.failure)
+    assert "no-such-command: no such command here" in str(missing.failure)
 
 
 def test_a_silent_command_is_given_up():

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.slurm.call import SlurmSilent, call
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS, moment, parse_sacct, parse_squeue, read_jobs, read_owners
 from megatron_rl.contract.run_records import Owner
 
@@ -155,22 +154,7 @@ def test_a_controller_that_does_not_answer_makes_a_job_unknown(fake, script):
 def test_no_squeue_at_all_makes_a_job_unknown(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     job = read_jobs(["7"])["7"]
-    assert (job.kind, job.reason) == ("unknown", "no squeue here (No such file or directory)")
-
-
-def test_a_silent_command_is_ended_in_time(fake):
-    fake("squeue", "exec sleep 60")
-    before = time.monotonic()
-    with pytest.raises(SlurmSilent, match=r"squeue did not answer within 0"):
-        call(["squeue"], limit_s=0.2)
-    assert time.monotonic() - before < 5
-
-
-def test_the_users_own_output_settings_do_not_reach_squeue(fake, monkeypatch):
-    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
-    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    fake("squeue", 'echo "${SQUEUE_FORMAT-unset} $SLURM_TIME_FORMAT"')
-    assert call(["squeue"]).out == "unset standard\n"
+    assert (job.kind, job.reason) == ("unknown", "squeue: no such command here")
 
 
 def test_a_job_of_another_cluster_is_unknown_whatever_has_its_id_here(fake, tmp_path):

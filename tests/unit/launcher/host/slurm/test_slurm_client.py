@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.host.slurm import call as call_module
 from launcher.host.slurm import tell
-from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, patiently
+from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, call, patiently, run
 from launcher.host.slurm.words import expand_hosts, seconds_of, text_of, time_of
 
 
@@ -77,7 +77,7 @@ def test_who_does_not_answer_has_not_said_no(scontrol, monkeypatch, text, error)
 
 def test_a_command_that_is_not_there_is_a_refusal(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(SlurmRefused, match="no such command here"):
+    with pytest.raises(NoSuchCommand, match="no such command here"):
         call(["scontrol"])
 
 
@@ -123,3 +123,16 @@ def test_a_successor_knows_nothing_of_the_job_that_submits_it(tmp_path, monkeypa
     environ = dict(line.split("=", 1) for line in (tmp_path / "environ").read_text().splitlines())
     assert (environ["MRL_SUCCEEDS"], environ["MRL_PREPARED"], environ["MRL_HOST_FAULTS"]) == ("7", "/runs/it", "1")
     assert not {"SLURM_JOB_ID", "MRL_ATTEMPT"} & set(environ)
+
+
+def test_a_silent_command_is_ended_in_its_own_limit(scontrol):
+    scontrol("exec sleep 60")
+    with pytest.raises(SlurmSilent, match=r"scontrol: no answer within 0\.2 s"):
+        run(["scontrol"], limit_s=0.2)
+
+
+def test_the_users_own_output_settings_do_not_reach_slurm(scontrol, monkeypatch):
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    scontrol('echo "${SQUEUE_FORMAT-unset} $SLURM_TIME_FORMAT"')
+    assert run(["scontrol"]).out == "unset standard\n"
