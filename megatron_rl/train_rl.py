@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 
 from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.metrics.report import StepReport
+from megatron_rl.rank import garbage
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed
 from megatron_rl.rollout.view import GroupsView
 from megatron_rl.run import Run
@@ -24,7 +26,7 @@ def train(run: Run) -> str:
     """Train to the last step, or until asked to leave. Returns FINISHED or DRAINED."""
     last = run.config.training.steps
     schedule = SaveSchedule(run.checkpointer, run.step, last)
-    try:
+    with garbage.collected_between_steps(), suppress(LeaveAgreed):
         while True:
             if run.evaluated < run.step and evaluation_due(run.step, run.config.evaluation.every, last):
                 evaluate(run)
@@ -33,8 +35,8 @@ def train(run: Run) -> str:
             if run.step == last:
                 return FINISHED
             train_step(run)
-    except LeaveAgreed:
-        return DRAINED
+            garbage.collect(run.step)
+    return DRAINED
 
 
 def train_step(run: Run) -> None:

@@ -17,6 +17,10 @@ from megatron_rl.metrics.stats import LossStats, Number, StepStats
 TIMED = ("generate", "reward", "log-probs", "train", "refit", "wait")
 """Categories of the timeline that belong to a step; what happens between two steps is not among them."""
 
+NO_SIGNAL = "no signal"
+PROMPT_TOO_LONG = "prompt too long"
+"""Why an ordinal is dropped, in `dropped_ordinals`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -29,7 +33,7 @@ class Step:
     policy_version: int
     """At the end of the step."""
     dropped: Mapping[int, str]
-    """Ordinals settled without training, and why."""
+    """Ordinals settled without training, and why, in their order."""
     failures: Mapping[str, int]
     """Answers lost, by reason."""
     ranks: int
@@ -144,7 +148,7 @@ STEP_METRICS: dict[str, Metric] = {
     "next_ordinal": Metric("first prompt of the next step", lambda step: step.next_ordinal),
     "dropped_ordinals": Metric(
         "prompts settled without training, with the reason (absent where none is)",
-        lambda step: {str(ordinal): reason for ordinal, reason in sorted(step.dropped.items())} or None,
+        lambda step: {str(ordinal): reason for ordinal, reason in step.dropped.items()} or None,
     ),
     "policy_version": Metric(
         "optimizer steps behind the weights at the end of the step", lambda step: step.policy_version

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import TimelineLine
-from megatron_rl.metrics.names import TIMED, Step, metrics_of
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.metrics.names import PROMPT_TOO_LONG, TIMED, Step, metrics_of
 from megatron_rl.metrics.stats import StepStats
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
@@ -22,7 +23,7 @@ class AllAnswersLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank has to say of a step. All but `stats` and `failures` is the same on every rank."""
+    """What one rank has to say of a step. All but `stats`, `dropped` and `failures` is the same on every rank."""
 
     step: int
     stats: StepStats
@@ -31,20 +32,26 @@ class StepReport:
     next_ordinal: int
     policy_version: int
     dropped: Mapping[int, str]
+    """Ordinals of this rank that were settled without training, and why."""
     failures: Mapping[str, int]
     """Answers of this rank that were lost, by reason."""
 
     def lines(self, timeline: Timeline, control: dist.ProcessGroup) -> tuple[dict[str, Any], TimelineLine]:
         """The step's lines for metrics.jsonl and for the attempt's timeline, the same on every rank. Collective.
 
-        Raises AllAnswersLost.
+        Raises AllAnswersLost, or ConfigurationError where all prompts of the step were too long.
         """
         tally = Tally()
         self.stats.put(tally)
         timeline.tally(tally)
         total = tally.reduce(control)
         stats = self.stats.reduced(total)
-        failures = _of_all_ranks(self.failures, control) if stats.batch.failed else {}
+        failures, dropped = self._of_all_ranks(control) if stats.batch.failed or stats.batch.dropped else ({}, {})
+        if not stats.batch.answers and {*dropped.values()} == {PROMPT_TOO_LONG}:
+            raise ConfigurationError(
+                f"the prompts {self.first_ordinal} to {self.next_ordinal - 1}, all of step {self.step}, are too long: "
+                "with sampling.max_new_tokens they exceed training.sequence_length or model.max_position_embeddings"
+            )
         if not stats.batch.answers:
             raise AllAnswersLost(f"no answer of step {self.step} could be scored: {failures}")
         ranks = dist.get_world_size(control)
@@ -55,19 +62,20 @@ class StepReport:
             first_ordinal=self.first_ordinal,
             next_ordinal=self.next_ordinal,
             policy_version=self.policy_version,
-            dropped=self.dropped,
+            dropped=dropped,
             failures=failures,
             ranks=ranks,
             seconds={name: line.seconds.get(name, 0.0) / ranks for name in TIMED},
         )
         return metrics_of(step), line
 
-
-def _of_all_ranks(failures: Mapping[str, int], control: dist.ProcessGroup) -> dict[str, int]:
-    """Answers lost on all ranks, by reason. Collective; called only when there are any."""
-    gathered: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(gathered, dict(failures), group=control)
-    total: Counter[str] = Counter()
-    for of_rank in gathered:
-        total.update(of_rank)
-    return dict(sorted(total.items()))
+    def _of_all_ranks(self, control: dist.ProcessGroup) -> tuple[dict[str, int], dict[int, str]]:
+        """Failures and dropped ordinals of all ranks. Collective; called only when there are any."""
+        gathered: list[Any] = [None] * dist.get_world_size(control)
+        dist.all_gather_object(gathered, (dict(self.failures), dict(self.dropped)), group=control)
+        failures: Counter[str] = Counter()
+        dropped: dict[int, str] = {}
+        for of_rank in gathered:
+            failures.update(of_rank[0])
+            dropped |= of_rank[1]
+        return dict(sorted(failures.items())), dict(sorted(dropped.items()))

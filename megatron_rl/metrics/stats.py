@@ -41,6 +41,8 @@ class BatchStats:
     """Answers cut at the limit of new tokens."""
     failed: Total
     """Answers lost."""
+    dropped: Total
+    """Ordinals settled without training."""
     staleness: Total
     """Optimizer steps between the oldest weights that sampled a trained token of an answer and those trained, summed
     over answers."""

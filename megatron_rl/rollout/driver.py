@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,8 @@ from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import PromptTooLong, ResumableInference
+from megatron_rl.metrics.names import NO_SIGNAL, PROMPT_TOO_LONG
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.bank.bank import Bank
@@ -26,10 +27,6 @@ from megatron_rl.rollout.bank.recording import Recording
 from megatron_rl.rollout.stream import PromptStream, shares
 
 logger = logging.getLogger(__name__)
-
-_FATES = (None, "no signal", "prompt too long")
-"""Why an ordinal is dropped, by the number that the drivers exchange; None: it is trained on."""
-_NO_SIGNAL, _TOO_LONG = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +36,12 @@ class RolloutBatch:
     groups: list[TrajectoryGroup]
     """This driver's groups, whole, in ordinal order."""
     positions: list[int]
-    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order."""
+    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order. Of a prompt that was too long, where
+    nothing could take its place, it stays empty."""
     first_ordinal: int
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)
-    """Ordinals of the whole batch settled without training, and why."""
+    """This driver's ordinals that are settled without training, and why."""
     rounds: int = 1
 
     @property
@@ -88,40 +86,32 @@ class RolloutDriver:
         signal stand in: their advantages are 0. A prompt too long for the engine is dropped; without a further round
         the batch is smaller by it.
 
-        Raises:
-            LeaveAgreed: a rank was asked to leave; nothing has changed.
-            ConfigurationError: all prompts of the step are too long.
+        Raises LeaveAgreed where a rank was asked to leave: nothing has changed.
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
         rounds = dynamic.max_rounds if dynamic.enabled else 1
-        kept: list[TrajectoryGroup] = []
-        positions: list[int] = []
+        kept: dict[int, TrajectoryGroup] = {}  # by position
         dropped: dict[int, str] = {}
         ordinal, filled, round_ = first_ordinal, 0, 0
         while filled < wanted and round_ < rounds:
             round_ += 1
-            missing = wanted - filled
-            share = shares(ordinal, missing, dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
+            drawn = range(ordinal, ordinal + wanted - filled)
+            share = shares(ordinal, len(drawn), dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
             groups = self._roll_out(share)
             self.safe_points.agree()
-            place = {}
-            for offset, reason in enumerate(self._fates(ordinal, missing, share, groups, last=round_ == rounds)):
-                if reason is None:
-                    place[ordinal + offset] = filled
-                    filled += 1
-                else:
-                    dropped[ordinal + offset] = reason
-            kept.extend(group for group in groups if group.ordinal in place)
-            positions.extend(place[group.ordinal] for group in groups if group.ordinal in place)
-            ordinal += missing
-        if set(dropped.values()) == {_FATES[_TOO_LONG]} and not filled:
-            raise ConfigurationError(
-                f"the prompts {first_ordinal} to {ordinal - 1}, all of a step, are too long: with "
-                "sampling.max_new_tokens they exceed training.sequence_length or "
-                f"model.max_position_embeddings {self.config.sequence_length}"
+            last = round_ == rounds
+            usable = groups if last else self._with_signal(groups)
+            trained, answered = {group.ordinal for group in usable}, {group.ordinal for group in groups}
+            dropped |= dict.fromkeys(answered - trained, NO_SIGNAL) | dict.fromkeys(
+                {*share} - answered, PROMPT_TOO_LONG
             )
-        return RolloutBatch(kept, positions, first_ordinal, ordinal, dropped, round_)
+            placed = drawn if last else self._of_all_drivers(drawn, trained)
+            position = {ordinal: filled + index for index, ordinal in enumerate(placed)}
+            kept |= {position[group.ordinal]: group for group in usable}
+            filled += len(placed)
+            ordinal = drawn.stop
+        return RolloutBatch([*kept.values()], [*kept], first_ordinal, ordinal, dropped, round_)
 
     def close(self) -> None:
         """Write what is banked, and end the loop."""
@@ -176,19 +166,12 @@ class RolloutDriver:
         recording.add(group)
         return group
 
-    def _fates(
-        self, first: int, count: int, share: range, groups: list[TrajectoryGroup], *, last: bool
-    ) -> list[str | None]:
-        """For each of the round's ordinals, whoever drew it: why it is dropped; None where it is trained on.
+    def _with_signal(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong)
+        return [*compress(groups, has_signal(rewards.shaped, rewards.group, len(groups)).tolist())]
 
-        last: no further round could replace a group without signal.
-        """
-        fates = torch.zeros(count, dtype=torch.int32)
-        answered = [group.ordinal for group in groups]
-        fates[[ordinal - first for ordinal in share if ordinal not in answered]] = _TOO_LONG
-        if groups and not last:
-            rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong)
-            without = ~has_signal(rewards.shaped, rewards.group, len(groups))
-            fates[[ordinal - first for ordinal in answered]] = _NO_SIGNAL * without.int()
-        dist.all_reduce(fates, group=self.groups.control)
-        return [_FATES[fate] for fate in fates.tolist()]
+    def _of_all_drivers(self, drawn: range, trained: set[int]) -> list[int]:
+        """What any driver trains on of the ordinals that were drawn. Collective."""
+        anywhere = torch.tensor([ordinal in trained for ordinal in drawn], dtype=torch.int32)
+        dist.all_reduce(anywhere, group=self.groups.control)
+        return [*compress(drawn, anywhere.tolist())]

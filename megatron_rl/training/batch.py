@@ -18,6 +18,7 @@ from megatron_rl.algorithms.reduction import local_normaliser
 from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import BatchStats
+from megatron_rl.rollout.driver import RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,7 @@ def training_batch(
     )
 
 
-def batch_stats(
-    batch: TrainingBatch, groups: Sequence[TrajectoryGroup], policy_version: int, packed_tokens: int
-) -> BatchStats:
+def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: int, packed_tokens: int) -> BatchStats:
     """What the trajectories look like, before training on them."""
     answer_lengths = [t.answer_length for t in batch.trajectories]
     staleness = [0]
@@ -90,7 +89,7 @@ def batch_stats(
     rewards = batch.rewards.double()
     return BatchStats(
         answers=len(batch.trajectories),
-        groups=len(groups),
+        groups=len(rollouts.groups),
         groups_with_signal=int(batch.signal.sum()),
         reward=float(rewards.sum()),
         reward_squared=float(rewards.square().sum()),
@@ -100,7 +99,8 @@ def batch_stats(
         prompt_tokens=sum(t.prompt_length for t in batch.trajectories),
         packed_tokens=packed_tokens,
         truncated=sum(t.finish_reason == "length" for t in batch.trajectories),
-        failed=sum(sum(group.failures.values()) for group in groups),
+        failed=sum(rollouts.failures.values()),
+        dropped=len(rollouts.dropped),
         staleness=sum(staleness),
         staleness_max=max(staleness),
     )

@@ -68,7 +68,7 @@ class Trainer:
         chosen = self._chosen(batch, rollouts.positions, step)
         mine = [update_batch(batch, each, self.config) for each in chosen]
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
-        seen = batch_stats(batch, rollouts.groups, self.policy_version, packed_tokens)
+        seen = batch_stats(batch, rollouts, self.policy_version, packed_tokens)
         with self.safe_points.phase("wait"):
             of_all_ranks = agreed(mine, self.groups.data, self.platform.device)
         inputs = [self._input(batch, update) for update in of_all_ranks]

@@ -400,6 +400,7 @@ class _Trainer:
             packed_tokens=len(answers),
             truncated=0,
             failed=0,
+            dropped=len(batch.dropped),
             staleness=sum(self.policy_version - UPDATES - answer.versions[-1] for answer in answers),
             staleness_max=0,
         )

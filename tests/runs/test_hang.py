@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import AttemptEnd, Hang, Heartbeat
 from megatron_rl.contract.codes import SILENCE_VARIABLE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import read, write
+from megatron_rl.contract.records import if_readable, read, write
 
 
 class Supervised:
@@ -150,7 +151,7 @@ def test_a_real_rank_that_is_stopped_is_named_with_the_stack_of_the_other(tmp_pa
     ranks = Attempt(prepare(tmp_path / "run", recipe), tmp_path / "cache", sabotage=_heartbeats_come_often)
     hangs = HangWatch(ranks.files, limit=3.0)
     try:
-        ranks.wait_for_step(2)
+        wait_for("a heartbeat of a step", lambda: _step_of(ranks.files.heartbeat(1)) >= 1)
         os.kill(ranks.processes[1].pid, signal.SIGSTOP)
         silent = wait_for("a rank is silent", lambda: hangs.look(time.time()))
         os.kill(ranks.processes[0].pid, signal.SIGQUIT)
@@ -168,6 +169,11 @@ def wait_for(what: str, condition: Callable[[], Any], limit: float = 60.0) -> An
         assert time.monotonic() < give_up, f"waited in vain until {what}"
         time.sleep(0.1)
     return found
+
+
+def _step_of(heartbeat: Path) -> int:
+    beat = if_readable(read(Heartbeat, heartbeat))
+    return beat.step if beat else 0
 
 
 def _heartbeats_come_often(rank: int) -> None:

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain, starmap
 from pathlib import Path
 
 import torch.distributed as dist
@@ -156,10 +157,11 @@ class Bank:
 
     def _flush(self, recording: Recording | None = None) -> None:
         """Write, behind the caller, what is new."""
-        groups = [group_record(each.group, each.version, each.newest, self._lineage) for each in self._unwritten]
+        scored = [(each.group, each.version, each.newest, self._lineage) for each in self._unwritten]
         parts = recording.new_parts() if recording else []
-        if records := [*self._first_record, *groups, *parts]:
-            self._file.append(records)
+        if scored or parts or self._first_record:
+            # Packed by the file's thread: in here it would be a pause of generation, on one rank at a time.
+            self._file.append(chain(self._first_record, starmap(group_record, scored), parts))
         self._first_record = []
         self._unwritten.clear()
         self._flushed_at = time.monotonic()

@@ -152,8 +152,8 @@ class BankFile:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bank")
         self._last: Future[None] | None = None
 
-    def append(self, records: Sequence[Record]) -> None:
-        """Write and fsync these records, behind the caller."""
+    def append(self, records: Iterable[Record]) -> None:
+        """Write and fsync these records, which may be lazy, behind the caller."""
         self._submit(self._append, records)
 
     def compact(
@@ -192,9 +192,10 @@ class BankFile:
                 )
             self._failed = True
 
-    def _append(self, records: Sequence[Record]) -> None:
+    def _append(self, lazy: Iterable[Record]) -> None:
         if self._failed:
             raise OSError("an earlier write failed")
+        records = list(lazy)
         frames = [encode(head, body) for head, body in records]
         needed = sum(map(len, frames))
         if self._size + needed > self._limit:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -83,30 +83,24 @@ def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lin
         "version": version,
         "newest": newest,
         "failures": dict(group.failures),
-        "trajectories": [
-            {
-                "tokens": len(trajectory.tokens),
-                "turns": [[turn.start, turn.stop] for turn in trajectory.turns],
-                "text": len(text),
-                "reward": trajectory.reward,
-                "finish_reason": trajectory.finish_reason,
-            }
-            for trajectory, text in zip(trajectories, texts, strict=True)
-        ],
+        # Of each trajectory:
+        "tokens": [len(trajectory.tokens) for trajectory in trajectories],
+        "turns": [[(turn.start, turn.stop) for turn in trajectory.turns] for trajectory in trajectories],
+        "text": [len(text) for text in texts],
+        "reward": [trajectory.reward for trajectory in trajectories],
+        "finish_reason": [trajectory.finish_reason for trajectory in trajectories],
         "lineage": asdict(lineage),
     }
-    arrays = (
-        _packed((trajectory.tokens for trajectory in trajectories), _TOKEN),
-        _packed((trajectory.loss_mask for trajectory in trajectories), _FLAG),
-        _packed((_sampled(trajectory, trajectory.versions) for trajectory in trajectories), _VERSION),
-        _packed((_sampled(trajectory, trajectory.logprobs) for trajectory in trajectories), _LOG_PROB),
+    turns = [(trajectory, turn.start, turn.stop) for trajectory in trajectories for turn in trajectory.turns]
+    return head, b"".join(
+        (
+            _packed((trajectory.tokens for trajectory in trajectories), _TOKEN),
+            *[bytes(trajectory.loss_mask) for trajectory in trajectories],
+            _packed((trajectory.versions[start:stop] for trajectory, start, stop in turns), _VERSION),
+            _packed((trajectory.logprobs[start:stop] for trajectory, start, stop in turns), _LOG_PROB),
+            *texts,
+        )
     )
-    return head, b"".join([*arrays, *texts])
-
-
-def _sampled(trajectory: Trajectory, values: Sequence[float]) -> list[float]:
-    """Those of the tokens that the model sampled."""
-    return [value for turn in trajectory.turns for value in values[turn.start : turn.stop]]
 
 
 def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
@@ -115,25 +109,26 @@ def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
 
 
 def read_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
-    rows, reader = head["trajectories"], _Reader(body)
-    turns = [[range(start, stop) for start, stop in row["turns"]] for row in rows]
+    reader = _Reader(body)
+    lengths = head["tokens"]
+    turns = [[range(start, stop) for start, stop in each] for each in head["turns"]]
     sampled = [sum(map(len, each)) for each in turns]
-    tokens = [reader.numbers(row["tokens"], _TOKEN) for row in rows]
-    masks = [reader.numbers(row["tokens"], _FLAG) for row in rows]
+    tokens = [reader.numbers(length, _TOKEN) for length in lengths]
+    masks = [reader.numbers(length, _FLAG) for length in lengths]
     versions = [reader.numbers(count, _VERSION) for count in sampled]
     logprobs = [reader.numbers(count, _LOG_PROB) for count in sampled]
     trajectories = [
         Trajectory(
             tokens=tokens[i],
             loss_mask=masks[i],
-            logprobs=_spread(logprobs[i], turns[i], row["tokens"], 0.0),
-            versions=_spread(versions[i], turns[i], row["tokens"], -1),
+            logprobs=_spread(logprobs[i], turns[i], length, 0.0),
+            versions=_spread(versions[i], turns[i], length, -1),
             turns=turns[i],
-            text=reader.text(row["text"]),
-            reward=row["reward"],
-            finish_reason=row["finish_reason"],
+            text=reader.text(head["text"][i]),
+            reward=head["reward"][i],
+            finish_reason=head["finish_reason"][i],
         )
-        for i, row in enumerate(rows)
+        for i, length in enumerate(lengths)
     ]
     return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import STEP_METRICS, TIMED, Step, check_name, metrics_of
+from megatron_rl.metrics.report import AllAnswersLost, StepReport
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats, reductions
 from megatron_rl.metrics.tally import Reduction, Tally
+from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, NoMetrics, Writer, cut_back
 
 
@@ -168,6 +172,7 @@ BATCH = BatchStats(
     packed_tokens=13,
     truncated=1,
     failed=1,
+    dropped=0,
     staleness=2,
     staleness_max=2,
 )
@@ -255,6 +260,43 @@ def test_every_field_of_the_statistics_says_how_it_adds_up(groups: Any) -> None:
         "ratio_max",
         "inference_difference_max",
     }
+
+
+LOST = replace(BATCH, answers=0, groups=0, groups_with_signal=0, reward=0.0, failed=0, dropped=0)
+
+
+def report(batch: BatchStats, dropped: dict[int, str], failures: dict[str, int]) -> StepReport:
+    return StepReport(3, StepStats(batch, LOSS, UPDATE), 1, 8, 10, 4, dropped, failures)
+
+
+def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:
+    dropped, failures = {9: "prompt too long"}, {"timeout": 1}
+    timeline = Timeline()
+    with timeline.phase("train"):
+        time.sleep(0.01)
+    found, _ = report(replace(BATCH, dropped=1), dropped, failures).lines(timeline, groups.control)
+    assert found["dropped_ordinals"] == {"9": "prompt too long"}
+    assert found["failed_rollouts_by_reason"] == failures
+
+
+@pytest.mark.parametrize(
+    ("batch", "dropped", "failures", "error", "message"),
+    [
+        (replace(LOST, failed=8), {}, {"timeout": 8}, AllAnswersLost, "no answer of step 3 .*timeout"),
+        (
+            replace(LOST, dropped=2),
+            {8: "prompt too long", 9: "prompt too long"},
+            {},
+            ConfigurationError,
+            "prompts 8 to 9, all of step 3, are too long",
+        ),
+    ],
+)
+def test_a_step_without_answers_ends_the_run(
+    groups: Any, batch: BatchStats, dropped: Any, failures: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        report(batch, dropped, failures).lines(Timeline(), groups.control)
 
 
 def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
