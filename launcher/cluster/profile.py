@@ -75,6 +75,11 @@ class Profile(Section):
     """Slurm's --time of one attempt where the recipe names none: minutes or 4:00:00; default: the partition's."""
     cpus_per_task: PositiveInt | None = None
     """CPUs of each rank; default: whatever an exclusive node gives."""
+    distribution: Line | None = "block:block"
+    """Slurm's --distribution of the ranks. Its own default deals them out to the sockets in turn, and then half of them
+    compute beside another socket's GPUs."""
+    cpu_bind: Line | None = None
+    """Slurm's --cpu-bind of the ranks, such as cores; default: the cluster's own."""
     container: Container | None = None
     """null: the ranks run on the nodes as they are."""
     environment: dict[str, str] = {}

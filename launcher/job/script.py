@@ -23,6 +23,7 @@ from launcher.job.steps import (
     INFERENCE,
     TRAINING,
     Lines,
+    binding,
     container,
     geometry,
     gpus_per_node,
@@ -185,7 +186,7 @@ def _steps(job: Job) -> Iterator[_Step]:
             name=Shell("fabric"),
             options=[
                 Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {_tasks(config.job.gpus_per_node)}'),
-                *_shell([per_node(config, job.profile, config.job.gpus_per_node)]),
+                *_shell([[*per_node(config, job.profile, config.job.gpus_per_node), *binding(job.profile)]]),
                 # A rank of a bad node may die: the others have to find out whose it was.
                 Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
                 *in_container,

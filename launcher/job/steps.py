@@ -83,13 +83,19 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
     # Slurm counts the CPUs of a node that several replicas share as taken by the first.
     shared = [[Option("overlap")]] if step.tasks_per_node < plan.gpus_per_node else []
-    return [counts, per_node(config, profile, step.tasks_per_node), ending, *shared]
+    return [counts, [*per_node(config, profile, step.tasks_per_node), *binding(profile)], ending, *shared]
 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
     """Ranks and GPUs of each node."""
     gpus = gpus_per_node(config, profile)
     return [Option("ntasks-per-node", str(tasks)), *([Option("gpus-per-node", gpus)] if gpus else [])]
+
+
+def binding(profile: Profile) -> list[Option]:
+    """Which CPUs of a node each rank has."""
+    asked = {"distribution": profile.distribution, "cpu-bind": profile.cpu_bind}
+    return [Option(name, value) for name, value in asked.items() if value]
 
 
 def gpus_per_node(config: RunConfig, profile: Profile) -> str | None:

@@ -94,3 +94,16 @@ def test_a_plan_is_of_its_run_directory_and_says_what_the_script_exports():
     exported = dict(re.findall(r"^ +export (\w+)=(.*)$", drafted.script, re.MULTILINE))
     for name, value in plan_of(drafted).environment.items():
         assert shlex.split(exported[name]) == ([value] if value else [""]), name
+
+
+def test_the_ranks_fill_one_socket_after_the_other_and_the_profile_can_say_otherwise():
+    """GPUs are numbered by socket; Slurm's default is cyclic over the sockets of a node."""
+    ranks = ("fabric", "train", "infer")
+    script = a_draft("qwen2.5-32b-dapo-partitioned").script
+    assert all("--distribution=block:block" in in_bash(script, step, "infer-0") for step in ranks)
+    assert "--cpu-bind" not in script
+    h100 = load_clusters(environ=HOME).profile("h100")
+    other = h100.model_copy(update={"distribution": None, "cpu_bind": "map_ldom:0,1"})
+    script = a_draft("qwen2.5-32b-dapo-partitioned", on=other).script
+    assert "--distribution" not in script
+    assert all("--cpu-bind=map_ldom:0,1" in in_bash(script, step, "infer-0") for step in ranks)
