@@ -77,7 +77,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
     container = completed(plan.container, {IMAGE: image, CODE: str(code)})
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    line = command_line(job.job_id, host, container, context.meta[COMMAND], terminal)
+    line = command_line(job.job_id, host, container, plan.rank_environment, context.meta[COMMAND], terminal)
     if as_json:
         click.echo(json.dumps({"run": status.name, "job_id": job.job_id, "host": host, "command": line}))
         return

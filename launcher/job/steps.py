@@ -16,7 +16,7 @@ from typing import Any
 from launcher.cluster.profile import Container, Profile
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SILENCE_VARIABLE
+from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SILENCE_VARIABLE
 from megatron_rl.contract.run_records import ATTEMPT, CODE, HOSTS, IMAGE, LOGS, NODES, TASKS
 
 OURS = (
@@ -27,8 +27,6 @@ OURS = (
     "PYTHONPATH",
     "PYTHONNOUSERSITE",
     "PYTHONUNBUFFERED",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
@@ -125,19 +123,36 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
 
 def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
     """What the script exports for everything that it starts, beside the names of run and cluster."""
-    threads = str(config.job.threads_per_rank)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.job.device == "cpu" else {}
     return {
         "PYTHONNOUSERSITE": "1",  # packages in a home directory would come before those of the image
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
         SILENCE_VARIABLE: str(config.job.silence_limit_s),
         "HF_HOME": f"{profile.run_root}/cache/huggingface",
         "HF_HUB_OFFLINE": "1",
         **hidden,
         **profile.environment,
     }
+
+
+def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
+    """What only the ranks have, set inside the container. Of the container's tools, enroot would unpack an image with
+    as many processors as OMP_NUM_THREADS says, and would look for its configuration in HOME."""
+    threads = str(config.job.threads_per_rank)
+    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if profile.container is not None:  # its root is read-only, and no home directory is mounted
+        cache = f"{profile.run_root}/cache"
+        values |= {"HOME": f"{cache}/home", CACHE_VARIABLE: f"{cache}/mrl", "XDG_CACHE_HOME": cache}
+        values |= {"TRITON_CACHE_DIR": f"{cache}/triton", "MPLCONFIGDIR": f"{cache}/matplotlib"}
+    return {**values, **{name: value for name, value in profile.environment.items() if name in values}}
+
+
+def in_front_of_ranks(config: RunConfig, profile: Profile) -> str:
+    """What `sh` does before it becomes a rank, which ignores the signals until it has handlers of its own."""
+    values = rank_variables(config, profile)
+    home = [f"mkdir -p {shlex.quote(values['HOME'])}"] if "HOME" in values else []
+    exports = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+    return "; ".join(['trap "" USR1 USR2 QUIT', *home, exports, 'exec "$@"'])
 
 
 def rank_python(profile: Profile) -> str:
@@ -158,6 +173,7 @@ def with_argv(
     return {
         **record,
         "environment": exported,
+        "rank_environment": rank_variables(config, profile),
         "container": _argv(container(config, profile, run_dir)),
         "steps": _steps(config, profile, plan, plan.steps, run_dir),
         "alternatives": [

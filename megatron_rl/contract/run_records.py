@@ -74,6 +74,7 @@ class PlanRecord(NamedTuple):
     checkpoint: CheckpointPlan = CheckpointPlan()
     container: List[str] = []  # options of pyxis for each step; empty: no container
     environment: Dict[str, str] = {}  # what the script exports for everything that it starts
+    rank_environment: Dict[str, str] = {}  # what only the ranks have, set inside the container
     rest: Dict[str, Any] = {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,27 @@ def test_the_ranks_fill_one_socket_after_the_other_and_the_profile_can_say_other
     script = a_draft("qwen2.5-32b-dapo-partitioned", on=other).script
     assert "--distribution" not in script
     assert all("--cpu-bind=map_ldom:0,1" in in_bash(script, step, "infer-0") for step in ranks)
+
+
+def test_the_ranks_alone_have_few_threads_and_a_home_that_can_be_written_to(tmp_path):
+    """Of enroot's own tools, nproc obeys OMP_NUM_THREADS, and the container has no home directory."""
+    h100 = load_clusters(environ=HOME).profile("h100")
+    on = h100.model_copy(update={"run_root": f"{tmp_path}/it's", "environment": {"TRITON_CACHE_DIR": "/local"}})
+    drafted = a_draft("demo", on=on)
+    header = drafted.script.partition("\nset -u")[0]
+    assert "OMP_NUM_THREADS" not in header
+    assert "HOME" not in re.findall(r"export (\w+)=", header)
+    (before,) = re.findall(r"^before=.*$", drafted.script, re.MULTILINE)
+    shown = subprocess.run(
+        ["sh", "-c", f'{before}; sh -c "$before" rank env; ls "{tmp_path}/it\'s/cache"'], capture_output=True, text=True
+    ).stdout
+    cache = f"{tmp_path}/it's/cache"
+    expected = {"OMP_NUM_THREADS": "1", "HOME": f"{cache}/home", "MRL_CACHE": f"{cache}/mrl", "XDG_CACHE_HOME": cache}
+    expected |= {"MPLCONFIGDIR": f"{cache}/matplotlib", "TRITON_CACHE_DIR": "/local"}
+    assert set(shown.splitlines()) >= {f"{name}={value}" for name, value in expected.items()} | {"home"}
+    assert {**plan_of(drafted).rank_environment, **expected} == plan_of(drafted).rank_environment
+
+
+def test_without_a_container_the_ranks_keep_the_home_of_the_node():
+    plain = load_clusters(environ=HOME).profile("plain")
+    assert set(plan_of(a_draft("demo", on=plain)).rank_environment) == {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
