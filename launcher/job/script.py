@@ -92,7 +92,6 @@ def render(job: Job) -> str:
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
             image=container is not None,
-            container_name=container and container.name and f"pyxis_{container.name}",
             health=_health(job),
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,
@@ -112,9 +111,8 @@ def _host_options(job: Job) -> Iterator[Shell]:
     yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}")
     if profile.container is not None:
         reference = config.image.reference or profile.container.image
-        forget = " --forget" if profile.container.name else ""
         cache = f"{profile.run_root}/cache/images"
-        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{forget}")
+        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}")
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 

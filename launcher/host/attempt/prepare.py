@@ -34,7 +34,6 @@ class Checks(NamedTuple):
 
     image: Optional[str] = None  # reference; None: no container
     image_cache: str = ""
-    forget: bool = False  # named containers of earlier attempts
     health: bool = False
     fabric: bool = False
 
@@ -67,19 +66,19 @@ class Preparation:
         """
         if self._checks.image is not None:
             self._import_image(self._checks.image)
-        if self._checks.forget:
-            self.forget_containers()
         assignment = self._check_and_assign("health", self._context.hosts) if self._checks.health else self._assign([])
+        fit = [host for host in self._context.hosts if host not in assignment.bad]
+        if self._checks.image is not None:
+            self.forget_containers(fit)
         if self._checks.fabric:
-            fit = [host for host in self._context.hosts if host not in assignment.bad]
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()
         mark_ready(self._attempt, time.time())
         return assignment
 
-    def forget_containers(self) -> None:
-        """Remove named ones from the nodes: they outlive their job, and weeks of attempts would fill the disks."""
-        self._wait_for(self._steps.start("forget", self._context.hosts), "removing the containers of earlier attempts")
+    def forget_containers(self, hosts: List[str]) -> None:
+        """Remove what attempts of this and of other jobs of ours have left on the nodes."""
+        self._wait_for(self._steps.start("forget", hosts), "removing the containers of earlier attempts")
 
     def _import_image(self, reference: str) -> None:
         """Have the image imported once for all jobs and attempts; afterwards this only finds the file."""

@@ -306,3 +306,36 @@ esac
         run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
         assert run.returncode == 2
         assert run.stderr == "error: this script is one for Slurm: sbatch it, or run it in an allocation (salloc)\n"
+
+
+class TestForget:
+    """What is removed from a node before the steps of an attempt."""
+
+    THERE = ("pyxis_7.0", "pyxis_7.12", "pyxis_7_7.3", "pyxis_7_mrl-7-002", "pyxis_mrl-7-001", "pyxis_mrl-5-003")
+    OTHERS = ("pyxis_77.0", "pyxis_17.0", "pyxis_7", "mrl-7-001", "pyxis_mine", "pyxis_8_8.0")
+
+    def forget(self, tmp_path: Path, there: tuple[str, ...]) -> list[str]:
+        tools = tmp_path / "bin"
+        tools.mkdir()
+        listed = "".join(f"echo {name}; " for name in there)
+        enroot = f'#!/bin/sh\n[ "$1" = list ] && {{ {listed}exit; }}\necho "$*" >>{tmp_path}/removed\n'
+        for name, text in {
+            "enroot": enroot,
+            "srun": '#!/bin/sh\nuntil [ "$1" = sh ]; do shift; done\nexec "$@"\n',
+        }.items():
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        script = tmp_path / "job.sbatch"
+        script.write_text(render(a_job("demo")))
+        environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}
+        environ["MRL_RUN_DIR"] = str(tmp_path)
+        subprocess.run(["bash", script, "step", "forget", "node01"], env=environ, timeout=10, check=False)
+        removed = tmp_path / "removed"
+        return removed.read_text().split() if removed.exists() else []
+
+    def test_this_jobs_containers_go_and_so_do_those_of_other_jobs_of_ours(self, tmp_path):
+        """A requeue keeps the numbers of job and step, by which pyxis calls an unnamed one."""
+        assert self.forget(tmp_path, self.THERE + self.OTHERS) == ["remove", "--force", *self.THERE]
+
+    def test_nothing_else_does(self, tmp_path):
+        assert self.forget(tmp_path, self.OTHERS) == []
