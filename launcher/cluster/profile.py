@@ -27,8 +27,9 @@ class Container(Section):
     """SRC:DST[:FLAGS], flags joined by `+`. The run root is always mounted."""
     workdir: Line | None = None
     """Directory the ranks start in; default: the run directory's snapshot of the code."""
-    name: Line | None = None
-    """Keep the unpacked image on each node under this name during an attempt; default: unnamed, gone with the step."""
+    named: bool = True
+    """Each node unpacks the image once an attempt, for all its steps, and `mrl attach` enters the ranks' own container.
+    false where pyxis mounts squashfs files (its use_squashfuse), which it does for unnamed containers only."""
     writable: bool = False
     """Let the ranks write to the container's own root."""
 

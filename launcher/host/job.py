@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals)
     from launcher.host.attempt.slurm_steps import Script
     from megatron_rl.contract.codes import EXIT_USAGE
 
-    checks = Checks(options.image, options.image_cache, options.health, options.fabric)
+    checks = Checks(options.image, options.image_cache, options.unpack, options.health, options.fabric)
     script = Script(os.path.abspath(options.script))
     settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks)
     try:
@@ -81,6 +81,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     run.add_argument("--outlives-nodes", action="store_true", help="the job goes on without nodes that die (--no-kill)")
     run.add_argument("--image", help="reference of the container image")
     run.add_argument("--image-cache", default="", help="shared directory of imported images")
+    run.add_argument("--unpack", action="store_true", help="have each node unpack it first, once for all steps")
     run.add_argument("--health", action="store_true", help="check the nodes first")
     run.add_argument("--fabric", action="store_true", help="and that they reach each other, fast")
     return parser.parse_args(arguments)

@@ -75,7 +75,7 @@ def render(job: Job) -> str:
     documents = _documents(job)
     _refuse_unspeakable(job, documents)
     config, profile = job.recipe.config, job.profile
-    container = profile.container
+    image = profile.container
     return (
         _templates()
         .get_template("job.sbatch.j2")
@@ -91,7 +91,8 @@ def render(job: Job) -> str:
             source=str(job.installed),
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
-            image=container is not None,
+            image=image is not None,
+            unpack=_shell(container(config, profile, job.run_dir)) if image is not None and image.named else None,
             health=_health(job),
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,
@@ -112,7 +113,8 @@ def _host_options(job: Job) -> Iterator[Shell]:
     if profile.container is not None:
         reference = config.image.reference or profile.container.image
         cache = f"{profile.run_root}/cache/images"
-        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}")
+        unpack = " --unpack" if profile.container.named else ""
+        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{unpack}")
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 

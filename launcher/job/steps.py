@@ -17,7 +17,7 @@ from launcher.cluster.profile import Container, Profile
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SILENCE_VARIABLE
-from megatron_rl.contract.run_records import ATTEMPT, CODE, HOSTS, IMAGE, LOGS, NODES, TASKS
+from megatron_rl.contract.run_records import ATTEMPT, CODE, CONTAINER, HOSTS, IMAGE, LOGS, NODES, TASKS, container_name
 
 OURS = (
     "MRL_RUN_DIR",
@@ -113,7 +113,10 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
     workdir = (asked.workdir, None) if asked.workdir else (CODE, '"$PWD"')
     flags = [Option("no-container-mount-home"), Option("container-workdir", *workdir)]
     flags += [Option("container-writable")] if asked.writable else []
-    flags += [Option("container-name", asked.name)] if asked.name else []
+    if asked.named:  # a step has namespaces of its own, but for `mrl attach`
+        flags.append(
+            Option("container-name", CONTAINER, f'"{container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")}:no_exec"')
+        )
     return [
         [Option("container-image", IMAGE, '"$image"'), Option("container-mounts", _mounts(asked, profile, run_dir))],
         flags,

@@ -23,12 +23,19 @@ class Owner(NamedTuple):
 
 # In the argv of a step, what only an attempt knows
 IMAGE = "{image}"  # path of the container image (Attempt.image)
+CONTAINER = "{container}"  # name of the unpacked image on each node (container_name) and how a step enters it
 CODE = "{code}"  # the snapshot of the code, by its own name
 HOSTS = "{hosts}"  # of the step (NodeAssignment), joined by commas
 NODES = "{nodes}"  # their number
 TASKS = "{tasks}"  # ranks of the step
 LOGS = "{logs}"  # folder of the attempt's logs
 ATTEMPT = "{attempt}"  # its number
+
+
+def container_name(job_id: str, attempt: str) -> str:
+    """What the container of an attempt is called on its nodes, where it has a name. An attempt never finds one that an
+    earlier one was killed over."""
+    return "mrl-{}-{}".format(job_id, attempt)
 
 
 @record(version=None, rest="rest")

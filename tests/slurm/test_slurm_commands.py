@@ -89,6 +89,7 @@ def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
     mine = {key: step[key] for key in ("image", "mounts", "mount_home", "env", "workdir")}
     ranks = [one for one in login.lab.containers()[:before] if one["job"] == step["job"]][-1]
     assert mine == {key: ranks[key] for key in mine}
+    assert (step["name"], ranks["name"]) == (f"mrl-{run.job}-1:exec", f"mrl-{run.job}-1:no_exec")  # their own one
     mounted = [Path(mount.split(":")[1]) for mount in ranks["mounts"].split(",")]
     for path in ranks_have["PYTHONPATH"].split(":"):
         assert any(Path(path).is_relative_to(target) for target in mounted), f"{path} is not in the container"

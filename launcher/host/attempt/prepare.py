@@ -34,6 +34,7 @@ class Checks(NamedTuple):
 
     image: Optional[str] = None  # reference; None: no container
     image_cache: str = ""
+    unpack: bool = False  # it, on each node, for all steps
     health: bool = False
     fabric: bool = False
 
@@ -70,6 +71,8 @@ class Preparation:
         fit = [host for host in self._context.hosts if host not in assignment.bad]
         if self._checks.image is not None:
             self.forget_containers(fit)
+        if self._checks.unpack:
+            self._wait_for(self._steps.start("unpack", fit), "unpacking the image on the nodes")
         if self._checks.fabric:
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()

@@ -47,7 +47,7 @@ def test_the_shipped_profiles_are_complete():
     h100, plain = clusters.profile("h100"), clusters.profile("plain")
     assert (h100.gpus_per_node, h100.gpu_memory_gib, h100.run_root) == (8, 80, "/home/me/mrl")
     assert h100.container is not None
-    assert h100.container.name is None
+    assert h100.container.named
     assert h100.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert h100.environment["UB_TIMEOUT"] == "720"
     assert h100.time_limit == "4:00:00"

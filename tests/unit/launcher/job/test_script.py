@@ -78,7 +78,7 @@ def test_the_script_is_the_golden_one(name, recipe, cluster):
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_bash_and_shellcheck_have_nothing_to_say(recipe, cluster, tmp_path):
     script = tmp_path / "job.sbatch"
-    named = {"container": Container(image="a:b", name="mine", writable=True)} if cluster == "h100" else {}
+    named = {"container": Container(image="a:b", named=False, writable=True)} if cluster == "h100" else {}
     script.write_text(render(a_job(recipe, on=profile(cluster, **named))))
     said = [subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)]
     if shutil.which("shellcheck"):
@@ -306,6 +306,19 @@ esac
         run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
         assert run.returncode == 2
         assert run.stderr == "error: this script is one for Slurm: sbatch it, or run it in an allocation (salloc)\n"
+
+
+def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it():
+    steps = re.findall(r"^(\w+)\(\) {\n(.*?)^}$", render(a_job("qwen2.5-32b-dapo")), re.MULTILINE | re.DOTALL)
+    name = '--container-name="mrl-$SLURM_JOB_ID-$MRL_ATTEMPT:no_exec"'
+    assert [step for step, text in steps if name in text] == ["unpack", "fabric", "train"]
+    assert " --unpack" in render(a_job("qwen2.5-32b-dapo"))
+
+
+def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
+    script = render(a_job(on=profile(container=Container(image="a:b", named=False))))
+    assert "unpack" not in script
+    assert "--container-name" not in script
 
 
 class TestForget:

@@ -13,11 +13,19 @@ from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Profile
 from launcher.job.draft import Draft, draft, in_directory
 from launcher.recipe.load import load_recipe
-from megatron_rl.contract.run_records import ATTEMPT, CODE, HOSTS, IMAGE, LOGS, NODES, TASKS, PlanRecord
+from megatron_rl.contract.run_records import ATTEMPT, CODE, CONTAINER, HOSTS, IMAGE, LOGS, NODES, TASKS, PlanRecord
 from megatron_rl.contract.shapes import from_json
 
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
-KNOWN = {IMAGE: "/cache/a b.sqsh", CODE: "/shared/run/code-001", HOSTS: "n1,n2", NODES: "2", TASKS: "16", ATTEMPT: "3"}
+KNOWN = {
+    IMAGE: "/cache/a b.sqsh",
+    CODE: "/shared/run/code-001",
+    CONTAINER: "mrl-7-3:no_exec",
+    HOSTS: "n1,n2",
+    NODES: "2",
+    TASKS: "16",
+    ATTEMPT: "3",
+}
 KNOWN[LOGS] = "/shared/run/logs/attempt-003"
 
 
@@ -37,6 +45,7 @@ def in_bash(script: str, function: str, name: str) -> list[str]:
     srun = text[text.index("srun ") :].partition("sh -c")[0].replace("\\\n", " ")
     hosts = '"${#hosts[@]}"'
     srun = srun.replace(f'"$(({hosts[1:-1]} * 8))"', KNOWN[TASKS]).replace(hosts, KNOWN[NODES])
+    srun = srun.replace("$SLURM_JOB_ID-$MRL_ATTEMPT", "7-3")
     values = {'"$nodes"': HOSTS, '"$image"': IMAGE, '"$PWD"': CODE}
     for variable, placeholder in values.items():
         srun = srun.replace(variable, shlex.quote(KNOWN[placeholder]))
@@ -60,7 +69,7 @@ def completed(options: list[str]) -> list[str]:
     ],
 )
 def test_plan_json_and_the_script_ask_srun_for_the_same(recipe, overrides):
-    named = Container(image="a:b", name="it's mine", writable=True, mounts=["/my data:/data:ro"])
+    named = Container(image="a:b", named=False, writable=True, mounts=["/mine:/data:ro"])
     plain = load_clusters(environ=HOME).profile("h100")
     for profile in (plain, plain.model_copy(update={"container": named})):
         drafted = a_draft(recipe, *overrides, on=profile)
