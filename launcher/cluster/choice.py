@@ -191,6 +191,12 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> P
         container: dict[str, Any] = {
             "mounts": [expanded(mount, "container", "mounts", str(i)) for i, mount in enumerate(mounts)]
         }
+        problems += [
+            f"{locate(('container', 'mounts', str(i)))[0]}: container.mounts: enroot takes no white space: {mount!r}; "
+            "mount a link without any, or choose another directory"
+            for i, mount in enumerate(container["mounts"])
+            if re.search(r"\s", mount)
+        ]
         # A reference may hold a dollar of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
         if re.match(r"~?/|\$(\w+|\{\w+\})/", image):
             container["image"] = expanded(image, "container", "image")

@@ -273,6 +273,8 @@ def _refuse_unspeakable(job: Job, documents: dict[str, str]) -> None:
         for path in (job.profile.run_root, str(job.run_dir)):
             if set(path) & set(":,"):
                 problems.append(f"{path}: pyxis cannot mount a path with a colon or a comma; choose another one")
+            if any(character.isspace() for character in path):
+                problems.append(f"{path!r}: enroot cannot mount a path with white space; choose another one")
     for path in (str(job.run_dir), str(job.installed), job.profile.run_root):
         if not path.isprintable():
             problems.append(f"{path!r}: a path with a line break or control character cannot stand in a script")

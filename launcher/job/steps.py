@@ -114,9 +114,8 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
     flags = [Option("no-container-mount-home"), Option("container-workdir", *workdir)]
     flags += [Option("container-writable")] if asked.writable else []
     if asked.named:  # a step has namespaces of its own, but for `mrl attach`
-        flags.append(
-            Option("container-name", CONTAINER, f'"{container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")}:no_exec"')
-        )
+        name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
+        flags.append(Option("container-name", CONTAINER, f'"{name}:no_exec"'))
     return [
         [Option("container-image", IMAGE, '"$image"'), Option("container-mounts", _mounts(asked, profile, run_dir))],
         flags,

@@ -48,6 +48,7 @@ def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
         assert "writable" not in step
         mounts = [mount.split(":")[:2] for mount in step["mounts"].split(",")]
         assert any(source == target and run.dir.root.is_relative_to(source) for source, target in mounts)
+    assert len({step["step"] for step in steps}) == 3  # unpack, fabric, train
     for number in {step["step"] for step in steps}:
         assert len([step for step in steps if step["step"] == number]) == 8
 

@@ -204,3 +204,11 @@ def test_a_variable_that_is_not_set_is_one_clear_error(write, tmp_path):
 def test_the_run_root_is_an_absolute_path_on_one_line(write, root):
     clusters = write(f"lab:\n  gpus_per_node: 8\n  run_root: {root}\n")
     assert "run_root: expected an absolute path on one line" in problems(clusters.profile, "lab")[0]
+
+
+def test_a_mount_with_white_space_is_refused_as_enroot_cannot_take_it(write):
+    clusters = write(
+        "lab:\n  gpus_per_node: 8\n  run_root: /x\n  container:\n    image: a:b\n    mounts: ['/my data:/d']\n"
+    )
+    with pytest.raises(BadInput, match=r"clusters.yaml:6: container.mounts: .*'/my data:/d'"):
+        clusters.profile("lab")

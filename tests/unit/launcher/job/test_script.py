@@ -145,6 +145,12 @@ def test_a_path_that_pyxis_cannot_mount_is_refused():
     assert render(a_job(run_dir="/shared/a:b", on=profile("plain")))
 
 
+@pytest.mark.parametrize("places", [{"run_dir": "/shared/a b"}, {"on": profile(run_root="/shared/my runs")}], ids=str)
+def test_a_path_that_enroot_cannot_mount_is_refused(places):
+    with pytest.raises(BadInput, match="enroot cannot mount a path with white space"):
+        render(a_job(**places))
+
+
 def test_the_header_asks_for_what_recipe_and_profile_say():
     on = profile(
         partition="gpu",

@@ -20,12 +20,12 @@ HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
 KNOWN = {
     IMAGE: "/cache/a b.sqsh",
     CODE: "/shared/run/code-001",
-    CONTAINER: "mrl-7-3:no_exec",
     HOSTS: "n1,n2",
     NODES: "2",
     TASKS: "16",
     ATTEMPT: "3",
 }
+KNOWN[CONTAINER] = "mrl-7-3:no_exec"
 KNOWN[LOGS] = "/shared/run/logs/attempt-003"
 
 
