@@ -18,6 +18,10 @@ Variable = Annotated[
 _SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|SECRET|API_KEY)$")
 
 
+RUN_MODES = {"me": 0o700, "group": 0o750, "all": 0o755}
+"""Mode of a run directory by Profile.readable_by."""
+
+
 class Container(Section):
     """How pyxis starts the ranks."""
 
@@ -89,6 +93,8 @@ class Profile(Section):
     """Names of variables that travel from your shell to the ranks; their values are never written anywhere."""
     run_root: str
     """Absolute directory, seen by all nodes, of runs, images and caches."""
+    readable_by: Literal["me", "group", "all"] = "me"
+    """Who may read the directories of new runs, with the code and the logs in them."""
     prolog: list[str] = []
     """Commands of the batch script before anything else, such as `module load enroot`."""
     sbatch: list[Line] = []

@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals)
     script = Script(os.path.abspath(options.script))
     settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks)
     try:
-        context = context_of(environ)
+        context = context_of(environ)._replace(run_mode=int(options.run_mode, 8))
     except Refused as error:
         print("error: {}".format(error), file=sys.stderr)
         return EXIT_USAGE
@@ -78,6 +78,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     run.add_argument("--script", required=True, help="the sbatch script: what is started, and documents")
     run.add_argument("--notice", type=float, required=True, help="seconds of --signal before the time limit")
     run.add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
+    run.add_argument("--run-mode", default="700", help="of a run directory that has to be made")
     run.add_argument("--outlives-nodes", action="store_true", help="the job goes on without nodes that die (--no-kill)")
     run.add_argument("--image", help="reference of the container image")
     run.add_argument("--image-cache", default="", help="shared directory of imported images")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 
+PRIVATE = 0o700  # mode of a run directory: it holds the user's code and whatever the ranks wrote to their logs
+
 
 def run_name(name: str, now: time.struct_time) -> str:
     """NAME-DATE-TIME."""
@@ -32,7 +34,7 @@ def run_directory(given: Path | None, name: str, parent: Path) -> Iterator[Path]
 def _claim(stem: Path) -> Path:
     for path in [stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))]:
         try:
-            path.mkdir()
+            path.mkdir(mode=PRIVATE)
             return path
         except FileExistsError:
             continue
@@ -40,11 +42,11 @@ def _claim(stem: Path) -> Path:
 
 
 @contextmanager
-def made(path: Path) -> Iterator[None]:
-    """Make a directory and those above it."""
+def made(path: Path, mode: int = 0o777) -> Iterator[None]:
+    """Make a directory, with this mode, and those above it."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     with _empty_ones_removed(missing):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
         yield
 
 

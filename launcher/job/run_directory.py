@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.host.process.lock import RunIsOwned, RunLock
-from launcher.job.directories import clear, disk_errors, made
+from launcher.job.directories import PRIVATE, clear, disk_errors, made
 from launcher.recipe.changes import CHANGEABLE, Change, as_json, changes
 from launcher.recipe.load import Recipe, asked_text, dump_resolved, read_resolved
 from megatron_rl.config import RunConfig
@@ -75,7 +75,7 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
     """
     run = RunDir(root)
     _refuse_foreign(run)
-    with disk_errors(root), made(root), _locked(run):
+    with disk_errors(root), made(root, PRIVATE), _locked(run):
         found = Opened(run, False, ())
         with _put_back_on_failure(found):
             _refuse_owned(run, my_job)

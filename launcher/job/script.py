@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from launcher.cluster.profile import Profile
+from launcher.cluster.profile import RUN_MODES, Profile
 from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
 from launcher.host.judge.policy import HOST_TRIES
@@ -109,7 +109,8 @@ def _host_options(job: Job) -> Iterator[Shell]:
     """Options of the process that decides (launcher.host.job), by lines."""
     config, profile = job.recipe.config, job.profile
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
-    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}")
+    shared = f" --run-mode {RUN_MODES[profile.readable_by]:o}" if profile.readable_by != "me" else ""
+    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}{shared}")
     if profile.container is not None:
         reference = config.image.reference or profile.container.image
         cache = f"{profile.run_root}/cache/images"

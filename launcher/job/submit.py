@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from launcher.backends.slurm import submit as sbatch
 from launcher.backends.slurm.jobs import cluster_name
 from launcher.backends.slurm.refusal import translate
+from launcher.cluster.profile import RUN_MODES
 from launcher.errors import BadInput, Unsure
 from launcher.fetch import prefetch
 from launcher.host.code import snapshot
@@ -113,6 +114,8 @@ def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
 
 def write_files(run: RunDir, job: Job, update_code: bool) -> None:
     """All that the job's first attempt would otherwise make from its script."""
+    if not run.script.exists() and job.profile.readable_by != "me":
+        run.root.chmod(RUN_MODES[job.profile.readable_by])
     write(run.plan, from_json(PlanRecord, job.plan_json))
     write_atomic(run.script, render(job))
     try:

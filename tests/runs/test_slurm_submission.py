@@ -55,6 +55,15 @@ def calls(tmp_path: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.parametrize(("readable_by", "mode"), [("me", 0o700), ("group", 0o750), ("all", 0o755)])
+def test_the_profile_says_who_may_read_a_run(cluster, tmp_path, readable_by, mode):
+    clusters = json.loads((tmp_path / "clusters.yaml").read_text())
+    clusters["lab"]["readable_by"] = readable_by
+    (tmp_path / "clusters.yaml").write_text(json.dumps(clusters))
+    submit("--run-dir", "r")
+    assert (tmp_path / "r").stat().st_mode & 0o777 == mode
+
+
 def test_the_script_that_is_shown_is_the_script_that_is_submitted(cluster, tmp_path):
     shown = submit("--run-dir", "r", "--dry-run", "--script").stdout
     assert calls(tmp_path) == []

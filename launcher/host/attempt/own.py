@@ -40,7 +40,10 @@ def own(context: JobContext) -> Lock:
     if context.prepared and not run.resolved.exists():
         said = "mrl-submit has made {}, and this host does not have it: not the same file system?"
         raise OSError(said.format(run.root))
-    os.makedirs(str(run.root), exist_ok=True)
+    os.makedirs(str(run.root.parent), exist_ok=True)
+    if not run.root.is_dir():  # of a script that was not submitted by mrl-submit
+        run.root.mkdir(context.run_mode, exist_ok=True)
+        run.root.chmod(context.run_mode)
     owner, last = find(Owner, run.job), _last_line(run)
     lock = _lock(context, owner, last)
     try:

@@ -57,9 +57,19 @@ def dirty(path: str) -> bool:
     return bool(_ask(path, "status", "--porcelain", "--untracked-files=normal", "--", "."))
 
 
-def diff(path: str) -> bytes:
-    """Tracked changes below `path` against the commit, as text."""
-    return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".")
+def changed(path: str) -> List[str]:
+    """Tracked files below `path`, relative to it, that differ from the commit, deleted ones included."""
+    return _names(_ask(path, "diff", "--name-only", "--relative", "-z", "HEAD", "--", "."))
+
+
+def diff(path: str, without: List[str]) -> bytes:
+    """Tracked changes below `path` against the commit, as text.
+
+    Args:
+        without: files, relative to `path`, whose changes are left out.
+    """
+    left_out = [":(exclude,literal)" + name for name in without]
+    return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".", *left_out)
 
 
 def below_a_repository(path: str) -> bool:

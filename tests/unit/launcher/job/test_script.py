@@ -327,6 +327,11 @@ def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
     assert "--container-name" not in script
 
 
+def test_a_profile_can_let_others_read_a_run():
+    assert "--run-mode" not in render(a_job())
+    assert "--run-mode 750" in render(a_job(on=profile(readable_by="group")))
+
+
 class TestForget:
     """What is removed from a node before the steps of an attempt."""
 
