@@ -40,6 +40,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import CodeSource
 from megatron_rl.supported import not_yet
 
+UNPACK_S = 1800  # that a node has to unpack an image
 END_S = 30  # seconds that an srun has to leave in order
 
 
@@ -98,6 +99,7 @@ def render(job: Job) -> str:
             host_tries=HOST_TRIES,
             exit_drained=EXIT_DRAINED,
             in_front=in_front_of_ranks(config, profile),
+            unpack_s=UNPACK_S,
             steps=list(_steps(job)),
             limited=_limited,
             documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
@@ -184,6 +186,9 @@ def _steps(job: Job) -> Iterator[_Step]:
     if _all_reduce(job):
         limit = job.profile.all_reduce_gbps
         slow = f" --slower-than {limit}" if limit else ""
+        # A named container has been unpacked before; else each node unpacks its own now.
+        named = job.profile.container is None or job.profile.container.named
+        slow += "" if named else f" --meet-s {UNPACK_S}"
         yield _Step(
             function=Shell("fabric"),
             name=Shell("fabric"),
@@ -191,12 +196,12 @@ def _steps(job: Job) -> Iterator[_Step]:
                 Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {_tasks(config.job.gpus_per_node)}'),
                 *_shell([[*per_node(config, job.profile, config.job.gpus_per_node), *binding(job.profile)]]),
                 # A rank of a bad node may die: the others have to find out whose it was.
-                Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
+                Shell('--kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
                 *in_container,
             ],
             command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
             comment=Shell("The nodes must also reach each other, and fast."),
-            limit_s=900,
+            limit_s=900 if named else 900 + UNPACK_S,
         )
     train = next(step for step in plan.steps if step.replica is None)
     yield _Step(

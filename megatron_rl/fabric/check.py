@@ -52,7 +52,7 @@ class Limits:
     """Seconds."""
 
     meet: float = 120.0
-    """From the first rank's arrival to the last one's: containers start at different speeds."""
+    """From the first rank's arrival to the last one's."""
     stage: float = 90.0
     """One group's first communication and its all-reduces."""
     slack: float = 30.0
@@ -224,12 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--slower-than", type=float, help="GB/s of bus bandwidth below which a group of nodes is slow")
+    parser.add_argument("--meet-s", type=float, default=Limits().meet, help="seconds for all to come")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     run_dir = RunDir(options.run_dir)
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     rank, size, local_rank = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-    run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, Limits())
+    limits = Limits(meet=options.meet_s)
+    run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, limits)
 
 
 if __name__ == "__main__":

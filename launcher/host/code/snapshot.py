@@ -202,7 +202,7 @@ def _mode_of_all(path: str, names: List[str]) -> int:
 
 
 def _copy_modes(source: str, goal: str, name: str) -> None:
-    """Give a copied folder, and those that it lies in, the modes of their sources: they may be all that hides a file."""
+    """Give a copied folder, and those that it lies in, the modes of their sources: a file may be hidden by them."""
     while True:
         mode = stat.S_IMODE(os.stat(os.path.join(source, name)).st_mode)
         os.chmod(os.path.join(goal, name), mode | 0o700)

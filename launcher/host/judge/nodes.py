@@ -5,6 +5,8 @@ from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Union
 from megatron_rl.contract.attempt_records import FabricReport, NodeAssignment, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
 
+ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
+
 
 class NotEnoughNodes(Exception):
     """More nodes are unfit than the run can do without."""
@@ -35,8 +37,18 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
         elif fabric is not None and host in fabric.bad:
             unfit[host] = fabric.bad[host]
         elif fabric is not None and host not in fabric.hosts:
-            unfit[host] = "did not come to the all-reduce between the nodes (see fabric.*.log)"
+            unfit[host] = ABSENT_FROM_FABRIC
     return unfit
+
+
+def to_exclude(unfit: Dict[str, str], before: Collection[str]) -> List[str]:
+    """Those of the unfit nodes that the job is to avoid from now on. A node that is absent from the all-reduce is not
+    used, but slow containers and a slow file system are no fault of its own: only the second time in a row counts.
+
+    Args:
+        before: hosts that were unfit in the attempt before.
+    """
+    return sorted(host for host, why in unfit.items() if why != ABSENT_FROM_FABRIC or host in before)
 
 
 def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:

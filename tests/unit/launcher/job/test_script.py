@@ -322,7 +322,8 @@ def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it()
 
 
 def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
-    script = render(a_job(on=profile(container=Container(image="a:b", named=False))))
+    script = render(a_job("qwen2.5-32b-dapo", on=profile(container=Container(image="a:b", named=False))))
+    assert "--meet-s 1800" in script, "each node unpacks its own before the check can begin"
     assert "unpack" not in script
     assert "--container-name" not in script
 

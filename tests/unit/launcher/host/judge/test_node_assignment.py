@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, unfit_nodes
+from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, to_exclude, unfit_nodes
 from launcher.host.slurm.words import is_dead
 from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
@@ -115,3 +115,11 @@ def test_bad_are_nodes_that_say_so_that_say_nothing_and_that_slow_the_others():
     assert "no report" in bad["e"]
     assert bad["f"] == "its report is torn"
     assert set(unfit_nodes(NodeReports(nodes), ["a", "b", "c", "d"])) == {"b"}
+
+
+def test_a_node_is_not_excluded_the_first_time_that_it_does_not_come_to_the_all_reduce():
+    nodes = {name: NodeHealth(name, 0.0, name != "c", ["3 of 8 GPUs are there"]) for name in ("a", "b", "c")}
+    unfit = unfit_nodes(NodeReports(nodes, {}, FabricReport(["a"], {})), ["a", "b", "c"])
+    assert set(unfit) == {"b", "c"}, "it is not used"
+    assert to_exclude(unfit, before=[]) == ["c"]
+    assert to_exclude(unfit, before=["b"]) == ["b", "c"]
