@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megatron_rl.rank.config import TimeLimit
-from megatron_rl.section import PositiveFloat, PositiveInt, Section
+from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"words": "one line of text"})]
 Variable = Annotated[
@@ -46,6 +46,15 @@ class Container(Section):
         return mounts
 
 
+class Wrapper(Section):
+    """A command that starts the ranks of training and inference, after which their own command stands."""
+
+    command: Annotated[list[Line], Field(min_length=1)]
+    """Its words, such as [numactl, --localalloc] or [nsys, profile, -o, /shared/trace]; on PATH of the container."""
+    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None
+    """Only these ranks of the training; default: all ranks, those of inference too."""
+
+
 class Mail(Section):
     """Mail that Slurm sends."""
 
@@ -72,8 +81,9 @@ class Profile(Section):
     mail: Mail | None = None
     gpus_per_node: PositiveInt
     """GPUs that a node has."""
-    gres: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "gpu"
-    """Type that --gpus-per-node asks for: `h100` makes h100:8, `gpu` the plain number."""
+    gres: Annotated[str, Field(pattern=r"^(gres/gpu(:[A-Za-z0-9_.-]+)?|[A-Za-z0-9_.-]+)$")] | None = "gpu"
+    """How GPUs are asked for: `gpu` is --gpus-per-node=8 and `h100` --gpus-per-node=h100:8; where Slurm knows only
+    --gres, `gres/gpu` and `gres/gpu:h100`; null: not at all, as Slurm knows of none and an exclusive node has its own."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of one GPU; `mrl plan` warns above it."""
     time_limit: TimeLimit | None = None
@@ -85,6 +95,10 @@ class Profile(Section):
     compute beside another socket's GPUs."""
     cpu_bind: Line | None = None
     """Slurm's --cpu-bind of the ranks, such as cores; default: the cluster's own."""
+    srun: list[Line] = []
+    """Further flags of srun for the ranks' steps, such as --mpi=pmix, --network=... or --no-container-entrypoint."""
+    wrapper: Wrapper | None = None
+    """What the ranks are started by."""
     container: Container | None = None
     """null: the ranks run on the nodes as they are."""
     environment: dict[str, str] = {}
@@ -112,12 +126,26 @@ class Profile(Section):
     all_reduce_gbps: PositiveFloat | None = None
     """GB/s of an all-reduce between nodes below which one counts as slow; default: nothing does."""
 
-    @field_validator("sbatch")
+    def gpus(self, count: int) -> dict[str, str]:
+        """The option of sbatch and srun that asks for so many GPUs of each node, by name; none where Slurm knows of
+        none."""
+        if self.gres is None:
+            return {}
+        if self.gres.startswith("gres/"):
+            return {"gres": f"{self.gres.removeprefix('gres/')}:{count}"}
+        return {"gpus-per-node": f"{count}" if self.gres == "gpu" else f"{self.gres}:{count}"}
+
+    @property
+    def gpu_type(self) -> str:
+        """Of the nodes' GPUs, as Slurm calls it; `gpu` for any."""
+        return (self.gres or "gpu").removeprefix("gres/").removeprefix("gpu:")
+
+    @field_validator("sbatch", "srun")
     @classmethod
-    def _are_flags(cls, flags: list[str]) -> list[str]:
+    def _are_flags(cls, flags: list[str], info: ValidationInfo) -> list[str]:
         for flag in flags:
-            if not flag.startswith("-"):
-                raise ValueError(f"{flag!r} is no flag of sbatch: write --name=value, one a line")
+            if not flag.startswith("--" if info.field_name == "srun" else "-"):
+                raise ValueError(f"{flag!r} is no flag of {info.field_name}: write --name=value, one a line")
         return flags
 
     @model_validator(mode="after")

@@ -136,7 +136,7 @@ def header(job: Job) -> list[str]:
         "nodes": _asked_nodes(job),
         # Slurm keeps the number of tasks over a requeue, and with it the number of nodes (seen on 22.05).
         "ntasks-per-node": None if job.plan.smaller else config.gpus_per_node,
-        "gpus-per-node": gpus_per_node(job.recipe.config, profile),
+        **gpus_per_node(job.recipe.config, profile),
         "time": config.time_limit or profile.time_limit,
         "signal": f"B:USR1@{profile.signal_s}",
         "output": log,

@@ -6,6 +6,7 @@ shell (`"$image"`), and as argv into plan.json, where it is a placeholder (`{ima
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ OURS = (
     "HF_HUB_OFFLINE",
 )
 """Variables of the ranks that come from the script. Named to pyxis, or a value that the image sets would win."""
+
+LIMITS = 'for of in l n; do ulimit -S -$of "$(ulimit -H -$of)"; done 2>/dev/null'
+"""Shell that raises the limits of locked memory, which NCCL's network needs, and of open files as far as the node lets
+it: Slurm brings those of the login node along."""
 
 TRAINING = "megatron_rl.rank_main"
 INFERENCE = "megatron_rl.server.inference"
@@ -86,22 +91,31 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
     """Ranks and GPUs of each node."""
-    gpus = gpus_per_node(config, profile)
-    return [Option("ntasks-per-node", str(tasks)), *([Option("gpus-per-node", gpus)] if gpus else [])]
+    asked = gpus_per_node(config, profile)
+    return [Option("ntasks-per-node", str(tasks)), *(Option(name, value) for name, value in asked.items())]
 
 
 def binding(profile: Profile) -> list[Option]:
-    """Which CPUs of a node each rank has."""
+    """Which CPUs of a node each rank has, and what else the profile says of the ranks' steps."""
     asked = {"distribution": profile.distribution, "cpu-bind": profile.cpu_bind}
-    return [Option(name, value) for name, value in asked.items() if value]
+    flags = [flag for flag in profile.srun if not _is_of_container(flag)]
+    return [*(Option(name, value) for name, value in asked.items() if value), *map(_flag, flags)]
 
 
-def gpus_per_node(config: RunConfig, profile: Profile) -> str | None:
-    """What --gpus-per-node asks for; None for processes on CPUs."""
-    if config.job.device == "cpu":
-        return None
-    count = str(config.job.gpus_per_node)
-    return count if profile.gres == "gpu" else f"{profile.gres}:{count}"
+def _is_of_container(flag: str) -> bool:
+    """Whether a flag of srun is for pyxis: then it is for every step in the container, that of `mrl attach` too."""
+    return re.match(r"--(no-)?container-", flag) is not None
+
+
+def _flag(text: str) -> Option:
+    """A flag of srun as the profile writes it: --name or --name=value."""
+    name, equals, value = text.removeprefix("--").partition("=")
+    return Option(name, value if equals else None)
+
+
+def gpus_per_node(config: RunConfig, profile: Profile) -> dict[str, str]:
+    """The option that asks for the GPUs of a node, by name; none for processes on CPUs."""
+    return {} if config.job.device == "cpu" else profile.gpus(config.job.gpus_per_node)
 
 
 def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
@@ -113,6 +127,7 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
     workdir = (asked.workdir, None) if asked.workdir else (CODE, '"$PWD"')
     flags = [Option("no-container-mount-home"), Option("container-workdir", *workdir)]
     flags += [Option("container-writable")] if asked.writable else []
+    flags += [_flag(flag) for flag in profile.srun if _is_of_container(flag)]
     if asked.named:  # a step has namespaces of its own, but for `mrl attach`
         name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
         flags.append(Option("container-name", CONTAINER, f'"{name}:no_exec"'))
@@ -154,7 +169,16 @@ def in_front_of_ranks(config: RunConfig, profile: Profile) -> str:
     values = rank_variables(config, profile)
     home = [f"mkdir -p {shlex.quote(values['HOME'])}"] if "HOME" in values else []
     exports = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
-    return "; ".join(['trap "" USR1 USR2 QUIT', *home, exports, 'exec "$@"'])
+    return "; ".join(['trap "" USR1 USR2 QUIT', LIMITS, *home, exports, *_wrapping(profile), 'exec "$@"'])
+
+
+def _wrapping(profile: Profile) -> list[str]:
+    """Shell that puts the profile's wrapper in front of the command of the ranks that it is for."""
+    wrapper = profile.wrapper
+    if wrapper is None:
+        return []
+    of = "train:*|infer-*" if wrapper.ranks is None else "|".join(f"train:{rank}" for rank in wrapper.ranks)
+    return [f'case $MRL_STEP:$SLURM_PROCID in {of}) set -- {shlex.join(wrapper.command)} "$@" ;; esac']
 
 
 def rank_python(profile: Profile) -> str:

@@ -212,3 +212,9 @@ def test_a_mount_with_white_space_is_refused_as_enroot_cannot_take_it(write):
     )
     with pytest.raises(BadInput, match=r"clusters.yaml:6: container.mounts: .*'/my data:/d'"):
         clusters.profile("lab")
+
+
+@pytest.mark.parametrize("gres", ["gpu:8", "gres/gpu:", "gres/nic", "--gres=gpu", ""])
+def test_what_asks_for_no_gpus_is_refused_as_gres(write, gres):
+    with pytest.raises(BadInput, match="gres"):
+        write(f"lab: {{gpus_per_node: 8, run_root: /x, gres: {gres!r}}}").profile("lab")

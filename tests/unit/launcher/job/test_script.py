@@ -185,6 +185,22 @@ def test_the_header_asks_for_what_recipe_and_profile_say():
         assert option in said
 
 
+@pytest.mark.parametrize(
+    ("gres", "asked"),
+    [
+        ("gpu", {"--gpus-per-node=8"}),
+        ("h100", {"--gpus-per-node=h100:8"}),
+        ("gres/gpu", {"--gres=gpu:8"}),
+        ("gres/gpu:h100", {"--gres=gpu:h100:8"}),
+        (None, set()),
+    ],
+)
+def test_gpus_are_asked_for_as_the_cluster_knows_them(gres, asked):
+    job = a_job("qwen2.5-32b-dapo", on=profile(gres=gres))
+    assert {option for option in header(job) if option.startswith(("--gpus", "--gres"))} == asked
+    assert set(re.findall(r"--(?:gpus-per-node|gres)=\S+", render(job))) == asked, "in the steps too"
+
+
 def test_a_job_whose_every_node_works_ends_with_the_first_that_dies():
     assert "--no-kill" not in header(a_job("qwen2.5-32b-dapo"))
 

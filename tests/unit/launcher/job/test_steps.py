@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster.choice import load_clusters
-from launcher.cluster.profile import Container, Profile
+from launcher.cluster.profile import Container, Profile, Wrapper
 from launcher.job.draft import Draft, draft, in_directory
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.run_records import ATTEMPT, CODE, CONTAINER, HOSTS, IMAGE, LOGS, NODES, TASKS, PlanRecord
@@ -141,3 +142,43 @@ def test_the_ranks_alone_have_few_threads_and_a_home_that_can_be_written_to(tmp_
 def test_without_a_container_the_ranks_keep_the_home_of_the_node():
     plain = load_clusters(environ=HOME).profile("plain")
     assert set(plan_of(a_draft("demo", on=plain)).rank_environment) == {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+
+
+def test_flags_of_srun_are_for_the_ranks_and_those_of_the_container_for_all_that_is_in_it():
+    flags = ["--mpi=pmix", "--no-container-entrypoint", "--label"]
+    on = load_clusters(environ=HOME).profile("h100").model_copy(update={"srun": flags})
+    drafted = a_draft("qwen2.5-32b-dapo-partitioned", on=on)
+    for step in ("fabric", "train", "infer"):
+        assert set(flags) <= set(in_bash(drafted.script, step, "infer-0"))
+    plan = plan_of(drafted)
+    assert "--no-container-entrypoint" in plan.container  # which mrl attach goes by
+    assert {"--mpi=pmix", "--label"} <= set(plan.steps[0].srun)
+    assert "--mpi" not in drafted.script.partition("fabric()")[0], "not for the check of the nodes"
+    with pytest.raises(ValueError, match="no flag of srun"):
+        Profile(gpus_per_node=8, run_root="/x", srun=["-K"])
+
+
+def started(wrapper: Wrapper | None, step: str, rank: int) -> str:
+    """What a rank's command becomes."""
+    on = load_clusters(environ=HOME).profile("plain").model_copy(update={"wrapper": wrapper})
+    (before,) = re.findall(r"^before=.*$", a_draft("demo", on=on).script, re.MULTILINE)
+    environ = {**os.environ, "MRL_STEP": step, "SLURM_PROCID": str(rank)}
+    command = ["sh", "-c", f'{before}; exec sh -c "$before" rank printf "<%s>" python "a b"']
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+
+
+def test_ranks_are_started_by_the_wrapper_which_may_be_for_some_of_them():
+    assert started(None, "train", 0) == "<python><a b>"
+    everywhere = Wrapper(command=["env", "printf", "[%s]", "it's"])
+    assert started(everywhere, "train", 3) == started(everywhere, "infer-1", 0) == "[it's][printf][<%s>][python][a b]"
+    assert started(everywhere, "fabric", 0) == "<python><a b>"
+    some = Wrapper(command=["printf", "[%s]"], ranks=[0, 8])
+    assert started(some, "train", 8).startswith("[printf]")
+    assert started(some, "train", 1) == started(some, "infer-0", 0) == "<python><a b>"
+
+
+def test_the_ranks_have_the_limits_of_the_node_and_not_those_of_whoever_submitted():
+    (before,) = re.findall(r"^before=.*$", a_draft("demo").script, re.MULTILINE)
+    hard = subprocess.run(["sh", "-c", "ulimit -H -l; ulimit -H -n"], capture_output=True, text=True).stdout
+    lowered = f'ulimit -S -l 8; ulimit -S -n 64; {before}; sh -c "$before" rank sh -c "ulimit -S -l; ulimit -S -n"'
+    assert subprocess.run(["sh", "-c", lowered], capture_output=True, text=True).stdout == hard
