@@ -83,7 +83,7 @@ class Profile(Section):
     """GPUs that a node has."""
     gres: Annotated[str, Field(pattern=r"^(gres/gpu(:[A-Za-z0-9_.-]+)?|[A-Za-z0-9_.-]+)$")] | None = "gpu"
     """How GPUs are asked for: `gpu` is --gpus-per-node=8 and `h100` --gpus-per-node=h100:8; where Slurm knows only
-    --gres, `gres/gpu` and `gres/gpu:h100`; null: not at all, as Slurm knows of none and an exclusive node has its own."""
+    --gres, `gres/gpu` and `gres/gpu:h100`; null: not at all, where Slurm knows of none."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of one GPU; `mrl plan` warns above it."""
     time_limit: TimeLimit | None = None

@@ -137,7 +137,7 @@ def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
 
 def _credentials(software: Software, image: str) -> Finding:
     try:
-        host = parse(image).registry or DOCKER_HUB
+        host = (parse(image).registry or DOCKER_HUB).partition(":")[0]  # enroot looks it up without the port
     except ImageError as bad:
         return error("image", str(bad), "correct container.image or image.reference")
     if software.registries is None:

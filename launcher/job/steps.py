@@ -140,7 +140,8 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
 
 def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
     """What the script exports for everything that it starts, beside the names of run and cluster."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.job.device == "cpu" else {}
+    # void: enroot's hook would end with an error on a node without a driver
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"} if config.job.device == "cpu" else {}
     return {
         "PYTHONNOUSERSITE": "1",  # packages in a home directory would come before those of the image
         "PYTHONUNBUFFERED": "1",

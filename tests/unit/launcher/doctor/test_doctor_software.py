@@ -78,6 +78,12 @@ def test_an_image_that_is_a_file_needs_no_credentials():
     assert told("credentials", values={"container": {"image": "/images/pytorch.sqsh"}}) == ""
 
 
+def test_enroot_finds_credentials_by_the_host_without_its_port():
+    on = {"container": {"image": "registry.lab:5000#team/mrl:1"}}
+    known = software(registries=frozenset({"registry.lab"}))
+    assert told("credentials", values=on, software=known) == "ok: enroot has some for registry.lab"
+
+
 def test_credentials_are_present_or_not():
     assert told("credentials") == "ok: enroot has some for nvcr.io"
     assert "note: enroot has none for nvcr.io" in told("credentials", software=software(registries=frozenset()))
@@ -91,7 +97,7 @@ def test_credentials_of_the_registry_that_the_image_names():
     for image, host in (
         ("$oauthtoken@nvcr.io#nvidia/pytorch", "nvcr.io"),
         ("ubuntu:24.04", "registry-1.docker.io"),
-        ("ada@localhost:5000#mine", "localhost:5000"),
+        ("ada@localhost:5000#mine", "localhost"),
     ):
         values = {"container": {"image": image}}
         assert told("credentials", values=values, software=software(registries=frozenset({host}))).startswith("ok")

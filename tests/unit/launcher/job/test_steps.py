@@ -182,3 +182,12 @@ def test_the_ranks_have_the_limits_of_the_node_and_not_those_of_whoever_submitte
     hard = subprocess.run(["sh", "-c", "ulimit -H -l; ulimit -H -n"], capture_output=True, text=True).stdout
     lowered = f'ulimit -S -l 8; ulimit -S -n 64; {before}; sh -c "$before" rank sh -c "ulimit -S -l; ulimit -S -n"'
     assert subprocess.run(["sh", "-c", lowered], capture_output=True, text=True).stdout == hard
+
+
+@pytest.mark.parametrize("form", ["nvcr.io#nvidia/pytorch:25.06-py3", "docker://u@nvcr.io/nvidia/pytorch:25.06-py3"])
+def test_an_image_that_is_known_to_lack_megatron_core_is_told_in_a_dry_run(form):
+    on = load_clusters(environ=HOME).profile("h100").model_copy(update={"container": Container(image=form)})
+    assert any("has no megatron-core" in note for note in a_draft("demo", on=on).notes)
+    on = on.model_copy(update={"container": Container(image="nvcr.io#team/pytorch:1")})
+    assert not any("megatron-core" in note for note in a_draft("demo", on=on).notes)
+    assert not any("megatron-core" in note for note in a_draft("demo", f"image.reference={'team/mrl:1'}").notes)

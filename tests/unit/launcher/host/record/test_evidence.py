@@ -165,3 +165,11 @@ def test_what_pyxis_said_before_the_ranks_started_is_not_how_they_ended(tmp_path
         "slurmstepd: error: pyxis: couldn't chdir to /x\nModuleNotFoundError: No module named 'x'\n"
     )
     assert last_line(attempt, 0).startswith("ModuleNotFoundError")
+
+
+def test_whether_the_ranks_were_in_a_container_is_evidence(tmp_path):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    assert not read_evidence(attempt, Observed(), None).in_container
+    attempt.image.touch()
+    assert read_evidence(attempt, Observed(), None).in_container
