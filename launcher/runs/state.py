@@ -16,7 +16,7 @@ from launcher.host.judge.policy import STARTS_AGAIN, SUCCESSOR
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
-from launcher.host.slurm.words import CLOCK_S
+from launcher.host.slurm.formats import CLOCK_S
 from launcher.recipe.documents import read_text
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, Requeued
 from megatron_rl.contract.codes import DRAINED, LOST, STOPPED

@@ -110,9 +110,9 @@ def estimate_json(draft: Draft, start: str, nodes: str, partition: str) -> dict[
 
 
 def _foreseen(start: str) -> bool:
-    from launcher.backends.slurm.jobs import moment
+    from launcher.host.slurm.formats import time_of
 
-    return (moment(start) or 0) < time.time() + FORESIGHT_S
+    return (time_of(start) or 0) < time.time() + FORESIGHT_S
 
 
 def _step_lines(plan: Plan) -> list[str]:

@@ -11,7 +11,7 @@ from launcher.host.judge.policy import HELD, OVER
 from launcher.host.judge.sentence import describe_end
 from launcher.host.process.lock import IsLocked, Lock
 from launcher.host.record.ledger import Line, read_ledger, start_of
-from launcher.host.record.reading import find
+from launcher.host.record.reading import read_or_raise
 from launcher.host.slurm import ask
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.paths import RunDir
@@ -41,10 +41,10 @@ def own(context: JobContext) -> Lock:
         said = "mrl-submit has made {}, and this host does not have it: not the same file system?"
         raise OSError(said.format(run.root))
     os.makedirs(str(run.root), exist_ok=True)
-    owner, last = find(Owner, run.job), _last_line(run)
+    owner, last = read_or_raise(Owner, run.job), _last_line(run)
     lock = _lock(context, owner, last)
     try:
-        _settle_ownership(context, find(Owner, run.job))
+        _settle_ownership(context, read_or_raise(Owner, run.job))
     except BaseException:
         lock.release()
         raise
@@ -115,10 +115,10 @@ def _lock(context: JobContext, owner: Optional[Owner], last: Optional[Line]) -> 
 def _job_that_begins(run: RunDir) -> str:
     """The job whose host side holds the lock, and is about to enter itself as the owner if it has not yet."""
     give_up = time.monotonic() + ENTER_S
-    owner = find(Owner, run.job)
+    owner = read_or_raise(Owner, run.job)
     while owner is None and time.monotonic() < give_up:
         time.sleep(0.1)
-        owner = find(Owner, run.job)
+        owner = read_or_raise(Owner, run.job)
     return owner.job_id if owner is not None else "another one"
 
 

@@ -17,7 +17,7 @@ from launcher.host.process.processes import Child, Fork
 from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark_image, mark_ready
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
-from launcher.host.record.reading import find
+from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
 from megatron_rl.contract.files import write_atomic
@@ -124,7 +124,7 @@ class Preparation:
         self._job.unfit = unfit
         for host, why in sorted(unfit.items()):
             print("node {} is not used: {}".format(host, why))
-        plan = find(PlanRecord, context.run.plan)
+        plan = read_or_raise(PlanRecord, context.run.plan)
         if plan is None:
             raise FileNotFoundError("{}: there is no plan".format(context.run.plan))
         try:

@@ -21,7 +21,7 @@ from launcher.host.process.signals import Signals
 from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
-from launcher.host.slurm.words import expand_hosts, is_dead
+from launcher.host.slurm.formats import expand_hosts, is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
 from megatron_rl.contract.codes import BAD_NODES, EXIT_FINISHED, EXIT_USAGE, SILENCE_VARIABLE
 from megatron_rl.contract.files import FULL

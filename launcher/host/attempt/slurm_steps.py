@@ -69,7 +69,7 @@ class SlurmSteps(Steps):
             name: of a function of the script; of several steps with one function, with a number: infer-0.
             errors: file for what srun says; default: our own log.
         """
-        self.stop(name, 0.0)
+        self._stop([name], 0.0)
         child = Child(
             ["bash", self._script.path, "step", name, ",".join(hosts)],
             self._environ,
@@ -81,13 +81,9 @@ class SlurmSteps(Steps):
         self._children[name] = child
         return child
 
-    def stop(self, name: str, patience: float = LEAVE_LIMIT_S) -> None:
-        """End a step, if it runs; srun ends its tasks when it is told to."""
-        self._stop([name], patience)
-
-    def stop_all(self, patience: float = LEAVE_LIMIT_S) -> None:
-        """End all steps that still run."""
-        self._stop(list(self._children), patience)
+    def stop_all(self) -> None:
+        """End all steps that still run; srun ends its tasks when it is told to."""
+        self._stop(list(self._children), LEAVE_LIMIT_S)
 
     def signal(self, signum: int) -> None:
         tell.signal_steps(self._context.job_id, signal.Signals(signum).name[len("SIG") :])
