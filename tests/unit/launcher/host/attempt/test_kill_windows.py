@@ -427,7 +427,7 @@ class TestFaultBeforeAnAttempt:
     @pytest.mark.parametrize(
         ("owner", "name"),
         [
-            (own, "find"),
+            (own, "read_or_raise"),
             (own, "read_ledger"),
             (conclude, "read_ledger"),
             (own, "conclude_lost"),
