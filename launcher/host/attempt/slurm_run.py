@@ -11,10 +11,9 @@ from launcher.host.attempt.host_fault import come_back
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo, own
 from launcher.host.attempt.prepare import Asked, Checks, NotReady, Preparation
-from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
-from launcher.host.attempt.slurm_steps import Script, SlurmSteps
+from launcher.host.attempt.slurm_steps import Replicas, Script, SlurmSteps
 from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import HERE
 from launcher.host.process.signals import Signals
