@@ -22,7 +22,7 @@ from launcher.backends.slurm import facts as slurm_facts
 from launcher.backends.slurm.parse import settings
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
-from launcher.doctor.examine import Facts, examine, examine_local
+from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs
@@ -95,7 +95,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
     if deep and slurm.config.known and run_root.measured:
         gpus = config is None or config.job.device == "cuda"
         node = compute_node.probe(profile, Path(run_root.measured.directory), gpus)
-    facts = Facts(
+    facts = ClusterFacts(
         slurm=slurm,
         software=software.inspect(profile.host_python, Path(plugstack) if plugstack else None),
         run_root=run_root,

@@ -21,7 +21,7 @@ from megatron_rl.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ClusterFacts:
     """All that was collected, on this machine and, with --deep, on a compute node."""
 
     slurm: SlurmFacts
@@ -39,7 +39,7 @@ class Facts:
     """Why mrl-submit would refuse the recipe there: a layout that does not fit, what the runtime cannot do yet."""
 
 
-def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Finding]:
+def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[Finding]:
     """Every finding, most general first.
 
     Args:
@@ -123,7 +123,7 @@ def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Find
         yield from preemption.requeue(cluster)
 
 
-def _secrets_and_files(facts: Facts, profile: Profile) -> Iterator[Finding]:
+def _secrets_and_files(facts: ClusterFacts, profile: Profile) -> Iterator[Finding]:
     """Secrets and files that the job takes along."""
     if facts.missing_secrets:
         names = ", ".join(facts.missing_secrets)

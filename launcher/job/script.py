@@ -46,7 +46,7 @@ class Shell(str):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PlannedJob:
     """All that a script is made of."""
 
     recipe: Recipe
@@ -64,14 +64,14 @@ class Job:
     """Of mrl."""
 
 
-def render(job: Job) -> str:
+def render(job: PlannedJob) -> str:
     """The script.
 
     Raises:
         BadInput: something cannot be written into a script, such as a path with a line break.
     """
     documents = _documents(job)
-    _refuse_unspeakable(job, documents)
+    _refuse_unwritable(job, documents)
     config, profile = job.recipe.config, job.profile
     container = profile.container
     return (
@@ -102,7 +102,7 @@ def render(job: Job) -> str:
     )
 
 
-def _host_options(job: Job) -> Iterator[Shell]:
+def _host_options(job: PlannedJob) -> Iterator[Shell]:
     """Options of the process that decides (launcher.host.job), by lines."""
     config, profile = job.recipe.config, job.profile
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
@@ -116,7 +116,7 @@ def _host_options(job: Job) -> Iterator[Shell]:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 
 
-def header(job: Job) -> list[str]:
+def header(job: PlannedJob) -> list[str]:
     """The options of sbatch, `--name=value`, quoted as sbatch reads them."""
     config, profile = job.recipe.config.job, job.profile
     log = str(RunDir(job.run_dir).batch_log).replace("%", "%%")  # sbatch expands %
@@ -144,7 +144,7 @@ def header(job: Job) -> list[str]:
     return [*valued, *flags, *profile.sbatch]
 
 
-def _asked_nodes(job: Job) -> str:
+def _asked_nodes(job: PlannedJob) -> str:
     """What --nodes asks for. Spare nodes come on top at both ends of a range, so that with the fewest nodes too there
     is one to stand in; of more than the fewest, all but the spare ones work."""
     config = job.recipe.config.job
@@ -152,7 +152,7 @@ def _asked_nodes(job: Job) -> str:
     return "-".join(sorted(ends, key=int))
 
 
-def _outlives_nodes(job: Job) -> bool:
+def _outlives_nodes(job: PlannedJob) -> bool:
     """Whether the job can go on, in what is left of its allocation, when a node dies."""
     return job.plan.mode == "partitioned" or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
@@ -172,7 +172,7 @@ class _Step:
     """Seconds after which it is ended."""
 
 
-def _steps(job: Job) -> Iterator[_Step]:
+def _steps(job: PlannedJob) -> Iterator[_Step]:
     config, plan = job.recipe.config, job.plan
     in_container = _shell(container(config, job.profile, job.run_dir))
     python = shlex.quote(rank_python(job.profile))
@@ -236,12 +236,12 @@ def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
     return f'"$(seq -s, $(({first})) $(({first} + {step.tasks_per_node - 1})))"'
 
 
-def _all_reduce(job: Job) -> bool:
+def _all_reduce(job: PlannedJob) -> bool:
     config = job.recipe.config.job
     return job.profile.health_check and config.device == "cuda" and config.most_nodes > 1
 
 
-def _health(job: Job) -> dict[str, Any] | None:
+def _health(job: PlannedJob) -> dict[str, Any] | None:
     if not job.profile.health_check:
         return None
     config = job.recipe.config.job
@@ -251,7 +251,7 @@ def _health(job: Job) -> dict[str, Any] | None:
     }
 
 
-def _documents(job: Job) -> dict[str, str]:
+def _documents(job: PlannedJob) -> dict[str, str]:
     """What the first attempt makes the run directory of, by the name of the function that prints it."""
     ranks = job.plan_json["ranks"]
     head = {key: value for key, value in job.plan_json.items() if key != "ranks"}
@@ -264,7 +264,7 @@ def _documents(job: Job) -> dict[str, str]:
     }
 
 
-def _refuse_unspeakable(job: Job, documents: dict[str, str]) -> None:
+def _refuse_unwritable(job: PlannedJob, documents: dict[str, str]) -> None:
     problems = []
     if job.profile.container is not None:
         for path in (job.profile.run_root, str(job.run_dir)):

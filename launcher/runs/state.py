@@ -16,7 +16,7 @@ from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
 from launcher.host.slurm.formats import CLOCK_S
 from launcher.recipe.located_yaml import read_mapping, read_text
-from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, Requeued
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, LedgerLine, Requeued
 from megatron_rl.contract.codes import DRAINED, LOST, STOPPED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, if_readable, read, read_lines
@@ -44,8 +44,6 @@ UNSURE = ("unknown", "unreadable")
 """States in which the run may be going on, for all we know."""
 
 ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
-
-LedgerLine = AttemptStart | AttemptEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +129,8 @@ def job_id_of(run: RunDir) -> str | None:
 
 
 def resolved_values(run: RunDir) -> dict[str, Any]:
-    """The sections of resolved.yaml. Without the checks, which its writer has made and which are slow for many runs. Raises
-    BadInput where there are none."""
+    """The sections of resolved.yaml, without the checks, which its writer has made and which are slow for many runs.
+    Raises BadInput where there are none."""
     values: dict[str, Any] = read_mapping(str(run.resolved), read_text(run.resolved), "the sections of a recipe").value
     return values
 

@@ -43,7 +43,7 @@ class NotReady(Exception):
     """The ranks cannot be started; why."""
 
 
-class Asked(Exception):
+class AskedToLeave(Exception):
     """The attempt was asked to leave meanwhile."""
 
 
@@ -60,7 +60,7 @@ class Preparation:
         """Which node does what.
 
         Raises:
-            Asked: to leave.
+            AskedToLeave: to leave.
             NotReady: the image is not there.
             NotEnoughNodes: too few are fit.
             OSError: the file system fails.
@@ -164,12 +164,12 @@ class Preparation:
             print("error: {} took too long and was ended: {}".format(what, why), file=sys.stderr)
 
     def _wait(self, ended: Callable[[], bool]) -> None:
-        """Raises Asked when the attempt is asked to leave meanwhile."""
+        """Raises AskedToLeave when the attempt is asked to leave meanwhile."""
         self._runner.wait(ended, through_requests=False)
         self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
-        """Raises Asked."""
+        """Raises AskedToLeave."""
         self._runner.look(time.time())
         if self._runner.request is not None:
-            raise Asked()
+            raise AskedToLeave()

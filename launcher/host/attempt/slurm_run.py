@@ -10,12 +10,12 @@ from launcher.host.attempt.conclude import close
 from launcher.host.attempt.host_fault import come_back
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo, own
-from launcher.host.attempt.prepare import Asked, Checks, NotReady, Preparation
+from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_steps import Replicas, Script, SlurmSteps
 from launcher.host.judge.nodes import NotEnoughNodes
-from launcher.host.judge.policy import HERE
+from launcher.host.judge.policy import STAYS
 from launcher.host.process.signals import Signals
 from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.slurm import ask
@@ -64,7 +64,7 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     try:
         _retried(lambda: create(context, settings.script.document))
         end = run_attempt(context, settings, signals, lock.descriptor)
-        while end.then == HERE:
+        while end.then == STAYS:
             context = without_dead_nodes(context)
             end = run_attempt(context, settings, signals, lock.descriptor)
     finally:
@@ -91,7 +91,7 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         code = _train(runner, steps, assignment)
         if settings.checks.forget and runner.request is None:  # else there is no time left; the next start does it
             preparation.forget_containers()
-    except (Asked, NotEnoughNodes):
+    except (AskedToLeave, NotEnoughNodes):
         pass
     except NotReady as error:
         unready = str(error)

@@ -106,12 +106,11 @@ def test_an_own_profile_goes_before_a_shipped_one_of_its_name(write):
 
 
 def test_an_unknown_cluster_is_refused_with_the_names_and_the_file(write, tmp_path):
-    clusters = write(f"lab: {MINIMAL}")
     yours = f"h100, lab, plain, local (yours: {tmp_path / 'clusters.yaml'})"
-    assert problems(clusters.choose, "lap", None) == [
+    assert problems(write(f"lab: {MINIMAL}").choose, "lap", None) == [
         f"--cluster: no cluster is called 'lap'; did you mean lab? There are {yours}"
     ]
-    assert problems(clusters.choose, None, None) == [
+    assert problems(write(f"lab: {MINIMAL}", {**HOME, "MRL_CLUSTER": "xyzzy"}).choose, None, None) == [
         f"MRL_CLUSTER: no cluster is called 'xyzzy'; there are {yours}"
     ]
 

@@ -19,7 +19,7 @@ import pytest
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Mail, Profile
 from launcher.errors import BadInput
-from launcher.job.script import Job, header, render
+from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import place, rank_rows
 from launcher.recipe.load import load_recipe, shipped_recipes
 from megatron_rl.contract.attempt_records import AttemptStart
@@ -39,12 +39,14 @@ def profile(name: str = "h100", **changes: object) -> Profile:
     return shipped.model_copy(update=fixed | changes)
 
 
-def a_job(recipe: str = "demo", *overrides: str, on: Profile | None = None, run_dir: str = "/shared/runs/it") -> Job:
+def a_job(
+    recipe: str = "demo", *overrides: str, on: Profile | None = None, run_dir: str = "/shared/runs/it"
+) -> PlannedJob:
     asked = load_recipe(recipe, overrides)
     cluster = on or profile()
     plan = place(asked.config.job, asked.config.placement, cluster.gpus_per_node, asked.config.model)
     steps = [asdict(step) for step in plan.steps]
-    return Job(
+    return PlannedJob(
         recipe=asked,
         plan=plan,
         plan_json={"mode": plan.mode, "nodes": plan.nodes, "steps": steps, "ranks": rank_rows(plan)},
