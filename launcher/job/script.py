@@ -73,7 +73,7 @@ def render(job: PlannedJob) -> str:
     documents = _documents(job)
     _refuse_unwritable(job, documents)
     config, profile = job.recipe.config, job.profile
-    container = profile.container
+    asked = profile.container
     return (
         _templates()
         .get_template("job.sbatch.j2")
@@ -89,8 +89,9 @@ def render(job: PlannedJob) -> str:
             source=str(job.installed),
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
-            image=container is not None,
-            container_name=container and container.name and f"pyxis_{container.name}",
+            container=_shell(container(config, profile, job.run_dir)),
+            in_container=Shell('"${container[@]}" ' if asked else ""),
+            container_name=asked and asked.name and f"pyxis_{asked.name}",
             health=_health(job),
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,
@@ -174,21 +175,20 @@ class _Step:
 
 def _steps(job: PlannedJob) -> Iterator[_Step]:
     config, plan = job.recipe.config, job.plan
-    in_container = _shell(container(config, job.profile, job.run_dir))
     python = shlex.quote(rank_python(job.profile))
     run = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
     if _all_reduce(job):
         limit = job.profile.all_reduce_gbps
         slow = f" --slower-than {limit}" if limit else ""
+        tasks = f'--ntasks="$((${{#hosts[@]}} * {config.job.gpus_per_node}))"'
+        (each,) = shell_lines([per_node(config, job.profile, config.job.gpus_per_node)])
         yield _Step(
             function=Shell("fabric"),
             name=Shell("fabric"),
             options=[
-                Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {_tasks(config.job.gpus_per_node)}'),
-                *_shell([per_node(config, job.profile, config.job.gpus_per_node)]),
+                Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {tasks} {each}'),
                 # A rank of a bad node may die: the others have to find out whose it was.
                 Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
-                *in_container,
             ],
             command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
             comment=Shell("The nodes must also reach each other, and fast."),
@@ -198,7 +198,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
     yield _Step(
         function=Shell("train"),
         name=Shell("train"),
-        options=[*_shell(geometry(config, job.profile, plan, train, "train")), *in_container],
+        options=_shell(geometry(config, job.profile, plan, train, "train")),
         command=Shell(f"{python} -m {TRAINING} {run}"),
     )
     replicas = [step for step in plan.steps if step.replica is not None]
@@ -210,7 +210,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         yield _Step(
             function=Shell("infer"),
             name=Shell('"$1"'),
-            options=[*_shell(geometry(config, job.profile, plan, first, "$1")), *in_container],
+            options=_shell(geometry(config, job.profile, plan, first, "$1")),
             command=Shell(f'{mine}{python} -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
         )
 
@@ -219,11 +219,6 @@ def _limited(seconds: int) -> Shell:
     """What goes before an srun: its --time begins with the step, for which it waits without end while a node is busy or
     does not answer."""
     return Shell(f"timeout --kill-after={END_S} {seconds}")
-
-
-def _tasks(per_node: int) -> str:
-    """The option that counts the ranks of a step whose nodes are counted when it starts."""
-    return f'--ntasks="$((${{#hosts[@]}} * {per_node}))"'
 
 
 def _shell(lines: Lines) -> list[Shell]:

@@ -203,7 +203,7 @@ def test_the_ranks_of_a_range_are_counted_when_they_start():
     geometry = re.search(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", train)[0]
     ask = f"nodes=n1,n2,n5; IFS=, read -ra hosts <<<$nodes; echo {geometry}"
     shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout
-    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24\n"
+    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24 --ntasks-per-node=8 --gpus-per-node=8\n"
 
 
 def test_processes_on_cpus_ask_for_no_gpus_and_see_none():

@@ -433,7 +433,7 @@ class TestFaultBeforeAnAttempt:
             (own, "conclude_lost"),
             (own, "write_owner"),
             (slurm_run, "create"),
-            (begin_module, "read_ledger"),
+            (begin_module, "newest_line"),
             (begin_module, "write_line"),
         ],
     )
