@@ -67,7 +67,7 @@ class RunStatus:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return str(self.run.root.absolute().name)
 
     @property

@@ -33,7 +33,8 @@ def read_ledger_or_complain(run: RunDir) -> List[LedgerLine]:
 
 def newest_line(run: RunDir) -> Optional[LedgerLine]:
     """The last line that can be read; None where there is none. Raises UnreadableRecord."""
-    return (read_ledger(run) or [None])[-1]
+    lines = read_ledger(run)
+    return lines[-1] if lines else None
 
 
 def write_line(run: RunDir, line: LedgerLine) -> None:
