@@ -23,7 +23,7 @@ from megatron_rl.contract.codes import FINISHED, MARGIN_S
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.metrics.writer import NoMetrics
+from megatron_rl.metrics.writer import Writer
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
@@ -49,7 +49,7 @@ class Leaving:
             safe_points=safe_points,
             groups=SimpleNamespace(control=world()),
             checkpointer=saver,
-            writer=NoMetrics(),
+            writer=Writer(),
             driver=SimpleNamespace(bank=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: None)),
             sharded_state=lambda: sharded_state(1.0),
             counters=dict,

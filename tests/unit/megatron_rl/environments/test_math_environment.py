@@ -26,7 +26,7 @@ pytest.importorskip("math_verify")
 class Words:
     """A tokenizer of one token a character, which may have a chat template."""
 
-    vocab_size, eos_id, pad_id = 1_000_000, 0, 1
+    vocab_size, eos_id = 1_000_000, 0
 
     def __init__(self, template: str | None = None) -> None:
         self.template = template
