@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rl.contract import files
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
@@ -303,16 +304,17 @@ def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
 
 
 def test_the_record_waits_for_room_and_what_is_only_looked_at_is_left_out(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
+    small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that fills the disk gives the space back a moment later."""
+    """A save that fills the disk gives the space back while the record waits."""
     record = writer(small_disk)
     record.step(1, line())
     ballast = small_disk / "ballast"
     with ballast.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
-    threading.Timer(1.5, ballast.unlink).start()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: ballast.unlink())
+    monkeypatch.setattr(files, "time", clock)
     record.rollouts(2, View())
     record.timeline(TimelineLine(1.0, 2, {}))
     record.step(2, line(mean_reward=0.75, reward_std="x" * 5000))
