@@ -51,7 +51,7 @@ def did_you_mean(path: Path, known: Mapping[Path, Any]) -> str:
     siblings = [key[-1] for key in known if key[:-1] == path[:-1]]
     close = difflib.get_close_matches(path[-1], siblings, n=1)
     elsewhere = [".".join(key) for key in known if key[-1] == path[-1]]
-    guess = (close + elsewhere)[:1]
+    guess = close or difflib.get_close_matches(".".join(path), elsewhere, n=1, cutoff=0.0)
     return f" (did you mean {guess[0]}?)" if guess else ""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.host.attempt import own
+from launcher.host.attempt import runner as runner_module
 from launcher.host.attempt.begin import begin_attempt
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.prepare import Checks, Preparation
@@ -110,7 +111,10 @@ def test_a_node_is_not_held_against_a_job_for_ever(context: JobContext, by: str)
     assert assigned(context).bad == {}
 
 
-def test_reports_of_the_health_check_decide_and_none_at_all_blames_nobody(context: JobContext) -> None:
+def test_reports_of_the_health_check_decide_and_none_at_all_blames_nobody(
+    context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "SIGNAL_S", 0.0)
     attempt = begin_attempt(context)
     runner, assignment = prepare(context, attempt, health=True)
     assert (assignment, read(NodeAssignment, attempt.nodes).bad) == (None, {})
