@@ -64,7 +64,7 @@ class Models:
     platform: Platform
 
     def sharded_state(self) -> dict[str, Any]:
-        """In megatron-core's sharded form."""
+        """Weights, optimizer and random numbers in megatron-core's sharded form."""
         model = self.policy.sharded_state_dict()
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
         return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}

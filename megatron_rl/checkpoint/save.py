@@ -131,7 +131,7 @@ class Checkpointer:
             self._under_way[0].given_up = reason
 
     def wait(self, *, until: float | None = None, final: bool = False) -> bool:
-        """Until nothing is under way; at most until the deadline of that save plus a grace, or `until`
+        """Wait until nothing is under way; at most until the deadline of that save plus a grace, or `until`
         (time.monotonic()).
 
         Returns False where this rank's write is still under way after that. With `final`, raises CheckpointError unless

@@ -230,7 +230,7 @@ def _failure_file(folder: Path, rank: int) -> Path:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """For the other ranks to see whole or not at all; it is not kept, so it need not be durable."""
+    """Write what the other ranks see whole or not at all; it is not kept, so it need not be durable."""
     unnamed = path.with_name(f"{path.name}.tmp")
     unnamed.write_bytes(content)
     unnamed.rename(path)

@@ -66,7 +66,7 @@ def _of_tokens(total: Callable[[LossStats], Number | None]) -> Callable[[StepRep
 
 
 def _if_trained(value: Callable[[LossStats], Number | None]) -> Callable[[StepReport], Any]:
-    """Of the trained tokens, where there are any."""
+    """A value of the loss in steps that trained on any token; None in others."""
     return lambda step: value(step.stats.loss) if step.stats.loss is not None and step.stats.loss.tokens else None
 
 

@@ -130,7 +130,8 @@ class Simulation:
 
         later = _Later(behind)
         drain.on_look = look
-        runner = asyncio.Runner()
+        loop = asyncio.new_event_loop()
+        runner = asyncio.Runner(loop_factory=lambda: loop)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attempt_module, "select", lambda job, local_rank: self.platform)
             patch.setattr(attempt_module, "connect", lambda *_: self.groups)
@@ -152,7 +153,7 @@ class Simulation:
                 )
             except Killed:
                 ending = "killed"
-                _end(runner)
+                _end(runner, loop)
         if ending == "killed":
             assert self.disk.state() == self.disk.left  # else something changes files unseen
         return ending
@@ -182,16 +183,16 @@ class Record:
     evaluations: list[dict[str, Any]]
 
 
-def _end(runner: asyncio.Runner) -> None:
+def _end(runner: asyncio.Runner, loop: asyncio.AbstractEventLoop) -> None:
     """End the loop of a process that is dead: its tasks, of which each is killed again where it wants to write, must
     not outlive it."""
-    loop = runner.get_loop()
     while left := asyncio.all_tasks(loop):
         for task in left:
             task.cancel()
         with suppress(Killed):
             loop.run_until_complete(asyncio.wait(left))
     runner.close()
+    loop.close()  # the runner has never seen it where the process died before
 
 
 class _Drain(DrainListener):

@@ -115,7 +115,8 @@ def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
 
 
 def leave(why: str) -> NoReturn:
-    """At once, without wandb's exit hooks. Its helper, wandb-core, looks whether this process is there and follows.
+    """End this process at once, without wandb's exit hooks. Its helper, wandb-core, looks whether it is there and
+    follows.
 
     Args:
         why: one line; the last one of the log is said in that of the rank.
