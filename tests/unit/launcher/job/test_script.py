@@ -19,7 +19,7 @@ import pytest
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Mail, Profile
 from launcher.errors import BadInput
-from launcher.job.script import Job, header, render
+from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import place, rank_rows
 from launcher.recipe.load import load_recipe, shipped_recipes
 from megatron_rl.contract.attempt_records import AttemptStart
@@ -39,12 +39,14 @@ def profile(name: str = "h100", **changes: object) -> Profile:
     return shipped.model_copy(update=fixed | changes)
 
 
-def a_job(recipe: str = "demo", *overrides: str, on: Profile | None = None, run_dir: str = "/shared/runs/it") -> Job:
+def a_job(
+    recipe: str = "demo", *overrides: str, on: Profile | None = None, run_dir: str = "/shared/runs/it"
+) -> PlannedJob:
     asked = load_recipe(recipe, overrides)
     cluster = on or profile()
     plan = place(asked.config.job, asked.config.placement, cluster.gpus_per_node, asked.config.model)
     steps = [asdict(step) for step in plan.steps]
-    return Job(
+    return PlannedJob(
         recipe=asked,
         plan=plan,
         plan_json={"mode": plan.mode, "nodes": plan.nodes, "steps": steps, "ranks": rank_rows(plan)},
@@ -223,7 +225,7 @@ def test_the_ranks_of_a_range_are_counted_when_they_start():
     geometry = re.search(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", train)[0]
     ask = f"nodes=n1,n2,n5; IFS=, read -ra hosts <<<$nodes; echo {geometry}"
     shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout
-    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24\n"
+    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24 --ntasks-per-node=8 --gpus-per-node=8\n"
 
 
 def test_processes_on_cpus_ask_for_no_gpus_and_see_none():
@@ -333,7 +335,8 @@ esac
 def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it():
     steps = re.findall(r"^(\w+)\(\) {\n(.*?)^}$", render(a_job("qwen2.5-32b-dapo")), re.MULTILINE | re.DOTALL)
     name = '--container-name="mrl-$SLURM_JOB_ID-$MRL_ATTEMPT:no_exec"'
-    assert [step for step, text in steps if name in text] == ["unpack", "fabric", "train"]
+    assert [step for step, text in steps if name in text] == ["step"], "said once, for all steps in the container"
+    assert [step for step, text in steps if '"${container[@]}"' in text] == ["unpack", "fabric", "train"]
     assert " --unpack" in render(a_job("qwen2.5-32b-dapo"))
 
 
@@ -370,6 +373,8 @@ class TestForget:
         script.write_text(render(a_job("demo")))
         environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}
         environ["MRL_RUN_DIR"] = str(tmp_path)
+        (tmp_path / "attempts" / "003").mkdir(parents=True)
+        (tmp_path / "attempts" / "003" / "image").write_text("/i.sqsh\n")
         subprocess.run(["bash", script, "step", "forget", "node01"], env=environ, timeout=10, check=False)
         removed = tmp_path / "removed"
         return removed.read_text().split() if removed.exists() else []

@@ -11,7 +11,7 @@ from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.judge.nodes import ABSENT_FROM_FABRIC
 from launcher.host.slurm import ask
-from launcher.host.slurm.words import text_of
+from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
