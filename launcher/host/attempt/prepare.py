@@ -12,7 +12,7 @@ from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
-from launcher.host.judge.nodes import NotEnoughNodes, assign, unfit_nodes
+from launcher.host.judge.nodes import NotEnoughNodes, assign, skewed_clocks, unfit_nodes
 from launcher.host.process.processes import Child, Fork
 from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark_image, mark_ready
@@ -105,8 +105,12 @@ class Preparation:
 
     def _check_and_assign(self, check: str, hosts: List[str]) -> NodeAssignment:
         """Have the nodes checked, and give every step its own."""
+        began = time.time()
         what = {"health": "the health check", "fabric": "the all-reduce between the nodes"}[check]
         self._wait_for(self._steps.start(check, hosts), what)  # a check that is cut short would condemn its nodes
+        if check == "health":
+            for line in skewed_clocks(read_node_reports(self._attempt), began, time.time()):
+                print("warning: {}".format(line))
         return self._assign(self._context.hosts)
 
     def _assign(self, checked: List[str]) -> NodeAssignment:

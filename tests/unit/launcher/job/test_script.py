@@ -333,7 +333,7 @@ esac
 
 
 def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it():
-    steps = re.findall(r"^(\w+)\(\) {\n(.*?)^}$", render(a_job("qwen2.5-32b-dapo")), re.MULTILINE | re.DOTALL)
+    steps = re.findall(r"^(\w+)\(\) {[^\n]*\n(.*?)^}$", render(a_job("qwen2.5-32b-dapo")), re.MULTILINE | re.DOTALL)
     name = '--container-name="mrl-$SLURM_JOB_ID-$MRL_ATTEMPT:no_exec"'
     assert [step for step, text in steps if name in text] == ["step"], "said once, for all steps in the container"
     assert [step for step, text in steps if '"${container[@]}"' in text] == ["unpack", "fabric", "train"]
