@@ -15,8 +15,8 @@ SLOWED = {
 
 
 def gpu_problems(document: str) -> List[str]:
-    """What is wrong with the GPUs by `nvidia-smi -q -x`: somebody else's processes, a clock that is held down, a PCIe link
-    that lost lanes, a fabric manager that did not bring them up. Raises ElementTree.ParseError."""
+    """What is wrong with the GPUs by `nvidia-smi -q -x`: somebody else's processes, a clock that is held down, a PCIe
+    link that lost lanes, a fabric manager that did not bring them up. Raises ElementTree.ParseError."""
     problems = []
     for index, gpu in enumerate(ElementTree.fromstring(document).findall("gpu")):
         for process in gpu.iterfind("processes/process_info"):

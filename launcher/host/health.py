@@ -2,9 +2,10 @@
 
     python3 -m launcher.host.health --run-dir DIR --attempt N --gpus 8
 
-Looks at the GPUs, their errors, state and links, limits, shared memory, and whether the shared file system takes a file and gives it back;
-writes Attempt.health(HOST) and leaves with 0 whatever it found. launcher.host.judge.nodes turns the reports of all
-nodes, and what the all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not be used.
+Looks at the GPUs, their errors, state and links, limits, shared memory, and whether the shared file system takes a file
+and gives it back; writes Attempt.health(HOST) and leaves with 0 whatever it found. launcher.host.judge.nodes turns the
+reports of all nodes, and what the all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not
+be used.
 """
 
 import argparse

@@ -96,7 +96,8 @@ def _ask(path: str, *arguments: str) -> bytes:
 def _run(path: str, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env.update(GIT_OPTIONAL_LOCKS="0", LC_ALL="C")
-    command = ["git", "-c", "core.fsmonitor=false", "-C", path]
+    # Somebody else's repository, such as a shared installation: the run is about to execute what is in it.
+    command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", path]
     command.extend(arguments)
     try:
         return subprocess.run(

@@ -29,7 +29,9 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
     unfit = {}
     fabric = reports.fabric
     networks = [report.network_gbps for report in reports.nodes.values() if report.network_gbps is not None]
-    usual = statistics.median(networks) if len(networks) > 2 else 0.0
+    usual = statistics.median(networks) if networks else 0.0
+    if 4 * sum(gbps < usual for gbps in networks) > len(networks):
+        usual = 0.0  # so many are no accident: the nodes differ
     for host in expected_hosts:
         report = reports.nodes.get(host)
         if host in reports.unreadable:
@@ -50,8 +52,8 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
 
 
 def skewed_clocks(reports: NodeReports, began: float, now: float) -> List[str]:
-    """A sentence for each node whose clock is not that of this host. Nothing is judged by it, but logs are hard to read,
-    and munge and TLS refuse what is minutes off.
+    """A sentence for each node whose clock is not that of this host. Nothing is judged by it; but logs are hard
+    to read, and munge and TLS refuse what is minutes off.
 
     Args:
         began: unix time at which the check was started.
@@ -61,8 +63,8 @@ def skewed_clocks(reports: NodeReports, began: float, now: float) -> List[str]:
     for host, report in sorted(reports.nodes.items()):
         off = max(began - report.at, report.at - now)
         if off > CLOCK_S:
-            side = "behind" if report.at < began else "ahead"
-            said.append("the clock of {} is {:.0f} s {} of this host's".format(host, off, side))
+            side = "behind" if report.at < began else "ahead of"
+            said.append("the clock of {} is {:.0f} s {} this host's".format(host, off, side))
     return said
 
 

@@ -9,6 +9,7 @@ from doctor_helpers import config, disk, facts, found, profile, recipe, said, sl
 
 from launcher.backends.probe.command import Fact
 from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.software import credentials_path, inspect, pyxis_version
 from launcher.doctor.examine import examine
 from launcher.fetch.prefetch import Need
@@ -220,3 +221,13 @@ def test_whether_the_run_root_is_shared(changes, node, level, words):
 def test_without_a_recipe_one_node_with_all_its_gpus_is_looked_at():
     assert "1 node with 8 GPUs needed" in said(found("22.05-partition", "nodes"))
     assert "a run can be preempted" in said(found("22.05-partition", "preemption"))
+
+
+def test_a_rank_in_the_container_tells_what_it_found():
+    worked = RankFacts(versions="torch 2.8, megatron-core 0.16.1", gpus=1, cpus="0,1")
+    assert told("container", rank=worked) == (
+        "ok: a rank of it communicates and writes to run_root: torch 2.8, megatron-core 0.16.1, 1 GPU, CPUs 0,1"
+    )
+    assert told("container", rank=replace(worked, gpus=0)).startswith("error: torch 2.8")
+    assert told("container", rank=RankFacts(failure="boom")) == "error: a rank in it came to nothing: boom"
+    assert told("container", rank=RankFacts(unasked="x")).startswith("note: not started")

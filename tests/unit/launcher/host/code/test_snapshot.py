@@ -446,3 +446,14 @@ def test_the_oldest_python_takes_the_same_snapshot(tmp_path):
     there = read(CodeSnapshot, target / "SNAPSHOT.json")
     assert names(target) == names(code)
     assert there.sources == here.sources
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_repository_of_somebody_else_is_taken_along_with_its_commit(tmp_path):
+    """git calls its ownership dubious; a shared editable install is of whoever made it."""
+    mine = repository(tmp_path / "shared", {"a.py": ""})
+    commit = git(mine, "rev-parse", "HEAD")
+    for path in (mine, mine / ".git"):
+        os.chown(path, 12345, 12345)
+    record, _ = shot(tmp_path, mine)
+    assert record.sources[0].commit == commit

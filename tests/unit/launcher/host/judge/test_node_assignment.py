@@ -141,5 +141,5 @@ def test_clocks_that_differ_are_told():
     }
     assert skewed_clocks(NodeReports(nodes), 100.0, 110.0) == [
         "the clock of b is 3590 s ahead of this host's",
-        "the clock of c is 60 s behind of this host's",
+        "the clock of c is 60 s behind this host's",
     ]
