@@ -1,7 +1,7 @@
 """Pure: what nvidia-smi and the kernel say of a node's GPUs, links and limits before the ranks start."""
 
 import re
-from typing import List, Sequence, Tuple
+from typing import Dict, List, Sequence, Tuple
 from xml.etree import ElementTree
 
 LEFTOVER_MIB = 256  # GPU memory of a process that is none of ours: an exclusive node has no other user
@@ -44,7 +44,7 @@ def gpu_problems(document: str) -> List[str]:
 
 def nvlink_problems(listing: str) -> List[str]:
     """GPUs with fewer active links than the best one, by `nvidia-smi nvlink -s`."""
-    links = {}  # type: Dict[str, int]
+    links: Dict[str, int] = {}
     gpu = ""
     for line in listing.splitlines():
         head = re.match(r"GPU (\d+):", line)
