@@ -94,7 +94,7 @@ def render(job: PlannedJob) -> str:
             ranks_per_node=config.job.gpus_per_node,
             container=_shell(container(config, profile, job.run_dir)),
             in_container=Shell('"${container[@]}" ' if image else ""),
-            unpack=image is not None and image.named,
+            unpack=_shell([per_node(config, profile, 1)])[0] if image is not None and image.named else None,
             health=_health(job),
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,

@@ -337,6 +337,7 @@ def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it()
     name = '--container-name="mrl-$SLURM_JOB_ID-$MRL_ATTEMPT:no_exec"'
     assert [step for step, text in steps if name in text] == ["step"], "said once, for all steps in the container"
     assert [step for step, text in steps if '"${container[@]}"' in text] == ["unpack", "fabric", "train"]
+    assert "--gpus-per-node=8" in dict(steps)["unpack"], "or enroot's hook for them ends with an error"
     assert " --unpack" in render(a_job("qwen2.5-32b-dapo"))
 
 
