@@ -75,12 +75,12 @@ def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
     """
     found_there = given is not None and given.exists()
     name = run_name(fork.recipe.config.name, time.localtime())
+    if found_there and RunDir(str(given)).resolved.exists():
+        raise BadInput(f"{given}: holds a run already; give a new directory")
     with run_directory(given, name, fork.source.root.absolute().parent) as root:
-        with opened(fork.recipe, root.absolute(), False) as found:
-            if found.run.checkpoints.exists():
-                raise BadInput(f"{root}: holds a run already; give a new directory")
-            with disk_errors(root, "the checkpoint may have been removed meanwhile (save.keep), or the disk be full"):
-                fill(fork, found.run)
+        gone = "the checkpoint may have been removed meanwhile (save.keep), or the disk be full"
+        with opened(fork.recipe, root.absolute(), False) as found, disk_errors(root, gone):
+            fill(fork, found.run)
         try:
             yield found.run
         except Unsure:
