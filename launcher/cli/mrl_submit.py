@@ -48,6 +48,7 @@ Exit codes:
     help="Directory of the run; of a sweep, that of its runs. [default: NAME-DATE-TIME in ./runs, or in run_root]",
 )
 @click.option("--change", is_flag=True, help="Resume with other values than before, where that is allowed.")
+@click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")
 @click.option(
     "--dry-run", is_flag=True, help="Check everything, show what would be submitted, start and write nothing."
 )
@@ -79,6 +80,7 @@ def main(
     cluster: str | None,
     run_dir: Path | None,
     change: bool,
+    trust: bool,
     dry_run: bool,
     script: bool,
     as_json: bool,
@@ -98,6 +100,7 @@ def main(
         cluster=cluster,
         run_dir=run_dir,
         change=change,
+        trust=trust,
         dry_run=dry_run,
         script=script,
         as_json=as_json,

@@ -23,6 +23,7 @@ class Request:
     cluster: str | None = None
     run_dir: Path | None = None
     change: bool = False
+    trust: bool = False
     dry_run: bool = False
     script: bool = False
     as_json: bool = False
