@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
+
+from launcher.cli.show.terminal import at_terminal
 
 if TYPE_CHECKING:
     from launcher.runs.state import RunStatus
@@ -37,8 +38,3 @@ def certain_run(name: str | None, action: str, yes: bool) -> RunStatus:
     if not click.confirm(f"{target.doubt}: {what}?", err=True):
         raise Failed("nothing was done")
     return status
-
-
-def at_terminal() -> bool:
-    """Whether there is somebody to be asked."""
-    return sys.stdin.isatty() and sys.stderr.isatty()

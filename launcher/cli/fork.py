@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from launcher.cli.arguments import RunDirectory
 from launcher.cli.complete import complete_override, complete_run
 
 
 @click.command("fork", short_help="Start a new run from a checkpoint of another.")
 @click.argument("run_at_step", metavar="RUN[@STEP]", shell_complete=complete_run)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Of the new run. [default: NAME-DATE-TIME beside RUN]")
+@click.option("--run-dir", type=RunDirectory(), help="Of the new run. [default: NAME-DATE-TIME beside RUN]")
 @click.option("--cluster", help="Run it there instead of where RUN ran.")
 @click.option("--update-code", is_flag=True, help="Run today's code instead of RUN's snapshot.")
 @click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")

@@ -6,6 +6,7 @@ A run is its directory, nothing else: the index only helps to find it, and may b
 from __future__ import annotations
 
 import difflib
+import errno
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ def is_run(path: str) -> bool:
     """Whether a directory is a run's, or may be one that we are not allowed to look into."""
     try:
         return bool(path) and RunDir(path).resolved.is_file()
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in (errno.ENAMETOOLONG, errno.ELOOP)
     except ValueError:  # a name that no file can have
         return False

@@ -6,6 +6,7 @@ import os
 from pwd import getpwuid
 
 from launcher.errors import BadInput
+from launcher.runs.find import is_run
 from megatron_rl.contract.paths import RunDir
 
 ROOT = 0  # could do what it likes anyway
@@ -21,7 +22,7 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
     Raises:
         BadInput: it, or a part of it that is run or unpickled, belongs to another user.
     """
-    if trusted:
+    if trusted or not is_run(str(run.root)):
         return
     for path in (run.root, run.resolved, run.code, run.script, run.checkpoints):
         try:

@@ -267,3 +267,17 @@ def test_without_locks_only_an_attempt_that_is_open_leaves_doubt(tmp_path, monke
     else:
         end(run, 1, "drained", step=5, cause="Ctrl-C")
         assert told(read_status(run, None))[0] == "stopped"
+
+
+@pytest.mark.parametrize("cluster", ["lab", "null", "123", "true", "a.b-c_d"])
+def test_a_list_of_runs_reads_cluster_and_steps_without_parsing_yaml_and_as_yaml_has_them(
+    tmp_path, monkeypatch, cluster
+):
+    run = make_run(
+        tmp_path / "run", f"cluster={cluster!r}" if cluster != "null" else "cluster=null", "training.steps=41"
+    )
+    values = state.resolved_values(run)
+    wanted = (values["cluster"] or "local", 41)
+    if cluster in ("lab", "a.b-c_d"):
+        monkeypatch.setattr(state, "resolved_values", None)
+    assert state._cluster_and_steps(run) == wanted
