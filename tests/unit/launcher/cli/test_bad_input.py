@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from run_helpers import make_run
 
+from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
+from megatron_rl.contract import paths
 
 LIMIT_S = 10.0
 
@@ -113,3 +116,32 @@ def test_a_run_directory_that_cannot_be_one(cluster, dry):
     }.items():
         assert said in refusal("demo", "--run-dir", place, "--cluster", cluster, dry=dry), place
     assert sorted(path.name for path in Path().iterdir()) == ["clusters.yaml", "d.yaml", "dangling", "loop"]
+
+
+def test_a_run_of_a_colleague_that_one_may_not_look_into(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "theirs")
+
+    def denied(folder: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(paths, "names_in", denied)
+    for words in (["logs"], ["logs", "--list"]):
+        done = CliRunner().invoke(main, [words[0], str(run.root), *words[1:]])
+        assert (done.exit_code, done.stderr) == (1, f"error: theirs: {run.root}/attempts: Permission denied\n")
+    done = CliRunner().invoke(main, ["status", str(run.root)])
+    assert (done.exit_code, f"reason     {run.root}/attempts: Permission denied" in done.stdout) == (3, True)
+    assert f"{run.root}/checkpoints: Permission denied" in CliRunner().invoke(main, ["fork", str(run.root)]).stderr
+
+
+def test_a_home_that_one_may_not_look_into(tmp_path, monkeypatch):
+    monkeypatch.delenv("MRL_CLUSTERS")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/1/nowhere")
+    real = Path.exists
+
+    def exists(path: Path) -> bool:
+        if str(path).startswith("/proc/1/nowhere"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert "clusters.yaml: cannot be read: Permission denied; MRL_CLUSTERS names another" in refusal("demo")
