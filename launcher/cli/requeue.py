@@ -6,7 +6,7 @@ import json
 
 import click
 
-from launcher.cli.complete import complete_run
+from launcher.cli.completion import complete_run
 from launcher.cli.confirm import certain_run
 
 

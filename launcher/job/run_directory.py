@@ -16,8 +16,8 @@ from launcher.host.record.identity import identify
 from launcher.host.record.reading import UnreadableRecord
 from launcher.job.directories import clear, disk_errors, made
 from launcher.recipe.changes import CHANGEABLE, Change, as_json, changes
-from launcher.recipe.documents import read_text
 from launcher.recipe.load import Recipe, asked_text, dump_resolved, read_resolved
+from launcher.recipe.located_yaml import read_text
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir

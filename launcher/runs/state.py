@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.backends.slurm.reasons import wait_of
 from launcher.errors import BadInput
@@ -18,9 +16,9 @@ from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
 from launcher.host.record.identity import copied_from
-from launcher.host.slurm.words import CLOCK_S
-from launcher.recipe.documents import read_text
-from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, Requeued
+from launcher.host.slurm.formats import CLOCK_S
+from launcher.recipe.located_yaml import read_mapping, read_text
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, LedgerLine, Requeued
 from megatron_rl.contract.codes import DRAINED, LOST, STOPPED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, if_readable, read, read_lines
@@ -54,8 +52,6 @@ ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
 _CLUSTER = re.compile(r"^cluster: (?!null$)([A-Za-z][A-Za-z0-9._-]*)$", re.MULTILINE)
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILINE)
 
-LedgerLine = AttemptStart | AttemptEnd
-
 
 class Copy(NamedTuple):
     """A directory is a copy of that of another run."""
@@ -87,7 +83,7 @@ class RunStatus:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return str(self.run.root.absolute().name)
 
     @property
@@ -191,15 +187,9 @@ def _owner_or_refusal(run: RunDir) -> Owner | None:
 
 
 def resolved_values(run: RunDir) -> dict[str, Any]:
-    """resolved.yaml without the checks, which its writer has made and which are slow for a list of runs. Raises
-    BadInput where it is no mapping."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        values = yaml.load(read_text(run.resolved), loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadInput(f"{run.resolved}: is damaged: {str(error).splitlines()[0]}") from error
-    if not isinstance(values, dict):
-        raise BadInput(f"{run.resolved}: is damaged: it holds no mapping")
+    """The sections of resolved.yaml, without the checks, which its writer has made and which are slow for many runs.
+    Raises BadInput where there are none."""
+    values: dict[str, Any] = read_mapping(str(run.resolved), read_text(run.resolved), "the sections of a recipe").value
     return values
 
 

@@ -13,7 +13,7 @@ import time
 import uuid
 from typing import Optional
 
-from launcher.host.record.reading import find
+from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import Owner, RunIdentity
@@ -48,7 +48,7 @@ def copied_from(run: RunDir, identity: RunIdentity) -> Optional[str]:
 def identify(run: RunDir) -> RunIdentity:
     """The identity of a run that is about to be started, whose lock the caller holds. A directory without one gets it;
     so does a copy, and what it has of the original's, its job and its W&B run, is forgotten. Raises OSError."""
-    identity = find(RunIdentity, run.identity)
+    identity = read_or_raise(RunIdentity, run.identity)
     path, by = os.path.abspath(str(run.root)), os.environ.get("USER", "")
     inode = os.stat(str(run.root)).st_ino
     if identity is not None and copied_from(run, identity) is None:

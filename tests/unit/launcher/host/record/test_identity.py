@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 from run_helpers import make_run
 
-from launcher.host.record import identity
+from launcher.host.record import identity, reading
 from launcher.host.record.identity import comment_of, copied_from, identify, is_job_of
-from launcher.host.record.reading import UnreadableRecord, find
+from launcher.host.record.reading import UnreadableRecord
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import Owner, RunIdentity
@@ -91,7 +90,7 @@ def test_an_original_that_one_may_not_look_into_may_be_there(run, tmp_path, monk
 
 
 def test_an_identity_that_cannot_be_read_is_not_made_anew(run, monkeypatch):
-    monkeypatch.setattr(identity, "find", partial(find, patience=0.0))
+    monkeypatch.setattr(reading, "PATIENCE_S", 0.0)
     run.identity.write_text("{")
     with pytest.raises(UnreadableRecord, match=r"run\.json"):
         identify(run)
