@@ -15,7 +15,8 @@ Variable = Annotated[
     str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", json_schema_extra={"words": "the name of an environment variable"})
 ]
 
-_SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|SECRET|API_KEY)$")
+_SECRET = re.compile(r"(TOKEN|PASSWORD|PASSWD|PASSPHRASE|SECRET|APIKEY|(^|_)(PASS|PWD|PW|KEY|AUTH))$", re.IGNORECASE)
+_PASSWORD_IN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@")
 
 
 RUN_MODES = {"me": 0o700, "group": 0o750, "all": 0o755}
@@ -148,15 +149,25 @@ class Profile(Section):
                 raise ValueError(f"{flag!r} is no flag of {info.field_name}: write --name=value, one a line")
         return flags
 
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _has_no_secrets(cls, environment: object) -> object:
+        """Before anything is said about a value, which would show it."""
+        for name, value in environment.items() if isinstance(environment, dict) else ():
+            way_out = f"and the script can be read; list {name} under secrets: and export its value in your shell"
+            if _SECRET.search(str(name)):
+                raise ValueError(f"environment.{name}: is the name of a secret, {way_out}")
+            if _PASSWORD_IN_URL.search(str(value)):
+                raise ValueError(f"environment.{name}: holds a password in a URL, {way_out}")
+        return environment
+
     @model_validator(mode="after")
     def _environment_is_fit(self) -> Profile:
         for name, value in self.environment.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(f"environment: {name!r} is not the name of an environment variable")
-            if name in self.secrets or _SECRET.search(name):
-                raise ValueError(
-                    f"environment.{name}: is a secret: list its name under secrets: and export its value in your shell"
-                )
+            if name in self.secrets:
+                raise ValueError(f"environment.{name}: is under secrets: too; the value there is that of your shell")
             if "\0" in value:
                 raise ValueError(f"environment.{name}: holds a zero byte, which no variable can")
         return self

@@ -18,6 +18,26 @@ def run_name(name: str, now: time.struct_time) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
 
 
+def refuse_unusable(path: Path) -> None:
+    """Refuse a place where no directory is and none can be made: below a file, at a link that leads nowhere.
+
+    Raises:
+        BadInput
+    """
+    if not str(path.absolute()).isprintable():
+        raise BadInput(f"--run-dir {str(path)!r}: a path with control characters, or that is not UTF-8, is not taken")
+    for place in (path, *path.absolute().parents):
+        with disk_errors(place):
+            try:
+                place.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if place.is_dir():
+                return
+            what = "is a link that leads nowhere" if place.is_symlink() and not place.exists() else "is a file"
+            raise BadInput(f"--run-dir {path}: {place} {what}, and a run needs a directory")
+
+
 @contextmanager
 def run_directory(given: Path | None, name: str, parent: Path) -> Iterator[Path]:
     """The directory that a run was given; else a new PARENT/NAME, or NAME-2 and so on, which is gone again where the

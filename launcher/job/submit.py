@@ -19,6 +19,7 @@ from launcher.fetch import prefetch
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.record import submissions
+from launcher.host.record.identity import comment_of
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
@@ -82,7 +83,7 @@ def submit(
             fresh = read(CodeSnapshot, run.code_record) != before
             found.handed_over = True  # from here on there may be a job that needs it
             try:
-                job_id = _hand_over(job, run, after)
+                job_id = _hand_over(job, run, found.run_id, after)
             except sbatch.SubmissionRefused as error:
                 found.handed_over = False
                 reason = translate(str(error), flags_by_name(header(job)))
@@ -92,7 +93,7 @@ def submit(
     return SubmittedJob(run, job_id, found.changes, notes, fresh)
 
 
-def _hand_over(job: PlannedJob, run: RunDir, after: Sequence[str]) -> str:
+def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) -> str:
     """Submit the script and record its job; the job's id.
 
     Raises:
@@ -100,10 +101,12 @@ def _hand_over(job: PlannedJob, run: RunDir, after: Sequence[str]) -> str:
         Unsure: there may be one.
     """
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+    flags.append(f"--comment={comment_of(run_id, flags_by_name(header(job)).get('comment', ''))}")
     by, slurm_cluster = os.environ.get("USER", ""), cluster_name()
     try:
         job_id = str(sbatch.submit(run.script, flags).job_id)
-        write(run.job, Owner(job_id, job.cluster, time.time(), by, slurm_cluster))
+        owner = Owner(job_id, job.cluster, time.time(), by, slurm_cluster, run_id=run_id, name=job.run_dir.name)
+        write(run.job, owner)
     except (SlurmSilent, OSError, KeyboardInterrupt) as error:
         raise Unsure(
             f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "

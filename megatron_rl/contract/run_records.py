@@ -9,6 +9,18 @@ from megatron_rl.contract.shapes import record
 
 
 @record()
+class RunIdentity(NamedTuple):
+    """run.json: which run a directory is. Written by whoever makes the directory, mrl-submit or the first job, and
+    anew for a copy that is started; read by all that act on the run or on its job."""
+
+    id: str  # as in the comment of the run's jobs
+    path: str  # absolute, by which the directory was known when this was written
+    inode: int  # of the directory
+    at: float
+    by: str = ""  # user
+
+
+@record()
 class Owner(NamedTuple):
     """job.json: the Slurm job that owns the run, or was the last to; a local run has none. Written by mrl-submit, and
     by the batch host for a job submitted by plain sbatch and for a successor. Read by both, to refuse a second one."""
@@ -19,6 +31,8 @@ class Owner(NamedTuple):
     by: str = ""  # user
     slurm_cluster: Optional[str] = None  # Slurm's own name: the same id in another Slurm is another job
     succeeds: Optional[str] = None  # id of the job that submitted this one in its place
+    run_id: str = ""  # RunIdentity.id
+    name: str = ""  # of the job
 
 
 # In the argv of a step, what only an attempt knows

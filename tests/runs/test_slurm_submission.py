@@ -16,7 +16,7 @@ import pytest
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read, write
-from megatron_rl.contract.run_records import Owner
+from megatron_rl.contract.run_records import Owner, RunIdentity
 
 SQUEUE = "exit 0"  # knows no job: they have all ended
 
@@ -70,7 +70,9 @@ def test_the_script_that_is_shown_is_the_script_that_is_submitted(cluster, tmp_p
     said = json.loads(submit("--run-dir", "r", "--json").stdout)
     run = RunDir(tmp_path / "r")
     assert said["job_id"] == "101"
-    assert calls(tmp_path) == [f"--parsable {run.script}"]
+    identity = read(RunIdentity, run.identity)
+    assert calls(tmp_path) == [f"--parsable --comment=mrl:{identity.id} {run.script}"]
+    assert (read(Owner, run.job).run_id, read(Owner, run.job).name) == (identity.id, "r")
     assert run.script.read_text() == shown
     assert (read(Owner, run.job).job_id, read(Owner, run.job).slurm_cluster) == ("101", "east")
     assert run.code_record.exists()
@@ -206,7 +208,7 @@ def test_a_finished_run_is_not_submitted_again(cluster, tmp_path):
 
 def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
     (tmp_path / "r").mkdir()
-    write(tmp_path / "r" / "job.json", Owner("7", "lab", 0.0))
+    write(tmp_path / "r" / "job.json", Owner("7", "lab", 0.0, slurm_cluster="east"))
     submit("--run-dir", "r")
     assert read(Owner, tmp_path / "r" / "job.json").job_id == "101"
 

@@ -60,7 +60,7 @@ def test_a_job_that_can_never_start_says_so(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--hold"]
     login.submit(*STUB)
     assert "it will not start: it is held: scontrol release" in told(login, "status")["reason"]
-    assert "cancelled" in login.call("mrl", "cancel", "--drain").stdout
+    assert "cancelled" in login.call("mrl", "cancel", "--drain", "--yes").stdout
     assert told(login, "status")["state"] == "cancelled"
 
 
@@ -106,7 +106,7 @@ def test_a_waiting_run_says_what_it_waits_for(owner: Login, run: Run) -> None:
     assert (status["state"], status["waits_for"]) == ("queued", f"job {run.job} to end")
     listed = {one["run"]: one["state"] for one in told(owner, "ls")["runs"]}
     assert listed == {run.dir.root.name: "running", second.dir.root.name: "queued"}
-    assert "already" in owner.call("mrl", "requeue", code=1).stderr
+    assert "already" in owner.call("mrl", "requeue", second.dir.root, code=1).stderr
     owner.call("mrl", "cancel", run.job)
     second.wait("COMPLETED")
     assert told(owner, "status", run.job)["state"] in ("stopped", "cancelled")  # saved if there was time

@@ -13,6 +13,7 @@ from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.judge.policy import BY_SLURM, BY_US, SUCCESSOR
 from launcher.host.record import submissions
+from launcher.host.record.identity import comment_of, identify
 from launcher.host.record.ledger import read_ledger_or_complain
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
@@ -108,23 +109,30 @@ def _submit_successor(context: JobContext, end: AttemptEnd, environment: Dict[st
     except OSError as error:  # it starts again all the same
         print(error, file=sys.stderr)
         avoid = ask.avoided_nodes(job)
+    identity = identify(run)
+    comment = job.get("Comment", "")
+    comment = comment if identity.id in comment else comment_of(identity.id)
     before = set(ask.waiting_for(context.job_id, name))  # those of a sweep, perhaps
     start = end.not_before
     try:
-        job_id = tell.submit_successor(context.job_id, str(run.script), name, start, avoid, environment)
+        job_id = tell.submit_successor(context.job_id, str(run.script), name, comment, start, avoid, environment)
     except SlurmSilent:
         fresh = sorted(set(patiently(lambda: ask.waiting_for(context.job_id, name))) - before)
         if len(fresh) != 1:
             raise
         job_id = fresh[0]  # Slurm has taken it, and its answer was lost
     print("job {} goes on with the run".format(job_id))
-    write_owner(context, job_id, succeeds=context.job_id)
+    write_owner(context, job_id, name, identity.id, succeeds=context.job_id)
 
 
-def write_owner(context: JobContext, job_id: str, succeeds: Optional[str] = None) -> None:
-    """Enter a job as the one that owns the run, and in the user's index. Raises OSError."""
-    owner = Owner(job_id, context.cluster, time.time(), os.environ.get("USER", ""), context.slurm_cluster, succeeds)
-    write(context.run.job, owner)
+def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succeeds: Optional[str] = None) -> None:
+    """Enter a job as the one that owns the run, and in the user's index. Raises OSError.
+
+    Args:
+        name: of the job.
+    """
+    by, slurm_cluster = os.environ.get("USER", ""), context.slurm_cluster
+    write(context.run.job, Owner(job_id, context.cluster, time.time(), by, slurm_cluster, succeeds, run_id, name))
     submissions.note(context.run, context.cluster, job_id)
 
 

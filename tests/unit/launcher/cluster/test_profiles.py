@@ -138,7 +138,7 @@ def test_a_default_that_is_no_profile_is_refused_with_its_line(write, tmp_path):
             4,
             "'a-b' is not the name of an envi",
         ),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HF_TOKEN: s3cr3t", 5, "list its name under se"),
+        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HF_TOKEN: s3cr3t", 5, "list HF_TOKEN under se"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  secrets: [A B]", 4, "expected the name of an environment variab"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [foo]", 4, "'foo' is no flag of sbatch"),
         ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  qos: "a\\nb"', 4, "qos: expected one line of text or null"),
@@ -155,6 +155,36 @@ def test_what_does_not_fit_is_refused_with_its_line(write, tmp_path, text, line,
     assert problem.startswith(f"{tmp_path / 'clusters.yaml'}:{line}: ")
     assert complaint in problem
     assert "s3cr3t" not in problem
+
+
+@pytest.mark.parametrize("name", ["PGPASSWORD", "DB_PASS", "MYSQL_PWD", "MY_KEY", "AWS_SECRET_ACCESS_KEY", "apikey"])
+@pytest.mark.parametrize("value", ["s3cr3t", "123"])
+def test_a_secret_in_the_environment_is_refused_by_name_and_never_shown(write, name, value):
+    text = f"lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    {name}: {value}"
+    (problem,) = problems(write, text)
+    assert f"environment.{name}: is the name of a secret" in problem
+    assert value not in problem
+
+
+def test_a_password_in_a_url_is_refused_and_never_shown(write):
+    text = "lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HTTPS_PROXY: http://me:s3cr3t@proxy:3128"
+    (problem,) = problems(write, text)
+    assert "environment.HTTPS_PROXY: holds a password in a URL" in problem
+    assert "s3cr3t" not in problem
+
+
+def test_names_that_only_look_like_secrets_are_taken(write):
+    values = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "MAX_TOKENS": "9",
+        "NCCL_BYPASS": "1",
+        "HTTP_PROXY": "http://proxy:3128/a@b",
+        "GIT": "ssh://git@host/x",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key.json",
+    }
+    lines = "".join(f"\n    {name}: '{value}'" for name, value in values.items())
+    text = f"lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:{lines}"
+    assert write(text).profile("lab").environment == values
 
 
 def test_all_problems_of_a_file_are_listed_at_once(write):
