@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import stat
 import time
 import uuid
@@ -41,6 +42,11 @@ def write_atomic(path: AnyPath, text: str, durable: bool = True) -> None:
         except OSError:
             pass  # it may not even have been made; what counts is the first error
         raise
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is what `write_atomic` left behind when it was cut short."""
+    return re.match(r"^\..+\.[0-9a-f]{32}\.tmp$", name) is not None
 
 
 def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
