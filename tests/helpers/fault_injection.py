@@ -117,9 +117,9 @@ class FaultyFiles:
                 for path in (os.path.join(folder, name) for name in names):
                     self._older[path] = Path(path).read_bytes()
 
-    def heal(self) -> None:
-        """Nothing fails from here on."""
-        self._fault = None
+    def fail(self, fault: Fault | None) -> None:
+        """Have this fail from here on."""
+        self._fault, self._until = fault, None
 
     def starts(self) -> None:
         """A process starts that has changed nothing yet."""

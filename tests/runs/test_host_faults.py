@@ -1,6 +1,6 @@
 """Whatever fails on the host side, once or for a while, the run goes on or is held with a reason: it is never lost,
-never started over, never run by two, and nothing good of it is deleted. Each operation on its files, and each command of
-Slurm, fails in turn in a run of three attempts (simulated_job.py)."""
+never started over, never run by two, and nothing good of it is deleted. Each operation on its files, and each command
+of Slurm, fails in turn in a run of three attempts (simulated_job.py)."""
 
 from __future__ import annotations
 
