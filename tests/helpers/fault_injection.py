@@ -373,26 +373,29 @@ def _product_file(name: str) -> str | None:
     return os.path.basename(name) if ours else None
 
 
-def faults(operations: Sequence[Operation], each: int | None = None, seconds: float = ONCE) -> list[Fault]:
+def faults(
+    operations: Sequence[Operation], each: int | None = None, seconds: float = ONCE, without: str = ""
+) -> list[Fault]:
     """One fault or more for each line of the product that comes to an operation, by the calls that lead there.
 
     Args:
         each: kinds of fault for each, in turn; None: every kind, for every single operation.
+        without: a kind that cannot be.
     """
     if each is None:
-        return [Fault(kind, at, seconds) for at, one in enumerate(operations) for kind in _kinds_of(one)]
+        return [Fault(kind, at, seconds) for at, one in enumerate(operations) for kind in _kinds_of(one, without)]
     first: dict[tuple[str, tuple[str, ...]], int] = {}
     for at, one in enumerate(operations):
         first.setdefault((one.kind, one.site), at)
     found, turn = [], itertools.count()
     for at in first.values():
-        kinds = _kinds_of(operations[at])
+        kinds = _kinds_of(operations[at], without)
         found += [Fault(kinds[next(turn) % len(kinds)], at, seconds) for _ in range(min(each, len(kinds)))]
     return found
 
 
-def _kinds_of(operation: Operation) -> list[str]:
-    return [kind for kind, operations in KINDS.items() if operation.kind in operations]
+def _kinds_of(operation: Operation, without: str) -> list[str]:
+    return [kind for kind, operations in KINDS.items() if operation.kind in operations and kind != without]
 
 
 class Tally:

@@ -1,5 +1,5 @@
-"""Records under a file system that fails: what is read is the record, absent only where it is absent, or unreadable; what
-is written is there, or is said not to be; and no line that was written is ever spoilt by a later one."""
+"""Records under a file system that fails: what is read is the record, absent only where it is absent, or unreadable;
+what is written is there, or is said not to be; and no line that was written is ever spoilt by a later one."""
 
 from __future__ import annotations
 
