@@ -162,6 +162,7 @@ class FaultyFiles:
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
         changing = {"mkdir": "mkdir", "rmdir": "rmdir", "unlink": "unlink", "remove": "unlink", "chmod": "chmod"}
+        changing["truncate"] = "truncate"
         for name, kind in changing.items():
             patch.setattr(os, name, self._one(_REAL[name], kind))
         for name in ("rename", "replace"):
@@ -315,6 +316,12 @@ class _Raw(io.FileIO):
     def readall(self) -> bytes:
         fault = self._files.see("read", self._path)
         return self._spoilt(fault, super().readall())
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or size < 0:
+            return self.readall()
+        fault = self._files.see("read", self._path)
+        return self._spoilt(fault, super().read(size))
 
     def readinto(self, buffer: Any) -> int:
         fault = self._files.see("read", self._path)

@@ -1,5 +1,5 @@
-"""Whatever operation on its files fails, a local run ends in a record of its end or says what failed, and the next start
-goes on from what there is: no step is lost or run twice, and nobody else runs it meanwhile.
+"""Whatever operation on its files fails, a local run ends in a record of its end or says what failed, and the next
+start goes on from what there is: no step is lost or run twice, and nobody else runs it meanwhile.
 
 The real supervisor, in this process; its rank is an object that trains by writing numbers (simulated_job.py)."""
 

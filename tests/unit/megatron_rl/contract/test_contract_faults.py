@@ -91,7 +91,7 @@ def test_a_line_is_added_or_said_not_to_be_and_spoils_no_other(tmp_path, record_
         assert isinstance(found, Lines)
         steps = [line.step for line in found.records]
         assert steps == [1, 2, 3] or (done.raised is not None and steps == [1, 3]), (fault, steps)
-        assert len(found.damaged) <= 1
+        assert len(found.damaged) <= (seconds != ONCE), fault  # what is torn is taken back where that is possible
     tally.tell("append", record_property)
     assert tally.operations >= {"create", "read", "write", "fsync", "close"}
 
