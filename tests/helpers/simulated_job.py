@@ -25,7 +25,7 @@ from launcher.host.attempt.slurm_run import JobSettings, run_job
 from launcher.host.code import snapshot
 from launcher.host.slurm import call
 from launcher.host.slurm.call import Answer, SlurmSilent
-from launcher.host.slurm.words import text_of
+from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import MetricsLine, NodeHealth, Outcome, RankError
 from megatron_rl.contract.codes import DRAINED, FINISHED, SILENCE_VARIABLE, SUCCEEDS_VARIABLE
 from megatron_rl.contract.paths import RunDir

@@ -1,5 +1,5 @@
-"""Whatever operation on its files fails while a rank trains, saves, records and goes on from a checkpoint: it goes on or
-ends with the reason, and the next start brings the run to the same end as an undisturbed one.
+"""Whatever operation on its files fails while a rank trains, saves, records and goes on from a checkpoint: it goes on,
+or ends with the reason, and the next start brings the run to the same end as an undisturbed one.
 
 The runs are those of simulated_run.py; the failing file system is that of fault_injection.py."""
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
 from simulated_run import Record, Simulation, recipe
+from yaml import YAMLError
 
 from megatron_rl.checkpoint.publish import CheckpointError
 
@@ -45,7 +46,7 @@ def faulty(run: Simulation, fault: Fault | None) -> tuple[list[Operation], str]:
 
     try:
         ending = run.attempt(files=put)
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, YAMLError) as error:  # a crash: the next start goes on; no bad configuration
         ending = f"crashed: {error}"
     return seen[0].operations, ending
 

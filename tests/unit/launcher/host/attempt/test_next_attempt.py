@@ -17,7 +17,7 @@ from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_run import without_dead_nodes
 from launcher.host.attempt.slurm_steps import Script, SlurmSteps
 from launcher.host.judge.nodes import NotEnoughNodes
-from launcher.host.judge.policy import BY_US, HERE
+from launcher.host.judge.policy import BY_US, STAYS
 from launcher.host.process.signals import Signals
 from launcher.host.slurm import ask, call
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
@@ -45,7 +45,7 @@ def end(context: JobContext, then: str, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked_at", "then", "leaves"), [(21.0, HERE, True), (19.0, HERE, False), (21.0, BY_US, False)]
+    ("asked_at", "then", "leaves"), [(21.0, STAYS, True), (19.0, STAYS, False), (21.0, BY_US, False)]
 )
 def test_a_request_between_two_attempts_of_an_allocation_is_for_the_second(
     context: JobContext, asked_at: float, then: str, leaves: bool
@@ -85,8 +85,8 @@ def test_a_node_that_slurm_was_not_told_to_avoid_is_not_used(context: JobContext
 
 
 def test_nor_is_one_that_failed_an_earlier_attempt_of_the_allocation(context: JobContext) -> None:
-    end(context, HERE, excluded=["n1"], attempt=0)
-    end(context, HERE)
+    end(context, STAYS, excluded=["n1"], attempt=0)
+    end(context, STAYS)
     assert set(assigned(context).bad) == {"n1"}
 
 
