@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from checkpoint_helpers import checkpointer, sharded_state, world
 from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
 from simulated_run import Record, Simulation, recipe
 from yaml import YAMLError
 
+from megatron_rl.checkpoint.load import verify
 from megatron_rl.checkpoint.publish import CheckpointError
 
 MakeRun = Callable[[], Simulation]
@@ -46,7 +48,12 @@ def faulty(run: Simulation, fault: Fault | None) -> tuple[list[Operation], str]:
 
     try:
         ending = run.attempt(files=put)
-    except (OSError, CheckpointError, YAMLError) as error:  # a crash: the next start goes on; no bad configuration
+    except (
+        OSError,
+        CheckpointError,
+        ValueError,
+        YAMLError,
+    ) as error:  # a crash: the next start goes on; no bad configuration
         ending = f"crashed: {error}"
     return seen[0].operations, ending
 
@@ -79,6 +86,28 @@ def test_a_rank_that_meets_a_fault_loses_nothing(make_run, undisturbed, record_p
     tally = sweep(make_run, undisturbed, 1, ONCE)
     tally.tell("rank, once", record_property)
     assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename"}
+
+
+def test_no_single_fault_has_a_good_checkpoint_passed_over(tmp_path, groups, record_property) -> None:
+    """The one after the one that was gone on from instead would delete it."""
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    saver.wait(final=True)
+
+    def verified(fault: Fault | None) -> list[Operation]:
+        with pytest.MonkeyPatch.context() as patch:
+            Clock(patch)
+            files = FaultyFiles(tmp_path, patch)
+            files.fail(fault)
+            assert verify(saver.run_dir.checkpoint(20), world()).manifest.step == 20, fault
+            return files.operations
+
+    tally, operations = Tally(), verified(None)
+    for fault in faults(operations, None, without=OLDER):
+        verified(fault)
+        tally.count(fault, operations[fault.at].kind)
+    tally.tell("verify, once", record_property)
+    assert tally.operations == {"open", "read", "stat"}
 
 
 @pytest.mark.slow
