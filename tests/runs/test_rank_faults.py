@@ -13,10 +13,8 @@ import pytest
 from checkpoint_helpers import checkpointer, sharded_state, world
 from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
 from simulated_run import Record, Simulation, recipe
-from yaml import YAMLError
 
 from megatron_rl.checkpoint.load import verify
-from megatron_rl.checkpoint.publish import CheckpointError
 
 MakeRun = Callable[[], Simulation]
 HALF_WAY = 14
