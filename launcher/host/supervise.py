@@ -22,7 +22,7 @@ from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.process.signals import Signals
 from launcher.host.record.ledger import point_latest, write_line
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import Attempt, RunDir
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -35,29 +35,40 @@ def main(arguments: Optional[List[str]] = None) -> int:
     if os.getsid(0) != os.getpid():
         os.setsid()
     try:
-        lock = RunLock(run.lock, "the supervisor of attempt {}".format(attempt.number), patience=5.0)
+        return _supervise_as_owner(run, attempt, options)
     except RunIsOwned as error:
         print("{}: {}".format(run.root, error), file=sys.stderr)
         return EXIT_USAGE
-    if run.last_attempt() != attempt.number:
-        text = "{}: attempt {} was overtaken by attempt {}".format(run.root, attempt.number, run.last_attempt())
-        print(text, file=sys.stderr)
-        return EXIT_USAGE
-    if run.done.exists():
-        return EXIT_FINISHED
-    attempt.folder.mkdir(parents=True, exist_ok=True)
-    attempt.logs.mkdir(parents=True, exist_ok=True)
-    _write_to(str(attempt.log(0, role="supervisor")))
-    point_latest(attempt, str(os.getpid()))
-    if attempt.address("train").exists():
-        attempt.address("train").unlink()  # at an address left behind the ranks would meet ghosts
-    end = supervise(run, attempt, options)
-    lock.release()
-    return int(end.exit_code or EXIT_FINISHED)
+    except OSError as error:
+        print("error: {}: {}; nothing is lost, mrl resume goes on".format(run.root, error), file=sys.stderr)
+        return EXIT_CRASHED
+
+
+def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> int:
+    """Run an attempt, unless it is somebody else's; the exit code. Raises RunIsOwned, and OSError where the attempt
+    could not begin."""
+    lock = RunLock(run.lock, "the supervisor of attempt {}".format(attempt.number), patience=5.0)
+    try:
+        if run.last_attempt() != attempt.number:
+            text = "{}: attempt {} was overtaken by attempt {}".format(run.root, attempt.number, run.last_attempt())
+            print(text, file=sys.stderr)
+            return EXIT_USAGE
+        if run.done.exists():
+            return EXIT_FINISHED
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        attempt.logs.mkdir(parents=True, exist_ok=True)
+        _write_to(str(attempt.log(0, role="supervisor")))
+        point_latest(attempt, str(os.getpid()))
+        if attempt.address("train").exists():
+            attempt.address("train").unlink()  # at an address left behind the ranks would meet ghosts
+        end = supervise(run, attempt, options)
+        return int(end.exit_code or EXIT_FINISHED)
+    finally:
+        lock.release()
 
 
 def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> AttemptEnd:
-    """Run an attempt of a run whose lock this process holds, to its end."""
+    """Run an attempt of a run whose lock this process holds, to its end. Raises OSError where it could not begin."""
     began = time.time()
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
@@ -68,13 +79,17 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
     )
     ranks = LocalRanks(run, attempt, settings)
     runner = AttemptRunner(attempt, ranks, machine, Signals(REQUESTS), options.silence_limit, options.grace)
+    unready = None
     try:
         ranks.start()
         runner.training = True
         runner.wait(lambda: runner.ended_ranks == options.ranks)
+    except OSError as error:
+        unready = "the ranks could not be started: {}".format(error)
     finally:
         ranks.close()
-    return close(run, attempt, machine, runner.observed(code=ranks.code), runner.request, began)
+    code = ranks.code if unready is None else None
+    return close(run, attempt, machine, runner.observed(code, unready), runner.request, began)
 
 
 def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
 """For a ledger or metrics that cannot be read: a stale mount."""
+LOOK_AGAIN_S = 1.0
+"""Between two looks at a checkpoint that seems damaged."""
 SAVED_METRIC = "time/save_s"
 """In the line of the step after a checkpoint was published."""
 
@@ -122,7 +125,7 @@ def verify(folder: Path, control: dist.ProcessGroup) -> VerifiedCheckpoint:
     manifest = _agree_on_manifest(folder, control)
     share = sorted(manifest.files)[rank::world_size]
     problems: list[str | None] = [None] * world_size
-    mine = find_corruption(folder, {name: manifest.files[name] for name in share})
+    mine = _look_twice(lambda: find_corruption(folder, {name: manifest.files[name] for name in share}))
     dist.all_gather_object(problems, mine, group=control)
     if found := sorted(set(filter(None, problems))):
         raise Damaged("; ".join(found))
@@ -153,14 +156,30 @@ def read(checkpoint: VerifiedCheckpoint, sharded_state: dict[str, Any]) -> tuple
     return state, checkpoint.manifest.meta
 
 
+def _look_twice(look: Callable[[], str | None]) -> str | None:
+    """What is wrong, if it still is at the second look: a checkpoint that is passed over is given up by the next one,
+    and the first look at a network file system may fail, or show what was there before."""
+    if look() is None:
+        return None
+    time.sleep(LOOK_AGAIN_S)
+    return look()
+
+
+def _try_manifest(folder: Path, found: list[Manifest | str | None]) -> str | None:
+    """Put the manifest, or what is wrong with it, into `found`; what is wrong."""
+    try:
+        found[:] = [read_manifest(folder)]
+    except Damaged as error:
+        found[:] = [str(error)]
+        return str(error)
+    return None
+
+
 def _agree_on_manifest(folder: Path, control: dist.ProcessGroup) -> Manifest:
     """The manifest as rank 0 reads it."""
     found: list[Manifest | str | None] = [None]
     if dist.get_rank() == 0:
-        try:
-            found = [read_manifest(folder)]
-        except Damaged as error:
-            found = [str(error)]
+        _look_twice(lambda: _try_manifest(folder, found))
     dist.broadcast_object_list(found, src=0, group=control)
     if not isinstance(found[0], Manifest):
         raise Damaged(str(found[0]))

@@ -3,11 +3,12 @@
 import errno
 import logging
 import os
+import re
 import stat
 import time
 import uuid
 from pathlib import Path
-from typing import Callable, List, TypeVar, Union
+from typing import Callable, List, Optional, TypeVar, Union
 
 T = TypeVar("T")
 AnyPath = Union[str, Path]
@@ -43,24 +44,43 @@ def write_atomic(path: AnyPath, text: str, durable: bool = True) -> None:
         raise
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is what `write_atomic` left behind when it was cut short."""
+    return re.match(r"^\..+\.[0-9a-f]{32}\.tmp$", name) is not None
+
+
 def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
-    """Append one line in a single write. A torn last line, left by a crash or a full disk, is ended first and stays by
-    itself. Raises OSError.
+    """Append one line in a single write, to a file that has one writer at a time. A torn last line, left by a crash, is
+    ended first and stays by itself.
+
+    Raises OSError with the file as it was, so that it can be tried again: what a full disk took of the line is taken
+    back. Where the file system refuses that too, the line is torn or, if only the flush failed, there.
 
     Args:
         line: without its line break.
         durable: whether it must outlive a power failure.
     """
     data = (line + "\n").encode("utf-8")
-    with open(str(path), "ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                data = b"\n" + data
-        file.write(data)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
+    end: Optional[int] = None
+    try:
+        with open(str(path), "ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    data = b"\n" + data
+            end = size
+            while data:
+                data = data[file.write(data) :]  # all at once, but for a disk that is full in the middle of it
+            if durable:
+                os.fsync(file.fileno())
+    except OSError:
+        if end is not None:
+            try:
+                os.truncate(str(path), end)
+            except OSError:
+                pass  # the first error counts
+        raise
 
 
 def once_there_is_room(path: AnyPath, write: Callable[[], T], patience: float = ROOM_PATIENCE_S) -> T:

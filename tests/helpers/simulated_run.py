@@ -108,6 +108,7 @@ class Simulation:
         left_s: float | None = None,
         behind: int = 0,
         watch: bool = False,
+        files: Callable[[pytest.MonkeyPatch], None] | None = None,
     ) -> Ending:
         """
         Args:
@@ -115,6 +116,7 @@ class Simulation:
             left_s: seconds until the deadline of that request; None where nobody knows one.
             behind: looks that pass before what the loop need not wait for is done.
             watch: see Disk.
+            files: puts something else in the place of Disk.
         """
         attempt = self.run_dir.attempt(self.run_dir.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
@@ -146,7 +148,10 @@ class Simulation:
             patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
-            self.disk = Disk(self.run_dir.root, patch, death, watch=watch)
+            if files is None:
+                self.disk = Disk(self.run_dir.root, patch, death, watch=watch)
+            else:
+                files(patch)
             try:
                 ending = attempt_module.run_attempt(
                     self.run_dir, attempt, World(0, 1, 0), Activity(attempt, published=True), drain, Timeline()
@@ -248,7 +253,10 @@ class _Later:
 
     def _do_first(self) -> None:
         _, promise, work = self._work.pop(0)
-        promise.set_result(work())
+        try:
+            promise.set_result(work())
+        except OSError as error:
+            promise.set_exception(error)
 
 
 class _Promise(Future[Any]):

@@ -14,7 +14,7 @@ from launcher.host.code.sources import moved_sources, read_sources
 from launcher.host.judge.policy import STAYS
 from launcher.host.record.goodput import gpus_per_node
 from launcher.host.record.ledger import newest_line, point_latest, write_line
-from launcher.host.record.reading import read_or_raise
+from launcher.host.record.reading import UnreadableRecord, read_or_raise
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt
@@ -41,6 +41,8 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
             print("code: {}; the job runs what is there now".format(line))
         snapshot.take(sources, run.code)
     except SnapshotError as error:
+        if isinstance(error.__cause__, UnreadableRecord):
+            raise error.__cause__ from None
         if isinstance(error.__cause__, OSError):
             raise OSError(error.__cause__.errno, str(error)) from error
         raise Refused(str(error)) from error

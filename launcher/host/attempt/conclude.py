@@ -37,6 +37,9 @@ from megatron_rl.contract.run_records import Done
 
 UNSEEN = "its batch script was killed: its node died, it had no memory left, or it did not leave in time"
 
+DONE_PATIENCE_S = 120.0  # over which it is tried to record that a run is done
+RECORD_AGAIN_S = 5.0  # between tries
+
 
 def close(
     run: RunDir,
@@ -78,8 +81,8 @@ def conclude(
     job_id: Optional[str] = None,
     seconds: Optional[float] = None,
 ) -> AttemptEnd:
-    """Decide, and write it down: the ledger's line of this end. A disk that is full keeps nobody from acting on it:
-    the next start comes to the same conclusion.
+    """Decide, and write it down: the ledger's line of this end. A disk that takes nothing keeps nobody from acting on
+    it: the next start comes to the same conclusion.
 
     Args:
         request: to leave, where there was one.
@@ -90,13 +93,26 @@ def conclude(
     decision = decide(history, verdict, request, facts)
     end = _line(attempt.number, verdict, decision, facts, now)
     end = end._replace(host=host or socket.gethostname(), job_id=job_id, seconds=seconds)
-    try:
-        if decision.outcome == FINISHED:
-            write(run.done, Done(attempt.number, verdict.step, now))
-        write_line(run, end)
-    except OSError as error:
-        print("the end of attempt {} could not be recorded: {}".format(attempt.number, error), file=sys.stderr)
+    done = Done(attempt.number, verdict.step, now) if decision.outcome == FINISHED else None
+    _record(run, end, done)
     return end
+
+
+def _record(run: RunDir, end: AttemptEnd, done: Optional[Done]) -> None:
+    """Write down the end of an attempt and, of the last one, that the run is done: after that one nothing starts that
+    could do it later."""
+    give_up = time.monotonic() + (DONE_PATIENCE_S if done is not None else 0.0)
+    while True:
+        try:
+            if done is not None:
+                write(run.done, done)
+            write_line(run, end)
+            return
+        except OSError as error:
+            print("the end of attempt {} could not be recorded: {}".format(end.attempt, error), file=sys.stderr)
+            if time.monotonic() >= give_up:
+                return
+        time.sleep(RECORD_AGAIN_S)
 
 
 def _line(number: int, verdict: Verdict, decision: Decision, facts: Facts, now: float) -> AttemptEnd:

@@ -18,9 +18,13 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_DRAINED, LOST
 from megatron_rl.contract.files import FULL
 
 
-def come_back(context: JobContext, error: Exception) -> int:
+def come_back(context: JobContext, error: Exception, script: str) -> int:
     """Have the job start again, before an attempt has begun: nothing is lost by then, and nobody may be there to resume
-    the run. Returns the exit code."""
+    the run. Returns the exit code.
+
+    Args:
+        script: that runs this job; the run directory may not hold one yet, or cannot be read.
+    """
     job = show_job_or_complain(context.job_id)
     facts = Facts(can_return=job.get("BatchFlag", "1") == "1", requeueable=job.get("Requeue", "1") == "1")
     then, full = who_starts_it(None, facts), getattr(error, "errno", None) in FULL
@@ -44,7 +48,7 @@ def come_back(context: JobContext, error: Exception) -> int:
         excluded=[] if full else [context.batch_host],
         not_before=time.time() + ROOM_AGAIN_S if full else None,
     )
-    start_again(context, back, {FAULTS_VARIABLE: str(tries)})
+    start_again(context, back, script, {FAULTS_VARIABLE: str(tries)})
     return EXIT_DRAINED
 
 

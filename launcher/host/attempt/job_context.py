@@ -8,6 +8,7 @@ from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SUCCE
 from megatron_rl.contract.paths import RunDir
 
 FAULTS_VARIABLE = "MRL_HOST_FAULTS"  # of a successor: how many jobs before it failed on their host side, in a row
+PREPARED_VARIABLE = "MRL_PREPARED"  # the run directory, where it was there already when the job was submitted
 
 
 class Refused(Exception):
@@ -47,7 +48,7 @@ def context_of(environ: Dict[str, str]) -> JobContext:
         restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
         succeeds=environ.get(SUCCEEDS_VARIABLE),
         slurm_cluster=environ.get("SLURM_CLUSTER_NAME"),
-        prepared=environ.get("MRL_PREPARED") == root,
+        prepared=environ.get(PREPARED_VARIABLE) == root,
         held_since=float(start) if start else None,
         batch_host=environ.get("SLURMD_NODENAME") or os.uname().nodename,
         faults=int(environ.get(FAULTS_VARIABLE, "0")),

@@ -17,6 +17,7 @@ from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import ENDED, time_of
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
+from megatron_rl.contract.files import is_temporary
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import Owner
@@ -163,7 +164,8 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
 def _refuse_foreign(run: RunDir) -> None:
     """A directory with anything in it is ours if it is a run, or if an earlier start got as far as owning it."""
     ours = run.resolved.exists() or run.job.exists()
-    strange = [name for name in os.listdir(str(run.root)) if name not in (run.lock.name, run.job_lock.name)]
+    known = (run.lock.name, run.job_lock.name)
+    strange = [name for name in os.listdir(str(run.root)) if name not in known and not is_temporary(name)]
     if strange and not ours:
         run.job_lock.unlink()
         raise Refused("{}: is not empty and not a run directory".format(run.root))

@@ -53,10 +53,10 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
         print(nothing)
         return EXIT_FINISHED
     except (OSError, SlurmRefused) as error:
-        return come_back(context, error)
+        return come_back(context, error, settings.script.path)
     except Exception as error:  # noqa: BLE001 - a fault of ours, too, is no reason for a run to end
         traceback.print_exc()
-        return come_back(context, error)
+        return come_back(context, error, settings.script.path)
 
 
 def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:

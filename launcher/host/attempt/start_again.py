@@ -7,16 +7,16 @@ confirmed when the run starts again was cut short, and is done then.
 import os
 import sys
 import time
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple, TypeVar
 
 from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
-from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
 from launcher.host.judge.policy import BY_SLURM, BY_US, SUCCESSOR
 from launcher.host.record import submissions
 from launcher.host.record.identity import comment_of, identify
 from launcher.host.record.ledger import read_ledger_or_complain
 from launcher.host.slurm import ask, tell
-from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, SlurmUnclear, patiently
 from megatron_rl.contract.attempt_records import AttemptEnd, Requeued
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import ABSENT, read, write
@@ -26,6 +26,8 @@ OUTAGE_S = 1800.0  # a controller that starts again or is updated; meanwhile nob
 LIMIT_S = 25.0  # what a process has left after its own requeue is KillWait, 30 by default
 AGAIN_S = 0.5  # between tries
 SOON_S = 5.0  # for which nobody is sent back into the queue
+
+T = TypeVar("T")
 
 
 def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False) -> None:
@@ -44,17 +46,23 @@ def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning
         print(error, file=sys.stderr)
 
 
-def start_again(context: JobContext, end: AttemptEnd, environment: Optional[Dict[str, str]] = None) -> Requeued:
+def start_again(
+    context: JobContext, end: AttemptEnd, script: Optional[str] = None, environment: Optional[Dict[str, str]] = None
+) -> Requeued:
     """Have the job start again; the nodes that it avoids then (None: undecided), and what Slurm refused of all this.
 
     Args:
-        environment: variables that a successor is to have beside ours.
+        script: that a successor runs; None: the one in the run directory.
+        environment: variables that it is to have beside ours.
     """
     avoid: Optional[List[str]] = None
     problems: List[Optional[str]] = []
     try:
         if end.then == SUCCESSOR:
-            _submit_successor(context, end, environment or {})
+            if script is None:
+                script = str(context.run.script)
+                environment = {PREPARED_VARIABLE: str(context.run.root), FAULTS_VARIABLE: "0"}
+            _submit_successor(context, end, script, environment or {})
         else:
             # First, for once the job is requeued this process has seconds: Slurm sends SIGTERM to everything here,
             # which we ignore, and then SIGKILL.
@@ -99,30 +107,49 @@ def _until(limit: float, act: Callable[[], None]) -> Optional[str]:
         time.sleep(AGAIN_S)
 
 
-def _submit_successor(context: JobContext, end: AttemptEnd, environment: Dict[str, str]) -> None:
-    """Raises SlurmRefused, OSError."""
+def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environment: Dict[str, str]) -> None:
+    """Raises SlurmRefused, OSError. What Slurm refuses to tell before keeps no successor from being submitted."""
     run = context.run
-    job = patiently(lambda: ask.show_job(context.job_id), OUTAGE_S)
+    give_up = time.monotonic() + OUTAGE_S
+    nothing: Dict[str, str] = {}
+    nobody: List[str] = []
+    job = _answer_or(nothing, lambda: ask.show_job(context.job_id), give_up)
     name = job.get("JobName") or context.environ.get("SLURM_JOB_NAME", run.root.name)
-    try:
-        avoid = patiently(lambda: nodes_to_avoid(run, end, ask.avoided_nodes(job), time.time()), OUTAGE_S)
-    except OSError as error:  # it starts again all the same
-        print(error, file=sys.stderr)
-        avoid = ask.avoided_nodes(job)
-    identity = identify(run)
+    avoid = _answer_or(nobody, lambda: nodes_to_avoid(run, end, ask.avoided_nodes(job), time.time()), give_up)
+    run_id = _answer_or("", lambda: identify(run).id, give_up)
     comment = job.get("Comment", "")
-    comment = comment if identity.id in comment else comment_of(identity.id)
-    before = set(ask.waiting_for(context.job_id, name))  # those of a sweep, perhaps
-    start = end.not_before
-    try:
-        job_id = tell.submit_successor(context.job_id, str(run.script), name, comment, start, avoid, environment)
-    except SlurmSilent:
-        fresh = sorted(set(patiently(lambda: ask.waiting_for(context.job_id, name))) - before)
-        if len(fresh) != 1:
+    if run_id not in comment:
+        comment = comment_of(run_id)
+    before = set(
+        _answer_or(nobody, lambda: ask.waiting_for(context.job_id, name), give_up)
+    )  # those of a sweep, perhaps
+    tried: List[SlurmSilent] = []
+
+    def submit() -> str:
+        fresh = sorted(set(ask.waiting_for(context.job_id, name)) - before) if tried else []
+        if fresh:  # Slurm had taken it, and its answer was lost
+            return fresh[0]
+        if tried and isinstance(tried[-1], SlurmUnclear):
+            raise tried[-1]  # it did as if it had taken it: a second one would be a second job
+        try:
+            return tell.submit_successor(context.job_id, script, name, comment, end.not_before, avoid, environment)
+        except SlurmSilent as error:
+            tried.append(error)
             raise
-        job_id = fresh[0]  # Slurm has taken it, and its answer was lost
+
+    job_id = patiently(submit, OUTAGE_S)
     print("job {} goes on with the run".format(job_id))
-    write_owner(context, job_id, name, identity.id, succeeds=context.job_id)
+    write_owner(context, job_id, name, run_id, succeeds=context.job_id)
+
+
+def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
+    """What Slurm answers; the default, with a word in the log, where it does not by a time (monotonic), or the disk
+    fails."""
+    try:
+        return patiently(ask_slurm, give_up - time.monotonic())
+    except (SlurmRefused, OSError) as error:
+        print(error, file=sys.stderr)
+        return default
 
 
 def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succeeds: Optional[str] = None) -> None:

@@ -24,6 +24,7 @@ from launcher.host.code import git
 from launcher.host.code.credentials import holds_credentials
 from launcher.host.code.listing import Listing, SnapshotError, ask_git, list_files, tree_of
 from launcher.host.process.processes import start_time
+from launcher.host.record.reading import PATIENCE_S, UnreadableRecord
 from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Found, Unreadable, if_readable, read, write
@@ -42,18 +43,19 @@ def take(sources: List[CodeSource], target: Path) -> CodeSnapshot:
         sources: as `plan_sources` makes them.
 
     Raises:
-        SnapshotError: nothing was left behind, and `target` does not exist or cannot be read.
+        SnapshotError: nothing was left behind, and `target` does not exist or cannot be read. From an OSError where it
+            is the file system that fails, here and now.
     """
     target = Path(str(target))
-    found = _record_of(target)
+    found = _record_of(target, PATIENCE_S)
     if found is ABSENT:
         _refuse_foreign(target)
         _link(sources, target)
-        found = _record_of(target)
+        found = _record_of(target, PATIENCE_S)
     if found is ABSENT:
         raise SnapshotError("{}: leads to no snapshot; remove it and start again".format(target))
     if isinstance(found, Unreadable):
-        raise SnapshotError(str(found))
+        raise SnapshotError(str(found)) from UnreadableRecord(str(found))
     return found
 
 
@@ -107,8 +109,8 @@ def _records(target: Path) -> Dict[int, Found[CodeSnapshot]]:
     return {number: found for number, found in records.items() if found is not ABSENT}
 
 
-def _record_of(snapshot: Path) -> Found[CodeSnapshot]:
-    return read(CodeSnapshot, snapshot / RECORD)
+def _record_of(snapshot: Path, patience: float = 0.0) -> Found[CodeSnapshot]:
+    return read(CodeSnapshot, snapshot / RECORD, patience)
 
 
 def _publish(sources: List[CodeSource], target: Path, number: int) -> bool:

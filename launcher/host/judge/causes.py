@@ -95,7 +95,8 @@ def cause_in_log(text: str, job_id: str, since: float) -> Optional[str]:
 
 def is_returning(job: Dict[str, str], restarts: int) -> bool:
     """Whether Slurm has taken the job back into the queue since this attempt of it began."""
-    return int(job.get("Restarts", "0")) > restarts
+    told = job.get("Restarts", "")
+    return told.isdigit() and int(told) > restarts
 
 
 def is_truer(cause: str, named: str) -> bool:

@@ -95,11 +95,17 @@ class RunLock:
         except IsLocked:
             raise RunIsOwned(_read_owner(path)) from None
         self.works = self._lock.works
-        if not self.works:
-            other = _read_owner(path)
-            if other is not None and _runs_on_this_host(other):
-                self._lock.release()
-                raise RunIsOwned(other)
+        try:
+            self._enter(path, what)
+        except BaseException:
+            self.release()
+            raise
+
+    def _enter(self, path: Path, what: str) -> None:
+        """Write down who holds it. Raises RunIsOwned, OSError."""
+        other = None if self.works else _read_owner(path)
+        if other is not None and _runs_on_this_host(other):
+            raise RunIsOwned(other)
         ours = LockOwner(what, os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"))
         os.ftruncate(self._lock.descriptor, 0)
         os.pwrite(self._lock.descriptor, (encode_line(ours) + "\n").encode("utf-8"), 0)

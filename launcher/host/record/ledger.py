@@ -12,13 +12,17 @@ from megatron_rl.contract.records import Unreadable, append, read_lines
 def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> List[LedgerLine]:
     """All lines that can be read, oldest first; a torn one costs itself. Raises UnreadableRecord.
 
+    Of several starts, or ends, of one attempt the last counts: of those before it the disk had said that they were not
+    written.
+
     Args:
         patience: seconds for which a ledger that cannot be read at all is looked at again.
     """
     found = read_lines(LEDGER, run.attempts_ledger, patience)
     if isinstance(found, Unreadable):
         raise UnreadableRecord(str(found))
-    return found.records
+    newest = {(type(line), line.attempt): line for line in found.records}
+    return [line for line in found.records if line is newest[type(line), line.attempt]]
 
 
 def read_ledger_or_complain(run: RunDir) -> List[LedgerLine]:

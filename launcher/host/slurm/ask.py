@@ -4,7 +4,7 @@ import os
 import re
 from typing import Dict, List, Optional, Sequence
 
-from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, submitting_environment
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, submitting_environment, unclear
 from launcher.host.slurm.formats import CLOCK_S, expand_hosts, parse_config, parse_fields, time_of
 
 KILL_WAIT_S = 30.0  # Slurm's default
@@ -15,7 +15,12 @@ _TOO_FEW = re.compile(r"configuration (is )?not available", re.IGNORECASE)
 
 def show_job(job_id: str) -> Dict[str, str]:
     """Slurm's record of one job. Raises SlurmRefused, also for a job that Slurm does not know."""
-    return parse_fields(call(["scontrol", "show", "job", "-o", job_id]).strip())
+    command = ["scontrol", "show", "job", "-o", job_id]
+    told = call(command)
+    job = parse_fields(told.strip())
+    if not {"JobId", "JobState"} <= set(job):
+        raise unclear(command, told)
+    return job
 
 
 def is_completing(job_id: str) -> bool:
@@ -28,18 +33,25 @@ def is_completing(job_id: str) -> bool:
 
 def node_states(hosts: Sequence[str]) -> Dict[str, str]:
     """Node -> Slurm's word for it: `idle`, `allocated`, `down*`; the star: it does not answer. Raises SlurmRefused."""
-    told = call(["sinfo", "--all", "--noheader", "--Node", "--nodes=" + ",".join(hosts), "--format=%N %T"])
-    return dict(line.split() for line in told.splitlines() if line.strip())  # one line for each of its partitions
+    command = ["sinfo", "--all", "--noheader", "--Node", "--nodes=" + ",".join(hosts), "--format=%N %T"]
+    told = call(command)
+    lines = [line.split() for line in told.splitlines() if line.strip()]  # one for each of its partitions
+    if any(len(line) != 2 for line in lines):
+        raise unclear(command, told)
+    return {node: state for node, state in lines}
 
 
 def avoided_nodes(job: Dict[str, str]) -> List[str]:
-    """Nodes that a job may not get.
+    """Nodes that a job may not get. Raises SlurmSilent where its record does not say so in a way that can be read.
 
     Args:
         job: its record.
     """
     listed = job.get("ExcNodeList", "")
-    return [] if listed in ("", "(null)") else expand_hosts(listed)
+    try:
+        return [] if listed in ("", "(null)") else expand_hosts(listed)
+    except ValueError:
+        raise SlurmSilent("ExcNodeList={}: no list of nodes".format(listed)) from None
 
 
 def preemption_cancels(job: Dict[str, str]) -> bool:

@@ -31,6 +31,11 @@ class SlurmSilent(SlurmRefused):
     """Slurm could not be asked. Says nothing about any job."""
 
 
+class SlurmUnclear(SlurmSilent):
+    """A command did as if all were well and did not answer what it was asked: a wrapper of the site's, a disk that is
+    full. It says nothing about any job; what it was told to do it may have done."""
+
+
 class NoSuchCommand(SlurmRefused):
     """Slurm's commands are not here."""
 
@@ -79,6 +84,11 @@ def call(command: Sequence[str], environ: Optional[Mapping[str, str]] = None) ->
         kind = SlurmSilent if _SILENT.search(complaint) else SlurmRefused
         raise kind("{}: {}".format(" ".join(command), complaint))
     return answer.out
+
+
+def unclear(command: Sequence[str], told: str) -> SlurmUnclear:
+    """The complaint about an answer that makes no sense."""
+    return SlurmUnclear("{}: no answer that makes sense: {!r}".format(" ".join(command), told[:200]))
 
 
 def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result:

@@ -1,10 +1,9 @@
 """What Slurm is told. Every order raises SlurmRefused where it was not taken."""
 
-import os
 from typing import Dict, Optional, Sequence
 
 from launcher.host.slurm.ask import steps_of
-from launcher.host.slurm.call import SlurmRefused, call, submitting_environment
+from launcher.host.slurm.call import SlurmRefused, call, submitting_environment, unclear
 from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 
@@ -66,6 +65,9 @@ def submit_successor(
     options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name, "--comment=" + comment]
     options += ["--begin=" + text_of(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
-    names = {SUCCEEDS_VARIABLE: job_id, "MRL_PREPARED": os.path.dirname(script)}
-    told = call(["sbatch"] + options + [script], dict(submitting_environment(), **dict(names, **environment)))
-    return told.strip().partition(";")[0]
+    command = ["sbatch"] + options + [script]
+    told = call(command, dict(submitting_environment(), **dict({SUCCEEDS_VARIABLE: job_id}, **environment)))
+    fresh = told.strip().partition(";")[0]
+    if not fresh.isdigit():
+        raise unclear(command, told)
+    return fresh

@@ -92,7 +92,7 @@ def test_every_job_id_of_a_run_names_it(tmp_path):
 def test_a_job_of_plain_sbatch_is_found_by_its_log(tmp_path, home):
     run = make_run(tmp_path / "a b")
     fake = home / "bin" / "scontrol"
-    fake.write_text(f"#!/bin/sh\necho 'JobId=12 JobName=x StdOut={run.root}.log Power='\n")
+    fake.write_text(f"#!/bin/sh\necho 'JobId=12 JobName=x JobState=COMPLETED StdOut={run.root}.log Power='\n")
     fake.chmod(0o755)
     os.environ["PATH"] += ":/bin:/usr/bin"
     assert find("12").root == run.root

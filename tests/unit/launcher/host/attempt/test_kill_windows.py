@@ -54,6 +54,7 @@ class World:
         write(self.run.job, Owner("7", "lab", 0.0))
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         patch.setattr(call, "ASK_AGAIN_S", 0.0)
+        patch.setattr(conclude, "RECORD_AGAIN_S", 0.0)
         patch.setattr(slurm_run, "RETRY_S", 0.0)
         patch.setattr(ask, "show_job", lambda job_id: dict(self.job))
         patch.setattr(ask, "node_states", lambda hosts: dict.fromkeys(hosts, "idle"))
@@ -376,7 +377,7 @@ class TestFaultBeforeAnAttempt:
             def refuse(*given: Any, **facts: Any) -> None:
                 raise error
 
-            settings = JobSettings(SimpleNamespace(document=lambda name: "[]"), 60.0, 30.0, False, None)
+            settings = JobSettings(SimpleNamespace(path="spool", document=lambda name: "[]"), 60.0, 30.0, False, None)
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, refuse)
                 patch.setattr(slurm_run, "create", lambda context, document: None)
@@ -444,7 +445,7 @@ class TestFaultBeforeAnAttempt:
     )
     def test_whatever_else_fails_sends_it_elsewhere(self, world, fails, owner, name, error, capsys):
         if name == "create":
-            assert host_fault.come_back(world.context(1), error) == 75
+            assert host_fault.come_back(world.context(1), error, "spool") == 75
         else:
             assert fails(owner, name, error, job_id="8" if name == "write_owner" else "7") == 75
         assert world.told == ["requeue", "exclude"]

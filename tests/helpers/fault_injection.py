@@ -1,0 +1,428 @@
+"""A file system that fails: every operation on files below one folder is counted, and one of them, or all for a while,
+fails or shows an older state than was written, as network file systems do.
+
+Operations are seen in the functions that all code comes to in the end: those of `os`, `open` and what it returns,
+`fcntl.flock`. All in one process, so that every operation of a run can be tried in milliseconds.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import fcntl
+import functools
+import io
+import itertools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHANGES = ("create", "write", "truncate", "close", "fsync", "mkdir", "rmdir", "rename", "unlink", "link", "chmod")
+READS = ("open", "read", "stat", "list")
+OLDER, GARBAGE = "older", "garbage"
+ERRORS = {
+    "EIO": (*READS, *CHANGES, "lock"),
+    "ESTALE": (*READS, *CHANGES, "lock"),
+    "EACCES": (*READS, *CHANGES, "lock"),
+    "ETIMEDOUT": (*READS, *CHANGES, "lock"),
+    "ENOSPC": ("create", "write", "close", "fsync", "mkdir", "rename", "link"),
+    "ENOLCK": ("lock",),
+}
+"""Error -> operations that it can befall."""
+KINDS = {**ERRORS, GARBAGE: ("read",), OLDER: ("open", "stat", "list")}
+
+ONCE = 0.0
+OURS = (f"{os.sep}launcher{os.sep}", f"{os.sep}megatron_rl{os.sep}")
+_REAL = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
+_REAL_OPEN, _REAL_FLOCK = io.open, fcntl.flock
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What was asked of the file system, and by which lines of the product."""
+
+    kind: str
+    file: str
+    """Name of the file or folder."""
+    site: tuple[str, ...]
+    """`file:line` of the innermost calls in the product, the caller last."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, from which operation on (counted from 0), and for how many seconds; ONCE: for that one."""
+
+    kind: str
+    at: int
+    seconds: float = ONCE
+
+
+class Clock:
+    """The time of everybody in this process, which passes when somebody sleeps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 1_800_000_000.0
+        patch.setattr(time, "time", lambda: self.now)
+        patch.setattr(time, "monotonic", lambda: self.now)
+        patch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class FaultyFiles:
+    """Sees the operations below `root` while `patch` lasts.
+
+    Older states are those of `remember`, but for what this process has changed itself since: nobody's cache hides
+    one's own changes.
+    """
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch, fault: Fault | None = None) -> None:
+        self.operations: list[Operation] = []
+        self.failed = 0
+        self._root = os.path.abspath(root)
+        self._fault = fault
+        self._until: float | None = None
+        self._aside = 0
+        self._paths: dict[int, str] = {}  # of descriptors
+        self._older: dict[str, bytes | None] = {}  # content by path; None: a folder
+        self._changed: set[str] = set()
+        self._moved: set[str] = set()  # into place, with all that is in it
+        self._hidden = Path(f"{self._root}.older")
+        self._patch(patch)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens meanwhile is done by others: it is not seen, and nothing of it fails."""
+        self._aside += 1
+        try:
+            yield
+        finally:
+            self._aside -= 1
+
+    def remember(self) -> None:
+        """Have the older state be that of now, for a process that starts, on another host perhaps, from here on."""
+        with self.aside():
+            self._older = {}
+            for folder, folders, names in os.walk(self._root):
+                self._older.update(dict.fromkeys((os.path.join(folder, name) for name in [*folders, "."]), None))
+                for path in (os.path.join(folder, name) for name in names):
+                    self._older[path] = Path(path).read_bytes()
+
+    def fail(self, fault: Fault | None) -> None:
+        """Have this fail from here on."""
+        self._fault, self._until = fault, None
+
+    def starts(self) -> None:
+        """A process starts that has changed nothing yet."""
+        self._changed, self._moved = set(), set()
+
+    def opened(self, descriptor: int, path: str) -> None:
+        self._paths[descriptor] = path
+
+    def closed(self, descriptor: int) -> None:
+        self._paths.pop(descriptor, None)
+
+    def see(self, kind: str, path: str) -> str | None:
+        """Count an operation. The kind of the fault that befalls it."""
+        if self._aside:
+            return None
+        number = len(self.operations)
+        self.operations.append(Operation(kind, os.path.basename(path), () if self._fault else _site()))
+        fault = self._fault
+        if fault is None or number < fault.at:
+            return None
+        if self._until is None:
+            self._until = time.monotonic() + fault.seconds
+        if (fault.seconds == ONCE and number > fault.at) or time.monotonic() > self._until:
+            return None
+        if kind not in KINDS[fault.kind]:
+            return None
+        self.failed += 1
+        return fault.kind
+
+    def check(self, kind: str, path: str) -> None:
+        """Count an operation that has no older state. Raises OSError where it fails."""
+        fault = self.see(kind, path)
+        if fault in ERRORS:
+            code = getattr(errno, str(fault))
+            raise OSError(code, os.strerror(code), path)
+        if kind in CHANGES and not self._aside:
+            self._changed.add(path)
+
+    # What replaces the functions
+
+    def _patch(self, patch: pytest.MonkeyPatch) -> None:
+        changing = {"mkdir": "mkdir", "rmdir": "rmdir", "unlink": "unlink", "remove": "unlink", "chmod": "chmod"}
+        changing["truncate"] = "truncate"
+        for name, kind in changing.items():
+            patch.setattr(os, name, self._one(_REAL[name], kind))
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, self._two(_REAL[name], "rename"))
+        patch.setattr(os, "link", self._two(_REAL["link"], "link"))
+        patch.setattr(os, "symlink", self._two(_REAL["symlink"], "link"))
+        for name in ("stat", "lstat", "readlink"):
+            patch.setattr(os, name, self._looking(_REAL[name], "stat"))
+        patch.setattr(os, "listdir", self._listing(_REAL["listdir"]))
+        patch.setattr(os, "scandir", self._looking(_REAL["scandir"], "list"))
+        for name, kind in {"fsync": "fsync", "ftruncate": "truncate", "pwrite": "write", "read": "read"}.items():
+            patch.setattr(os, name, self._one(_REAL[name] if name != "fsync" else _nothing, kind))
+        patch.setattr(os, "fstat", self._one(_REAL["fstat"], "stat"))
+        patch.setattr(os, "open", self._open_descriptor)
+        patch.setattr(os, "close", self._close_descriptor)
+        patch.setattr(io, "open", self._open)
+        patch.setattr(builtins, "open", self._open)
+        patch.setattr(fcntl, "flock", self._one(_REAL_FLOCK, "lock"))
+
+    def _path(self, file: Any, dir_fd: int | None = None) -> str | None:
+        """Absolute, of a file below the root; None for any other."""
+        if isinstance(file, int):
+            return self._paths.get(file)
+        if not isinstance(file, str | os.PathLike):
+            return None
+        name = os.fspath(file)
+        if dir_fd is not None:
+            folder = self._paths.get(dir_fd)
+            return None if folder is None else os.path.join(folder, name)
+        path = os.path.normpath(os.path.join(os.getcwd(), name)) if not os.path.isabs(name) else name
+        return path if path == self._root or path.startswith(self._root + os.sep) else None
+
+    def _one(self, act: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def acted(file: Any, *args: Any, **options: Any) -> Any:
+            path = self._path(file, options.get("dir_fd"))
+            if path is not None:
+                self.check(kind, path)
+            return act(file, *args, **options)
+
+        return acted
+
+    def _two(self, act: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def acted(source: Any, target: Any, *args: Any, **options: Any) -> Any:
+            path = self._path(target, options.get("dst_dir_fd", options.get("dir_fd")))
+            if path is not None:
+                self.check(kind, path)
+                self._moved.add(path)
+                self._changed.add(self._path(source) or path)
+            return act(source, target, *args, **options)
+
+        return acted
+
+    def _looking(self, look: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def looked(file: Any = ".", *args: Any, **options: Any) -> Any:
+            path = self._path(file, options.get("dir_fd"))
+            fault = self.see(kind, path) if path is not None else None
+            if path is not None and fault in ERRORS:
+                code = getattr(errno, fault)
+                raise OSError(code, os.strerror(code), path)
+            shown = self._as_it_was(path) if path is not None and fault == OLDER else file
+            return look(shown, *args, **({} if shown is not file else options))
+
+        return looked
+
+    def _listing(self, look: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def listed(file: Any = ".") -> list[str]:
+            path = self._path(file)
+            fault = self.see("list", path) if path is not None else None
+            if path is not None and fault in ERRORS:
+                code = getattr(errno, fault)
+                raise OSError(code, os.strerror(code), path)
+            if path is None or fault != OLDER:
+                return look(file)
+            if path != self._root and path not in self._older and path not in self._changed:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            now = set(look(file))
+            return sorted(
+                {name for name in now if os.path.join(path, name) in self._changed | self._older.keys()}
+                | {os.path.basename(old) for old in self._older if os.path.dirname(old) == path and old[-1] != "."}
+                - {os.path.basename(gone) for gone in self._changed if os.path.basename(gone) not in now}
+            )
+
+        return listed
+
+    def _as_it_was(self, path: str) -> str:
+        """Where the older state of a file is."""
+        with self.aside():
+            names = (path, os.path.realpath(path))
+        mine = any(name == changed or changed.startswith(name + os.sep) for changed in self._changed for name in names)
+        mine = mine or any(name.startswith(moved + os.sep) for moved in self._moved for name in names)
+        if mine or os.path.join(path, ".") in self._older or path == self._root:
+            return path
+        if path not in self._older:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        content = self._older[path]
+        if content is None:
+            return path
+        with self.aside():
+            os.makedirs(self._hidden, exist_ok=True)
+            old = self._hidden / os.path.basename(path)
+            old.write_bytes(content)
+        return str(old)
+
+    def _open_descriptor(self, file: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        path = self._path(file, dir_fd)
+        if path is None:
+            return int(_REAL["open"](file, flags, mode, dir_fd=dir_fd))
+        shown = self._before_open(path, writes=bool(flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)))
+        number = int(_REAL["open"](shown if shown != path else file, flags, mode, dir_fd=dir_fd))
+        self._paths[number] = path
+        return number
+
+    def _close_descriptor(self, number: int) -> None:
+        self._paths.pop(number, None)
+        _REAL["close"](number)
+
+    def _open(self, file: Any, mode: str = "r", buffering: int = -1, *text: Any, **options: Any) -> Any:
+        path = self._path(file)
+        if path is None or options.get("opener") is not None:
+            return _REAL_OPEN(file, mode, buffering, *text, **options)
+        shown: Any = file
+        if not isinstance(file, int):
+            shown = self._before_open(path, writes=bool(set(mode) & set("wax+")))
+        raw = _Raw(shown, mode.replace("t", "").replace("b", ""), options.pop("closefd", True), path, self)
+        if buffering == 0:
+            return raw
+        writes = "w" in mode or "a" in mode or "x" in mode
+        kind = io.BufferedRandom if "+" in mode else io.BufferedWriter if writes else io.BufferedReader
+        buffered = kind(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, *text, **options)
+
+    def _before_open(self, path: str, writes: bool) -> str:
+        if writes:
+            self.check("create", path)
+            return path
+        fault = self.see("open", path)
+        if fault in ERRORS:
+            code = getattr(errno, str(fault))
+            raise OSError(code, os.strerror(code), path)
+        return self._as_it_was(path) if fault == OLDER else path
+
+
+class _Raw(io.FileIO):
+    """A file below all buffers."""
+
+    def __init__(self, file: Any, mode: str, closefd: bool, path: str, files: FaultyFiles) -> None:
+        super().__init__(file, mode, closefd=closefd)
+        self._path, self._files = path, files
+        files.opened(self.fileno(), path)
+
+    def readall(self) -> bytes:
+        fault = self._files.see("read", self._path)
+        return self._spoilt(fault, super().readall())
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or size < 0:
+            return self.readall()
+        fault = self._files.see("read", self._path)
+        return self._spoilt(fault, super().read(size))
+
+    def readinto(self, buffer: Any) -> int:
+        fault = self._files.see("read", self._path)
+        self._spoilt(fault, b"")
+        count = super().readinto(buffer) or 0
+        if fault == GARBAGE:
+            memoryview(buffer).cast("B")[:count] = bytes(count)
+        return count
+
+    def _spoilt(self, fault: str | None, data: bytes) -> bytes:
+        if fault in ERRORS:
+            code = getattr(errno, str(fault))
+            raise OSError(code, os.strerror(code), self._path)
+        return bytes(len(data)) if fault == GARBAGE else data
+
+    def write(self, data: Any) -> int:
+        try:
+            self._files.check("write", self._path)
+        except OSError:
+            super().write(bytes(data)[: len(bytes(data)) // 2])  # what fails has often begun
+            raise
+        return super().write(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        self._files.check("truncate", self._path)
+        return super().truncate(size)
+
+    def close(self) -> None:
+        closes = not self.closed and self.writable()
+        if not self.closed and self.closefd:
+            self._files.closed(self.fileno())
+        super().close()
+        if closes:
+            self._files.check("close", self._path)
+
+
+def _nothing(descriptor: int) -> None:
+    """Instead of fsync: these files need not outlive the test."""
+
+
+def _site() -> tuple[str, ...]:
+    """The innermost three calls of the product."""
+    found: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(found) < 3:
+        name = _product_file(frame.f_code.co_filename)
+        if name is not None:
+            found.append(f"{name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+@functools.cache
+def _product_file(name: str) -> str | None:
+    ours = any(part in name for part in OURS) and f"{os.sep}tests{os.sep}" not in name
+    return os.path.basename(name) if ours else None
+
+
+def faults(
+    operations: Sequence[Operation], each: int | None = None, seconds: float = ONCE, without: str = ""
+) -> list[Fault]:
+    """One fault or more for each line of the product that comes to an operation, by the calls that lead there.
+
+    Args:
+        each: kinds of fault for each, in turn; None: every kind, for every single operation.
+        without: a kind that cannot be.
+    """
+    if each is None:
+        return [Fault(kind, at, seconds) for at, one in enumerate(operations) for kind in _kinds_of(one, without)]
+    first: dict[tuple[str, tuple[str, ...]], int] = {}
+    for at, one in enumerate(operations):
+        first.setdefault((one.kind, one.site), at)
+    found, turn = [], itertools.count()
+    for at in first.values():
+        kinds = _kinds_of(operations[at], without)
+        found += [Fault(kinds[next(turn) % len(kinds)], at, seconds) for _ in range(min(each, len(kinds)))]
+    return found
+
+
+def _kinds_of(operation: Operation, without: str) -> list[str]:
+    return [kind for kind, operations in KINDS.items() if operation.kind in operations and kind != without]
+
+
+class Tally:
+    """How often each kind of fault was tried on each kind of operation."""
+
+    def __init__(self) -> None:
+        self.tried: Counter[tuple[str, str]] = Counter()
+
+    def count(self, fault: Fault, operation: str) -> None:
+        self.tried[fault.kind, operation] += 1
+
+    def tell(self, what: str, record_property: Callable[[str, object], None]) -> None:
+        """Print the numbers, and have them in pytest's report."""
+        for kind in dict.fromkeys(kind for kind, _ in self.tried):
+            of_kind = {operation: count for (fault, operation), count in sorted(self.tried.items()) if fault == kind}
+            parts = ", ".join(f"{operation} {count}" for operation, count in of_kind.items())
+            line = f"{what}: {kind} at {sum(of_kind.values())} operations ({parts})"
+            print(line)
+            record_property(kind, line)
+
+    @property
+    def operations(self) -> set[str]:
+        return {operation for _, operation in self.tried}

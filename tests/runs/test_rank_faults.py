@@ -1,0 +1,116 @@
+"""Whatever operation on its files fails while a rank trains, saves, records and goes on from a checkpoint: it goes on,
+or ends with the reason, and the next start brings the run to the same end as an undisturbed one.
+
+The runs are those of simulated_run.py; the failing file system is that of fault_injection.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from checkpoint_helpers import checkpointer, sharded_state, world
+from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
+from simulated_run import Record, Simulation, recipe
+from yaml import YAMLError
+
+from megatron_rl.checkpoint.load import verify
+from megatron_rl.checkpoint.publish import CheckpointError
+
+MakeRun = Callable[[], Simulation]
+HALF_WAY = 14
+"""The look at the drain flag at which the run is asked to leave: with a checkpoint, a record and a bank."""
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory: pytest.TempPathFactory, platform: Any, groups: Any) -> MakeRun:
+    numbers = itertools.count()
+    folder = tmp_path_factory.mktemp("runs")
+    return lambda: Simulation(folder / str(next(numbers)), recipe(dynamic=True), platform, groups)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_run: MakeRun) -> Record:
+    run = make_run()
+    assert run.attempt() == "finished"
+    return run.record()
+
+
+def faulty(run: Simulation, fault: Fault | None) -> tuple[list[Operation], str]:
+    """The operations of the second attempt of a run, and how it ends."""
+    seen: list[FaultyFiles] = []
+
+    def put(patch: pytest.MonkeyPatch) -> None:
+        Clock(patch)
+        seen.append(FaultyFiles(run.run_dir.root, patch))
+        seen[0].fail(fault)
+
+    try:
+        ending = run.attempt(files=put)
+    except (
+        OSError,
+        CheckpointError,
+        ValueError,
+        YAMLError,
+    ) as error:  # a crash: the next start goes on; no bad configuration
+        ending = f"crashed: {error}"
+    return seen[0].operations, ending
+
+
+def sweep(make_run: MakeRun, undisturbed: Record, each: int | None, seconds: float) -> Tally:
+    def begun() -> Simulation:
+        run = make_run()
+        assert run.attempt(ask_at=HALF_WAY) == "drained"
+        return run
+
+    whole = begun()
+    newest = whole.run_dir.checkpoint_steps()[0]
+    operations, ending = faulty(whole, None)
+    assert ending == "finished"
+    assert whole.record() == undisturbed
+    tally = Tally()
+    for fault in faults(operations, each, seconds, without=OLDER):
+        run = begun()
+        _, ending = faulty(run, fault)
+        where = f"{fault} ({operations[fault.at]}): {ending}"
+        assert run.run_dir.checkpoint_steps()[0] >= newest, where
+        if ending != "finished":
+            assert run.attempt() == "finished", where
+        assert run.record() == undisturbed, where
+        tally.count(fault, operations[fault.at].kind)
+    return tally
+
+
+def test_a_rank_that_meets_a_fault_loses_nothing(make_run, undisturbed, record_property) -> None:
+    tally = sweep(make_run, undisturbed, 1, ONCE)
+    tally.tell("rank, once", record_property)
+    assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename"}
+
+
+def test_no_single_fault_has_a_good_checkpoint_passed_over(tmp_path, groups, record_property) -> None:
+    """The one after the one that was gone on from instead would delete it."""
+    saver = checkpointer(tmp_path)
+    saver.save(20, sharded_state(1.0), {})
+    saver.wait(final=True)
+
+    def verified(fault: Fault | None) -> list[Operation]:
+        with pytest.MonkeyPatch.context() as patch:
+            Clock(patch)
+            files = FaultyFiles(tmp_path, patch)
+            files.fail(fault)
+            assert verify(saver.run_dir.checkpoint(20), world()).manifest.step == 20, fault
+            return files.operations
+
+    tally, operations = Tally(), verified(None)
+    for fault in faults(operations, None, without=OLDER):
+        verified(fault)
+        tally.count(fault, operations[fault.at].kind)
+    tally.tell("verify, once", record_property)
+    assert tally.operations == {"open", "read", "stat"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [ONCE, 60.0])
+def test_a_rank_that_meets_any_fault_loses_nothing(make_run, undisturbed, record_property, seconds) -> None:
+    sweep(make_run, undisturbed, None, seconds).tell(f"rank, for {seconds:.0f} s", record_property)
