@@ -5,8 +5,8 @@
 Started once per rank by the launcher, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's. Exit codes
 are those of contract/codes.py: finished, drained (saved and left on request), bad configuration, else a crash.
 
-Light: the black box and the ear for requests are there before torch and megatron-core, which take seconds to load and
-may not load at all.
+Light: the black box and the listener for requests are there before torch and megatron-core, which take seconds to
+load and may not load at all.
 """
 
 from __future__ import annotations

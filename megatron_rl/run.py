@@ -21,7 +21,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
-from megatron_rl.metrics.writer import MetricsWriter, NoMetrics, Writer
+from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
@@ -64,7 +64,7 @@ class Models:
     platform: Platform
 
     def sharded_state(self) -> dict[str, Any]:
-        """In megatron-core's sharded form."""
+        """Weights, optimizer and random numbers in megatron-core's sharded form."""
         model = self.policy.sharded_state_dict()
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
         return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}
@@ -73,7 +73,7 @@ class Models:
         """Load a checkpoint of this run, written by any number of ranks. Collective."""
         wanted = self.sharded_state()
         if checkpoint.manifest.world_size != dist.get_world_size():
-            # The states are those of other ranks. Nothing that training draws rests on them: see inference/randomness.
+            # The states are those of other ranks. Nothing that training draws rests on them: see inference/sampling.
             del wanted["rng"]
         state, _ = read(checkpoint, wanted)
         self.policy.load_state_dict(state["model"])
@@ -173,7 +173,7 @@ def set_up(
         policy_version=counters.policy_version,
         next_ordinal=counters.next_ordinal,
     )
-    writer: Writer = NoMetrics()
+    writer = Writer()
     if dist.get_rank() == 0:
         writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)
     return Run(

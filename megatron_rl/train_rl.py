@@ -13,7 +13,8 @@ from contextlib import suppress
 from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
-from megatron_rl.metrics.report import StepReport
+from megatron_rl.metrics.names import StepReport
+from megatron_rl.metrics.report import step_lines
 from megatron_rl.rank import garbage
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed
 from megatron_rl.rollout.view import GroupsView
@@ -60,7 +61,7 @@ def train_step(run: Run) -> None:
         dropped=batch.dropped,
         failures=batch.failures,
     )
-    metrics, line = report.lines(run.safe_points.timeline, run.groups.control)
+    metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
     run.writer.step(step, metrics | save_metrics(run))
     run.writer.timeline(line)
     run.writer.rollouts(step, GroupsView(batch.groups))

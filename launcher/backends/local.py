@@ -1,16 +1,41 @@
-"""This machine as a cluster of one: a supervisor process that outlives whoever started it."""
+"""This machine as a cluster of one: what it has, and a supervisor process that outlives whoever started it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
 
 RANK_COMMAND = [sys.executable, "-m", "megatron_rl.rank_main"]
+NEEDED = ("torch", "megatron")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """This machine, as the ranks of a local run would find it."""
+
+    cpus: int
+    """Those that this process may use."""
+    gpus: int
+    missing: tuple[str, ...]
+    """Packages of the ranks that are not installed."""
+
+
+def inspect() -> Machine:
+    """Look at this machine, without importing what the ranks import."""
+    return Machine(
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=sum(device.name[6:].isdigit() for device in Path("/dev").glob("nvidia*")),
+        missing=tuple(name for name in NEEDED if find_spec(name) is None),
+    )
 
 
 class Supervisor:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import click
 
-from launcher.cli.complete import complete_run
+from launcher.cli.completion import complete_run
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.records import ABSENT, Absent, Found, Unreadable, read
 

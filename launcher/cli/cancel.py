@@ -6,7 +6,7 @@ import json
 
 import click
 
-from launcher.cli.complete import complete_run
+from launcher.cli.completion import complete_run
 
 
 @click.command("cancel", short_help="End a run, after a save or at once.")

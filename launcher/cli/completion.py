@@ -1,9 +1,12 @@
-"""mrl completion: what a shell needs to complete mrl and mrl-submit."""
+"""mrl completion, and what a shell then completes: recipes, keys, runs. Imports nothing slow before it is asked."""
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
+
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import CompletionItem, get_completion_class
 
 PROGRAMS = ("mrl", "mrl-submit")
 
@@ -24,3 +27,35 @@ def command(shell: str) -> None:
         variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
         source = kind(click.Command(program), {}, program, variable)
         click.echo(source.source_template % source.source_vars())
+
+
+def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Shipped recipes, and files."""
+    names = sorted(
+        Path(entry.name).stem for entry in files("launcher.recipe.shipped").iterdir() if entry.name.endswith(".yaml")
+    )
+    found = [CompletionItem(name) for name in names if name.startswith(begun)]
+    return found or [CompletionItem(begun, type="file")]
+
+
+def complete_override(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Keys of a recipe, each with what it means."""
+    from launcher.recipe.problems import known_keys
+    from megatron_rl.config import RunConfig
+
+    found = known_keys(RunConfig.model_json_schema()).items()
+    keys = {".".join(path): field.get("description") for path, field in found if "properties" not in field}
+    return [CompletionItem(f"{key}=", help=text) for key, text in keys.items() if key.startswith(begun)]
+
+
+def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Names of runs, the newest first, and directories."""
+    from launcher.errors import BadInput
+    from launcher.runs.find import newest_first, submissions
+
+    try:
+        named = [(Path(entry.run_dir).name, entry.cluster) for entry in newest_first(submissions())]
+    except BadInput:  # the index cannot be read: directories are still there
+        named = []
+    found = [CompletionItem(name, help=cluster) for name, cluster in named if name.startswith(begun)]
+    return found or [CompletionItem(begun, type="dir")]

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.backends.probe import disk, machine, software
+from launcher.backends import local
+from launcher.backends.probe import disk, software
 from launcher.backends.probe import node as compute_node
 from launcher.backends.slurm import facts as slurm_facts
 from launcher.backends.slurm.parse import settings
-from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
-from launcher.doctor.examine import Facts, examine, examine_local
+from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs
@@ -65,9 +66,8 @@ def command(
 ) -> None:
     asked = load_recipe(recipe, overrides) if recipe else None
     config = asked.config if asked else None
-    clusters = load_clusters()
-    name = clusters.choose(cluster, os.environ, config.cluster if config else None)
-    findings = on_this_machine(config) if name == LOCAL else on_cluster(asked, clusters.profile(name), deep)
+    name, profile = load_clusters().choose_profile(cluster, config.cluster if config else None)
+    findings = on_cluster(asked, profile, deep) if profile else on_this_machine(config)
     counts = Counter(finding.level for finding in findings)
     if as_json:
         found = {"recipe": recipe, "cluster": name, "findings": [asdict(one) for one in findings], "counts": counts}
@@ -80,7 +80,7 @@ def command(
 def on_this_machine(config: RunConfig | None) -> list[Finding]:
     """Findings about a run without Slurm."""
     run_root = disk.inspect(Path.cwd() / "runs")
-    return examine_local(machine.inspect(), run_root, checkpoint_size(config), config)
+    return examine_local(local.inspect(), run_root, checkpoint_size(config), config)
 
 
 def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:
@@ -95,7 +95,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
     if deep and slurm.config.known and run_root.measured:
         gpus = config is None or config.job.device == "cuda"
         node = compute_node.probe(profile, Path(run_root.measured.directory), gpus)
-    facts = Facts(
+    facts = ClusterFacts(
         slurm=slurm,
         software=software.inspect(profile.host_python, Path(plugstack) if plugstack else None),
         run_root=run_root,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.complete import complete_override, complete_run
+from launcher.cli.completion import complete_override, complete_run
 
 
 @click.command("fork", short_help="Start a new run from a checkpoint of another.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.complete import complete_run
+from launcher.cli.completion import complete_run
 
 if TYPE_CHECKING:
     from launcher.cli.show.log_lines import LogFollower

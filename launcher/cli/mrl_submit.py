@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.complete import complete_override, complete_recipe, complete_run
+from launcher.cli.completion import complete_override, complete_recipe, complete_run
 from launcher.recipe.changes import CHANGEABLE
 
 HELP = f"""Train what RECIPE describes: the name of a shipped recipe (`mrl recipes`) or a YAML file.

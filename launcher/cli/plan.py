@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 
 import click
 
-from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.cluster.choice import load_clusters
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import load_recipe
 
@@ -23,9 +22,7 @@ def command(recipe: str, overrides: tuple[str, ...], cluster: str | None, as_jso
     RECIPE is the name of a shipped recipe or a YAML file. Exit code 2: the layout is impossible.
     """
     asked = load_recipe(recipe, overrides)
-    clusters = load_clusters()
-    name = clusters.choose(cluster, os.environ, asked.config.cluster)
-    profile = None if name == LOCAL else clusters.profile(name)
+    name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     summary = plan_json(asked.config, plan, profile)
     if as_json:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
-from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.cluster.choice import load_clusters
 from launcher.fetch.prefetch import Cache, Need, fetch, needs
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
@@ -38,9 +37,7 @@ def command(
       2  the recipe or an argument cannot be used
     """
     config = load_recipe(recipe, overrides).config
-    clusters = load_clusters()
-    name = clusters.choose(cluster, os.environ, config.cluster)
-    profile = None if name == LOCAL else clusters.profile(name)
+    name, profile = load_clusters().choose_profile(cluster, config.cluster)
     cache, wanted = Cache.of(profile), needs(config, profile)
     if not check:
         for need in wanted:

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from launcher.cli.complete import complete_run
+from launcher.cli.completion import complete_run
 
 
 @click.command("requeue", short_help="Save, give the nodes back, queue again.")

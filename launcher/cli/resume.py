@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from launcher.cli.complete import complete_override, complete_run
+from launcher.cli.completion import complete_override, complete_run
 from launcher.recipe.changes import CHANGEABLE
 
 HELP = f"""Go on with RUN where it was saved: a new job (or local start) of the same run directory, the same recipe

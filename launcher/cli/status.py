@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.complete import complete_run
+from launcher.cli.completion import complete_run
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_UNKNOWN
 
 

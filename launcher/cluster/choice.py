@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
-from launcher.recipe.documents import locator, parse, read_text
+from launcher.recipe.located_yaml import locator, read_mapping, read_text
 from launcher.recipe.problems import Locate, validation_problems
 
 LOCAL = "local"
@@ -44,13 +44,14 @@ class Clusters:
     """As written; `profile` expands."""
     shipped: tuple[str, ...]
     environ: Mapping[str, str]
+    """Of whoever asks: MRL_CLUSTER, and what variables in a profile stand for."""
     _locate: Locate
 
     def names(self) -> list[str]:
         """All that a run can go to."""
         return [*sorted({*self.own, *self.shipped}), LOCAL]
 
-    def choose(self, cli: str | None, environ: Mapping[str, str], recipe_cluster: str | None) -> str:
+    def choose(self, cli: str | None, recipe_cluster: str | None) -> str:
         """The name of the cluster: --cluster, MRL_CLUSTER, the recipe's `cluster`, `default:` of the file, the only
         profile in it, `local`; the first of these that there is.
 
@@ -59,7 +60,7 @@ class Clusters:
         """
         asked = (
             ("--cluster", cli),
-            ("MRL_CLUSTER", environ.get("MRL_CLUSTER")),
+            ("MRL_CLUSTER", self.environ.get("MRL_CLUSTER")),
             ("the recipe's cluster", recipe_cluster),
             ("default", self.default),
         )
@@ -68,6 +69,11 @@ class Clusters:
                 self._check(source, name)
                 return name
         return next(iter(self.own)) if len(self.own) == 1 else LOCAL
+
+    def choose_profile(self, cli: str | None, recipe_cluster: str | None) -> tuple[str, Profile | None]:
+        """The name of the cluster (`choose`) and its profile; None: it is this machine. Raises BadInput."""
+        name = self.choose(cli, recipe_cluster)
+        return name, None if name == LOCAL else self.profile(name)
 
     def profile(self, name: str) -> Profile:
         """The profile called `name`, the user's own before a shipped one, with paths expanded.
@@ -79,7 +85,7 @@ class Clusters:
         if name in self.own:
             return _expanded(self.own[name], self.environ, lambda path: self._locate((name, *path)))
         file = f"{name}.yaml"
-        document = parse(file, (files("launcher.cluster.shipped") / file).read_text(encoding="utf-8"), "keys")
+        document = read_mapping(file, (files("launcher.cluster.shipped") / file).read_text(encoding="utf-8"), "keys")
         return _expanded(Profile.model_validate(document.value), self.environ, locator(file, document))
 
     def _check(self, source: str, name: str) -> None:
@@ -107,7 +113,7 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
     shipped = tuple(sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml")))
     if asked is None and not file.exists():
         return Clusters(str(file), None, {}, shipped, environ, lambda path: (str(file), False))
-    document = parse(str(file), read_text(file), "cluster profiles, such as lab: {partition: gpu, ...}")
+    document = read_mapping(str(file), read_text(file), "cluster profiles, such as lab: {partition: gpu, ...}")
     locate = locator(str(file), document)
     nested = "clusters" in document.value
     prefix = ("clusters",) if nested else ()

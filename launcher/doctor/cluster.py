@@ -78,7 +78,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Of the partition."""
+        """Name of the partition."""
         return self.partition["PartitionName"]
 
 

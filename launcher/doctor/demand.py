@@ -33,8 +33,6 @@ class Demand:
     """Container image; None: no containers."""
     save_every: int | Literal["auto"] | None
     """Steps between checkpoints, 0: none on the way; None: no recipe was given."""
-    save_limit_s: int | None
-    """Longest time a save may take; None: no recipe was given."""
     checkpoint_bytes: int | None
     """Size of one checkpoint, where it is known."""
     kept: int
@@ -76,9 +74,7 @@ def demand_of(
     if config is None:
         limit = time_limit_s(profile.time_limit)
         gpus = profile.gpus_per_node
-        return Demand(
-            "a run", 1, 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, None, 1, None, ""
-        )
+        return Demand("a run", 1, 1, gpus, gpus, limit, "the profile's time_limit", image, None, None, 1, None, "")
     measured = node_bytes_per_s * config.job.fewest_nodes if node_bytes_per_s else None
     speed = profile.fs_bandwidth * 1e9 if profile.fs_bandwidth else measured
     return Demand(
@@ -91,7 +87,6 @@ def demand_of(
         time_limit_key="job.time_limit" if config.job.time_limit else "the profile's time_limit",
         image=(config.image.reference or image) if image else None,
         save_every=config.save.every,
-        save_limit_s=config.save.timeout_s,
         checkpoint_bytes=checkpoint_bytes,
         kept=config.save.most_kept(config.training.steps) + 1,
         write_s=checkpoint_bytes / speed if checkpoint_bytes and speed else None,

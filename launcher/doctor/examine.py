@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launcher.backends.local import Machine
 from launcher.backends.probe.disk import Disk
-from launcher.backends.probe.machine import Machine
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
-from launcher.doctor import limits, local, nodes, preemption, software, storage
+from launcher.doctor import limits, nodes, preemption, software, storage
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
-from launcher.doctor.finding import Finding, error, note, ok, warning
+from launcher.doctor.finding import Finding, count, error, note, ok, warning
 from launcher.fetch.prefetch import Need
 from launcher.host.image.reference import is_path
 from megatron_rl.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ClusterFacts:
     """All that was collected, on this machine and, with --deep, on a compute node."""
 
     slurm: SlurmFacts
     software: Software
     run_root: Disk
     node: NodeFacts | None
-    """None: not demand for."""
+    """None: not asked for."""
     missing_secrets: tuple[str, ...]
     """Names of the profile's secrets that are not set in this shell."""
     missing_files: tuple[Need, ...]
@@ -39,7 +39,7 @@ class Facts:
     """Why mrl-submit would refuse the recipe there: a layout that does not fit, what the runtime cannot do yet."""
 
 
-def examine(facts: Facts, config: RunConfig | None, profile: Profile) -> list[Finding]:
+def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[Finding]:
     """Every finding, most general first.
 
     Args:
@@ -68,9 +68,37 @@ def examine_local(
     """Every finding of a run on this machine, without Slurm."""
     profile = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
     return [
-        *local.machine(machine, config),
+        *_on_machine(machine, config),
         *storage.run_root(run_root, demand_of(config, profile, checkpoint_bytes, _speed(run_root))),
     ]
+
+
+def _on_machine(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
+    """What the processors and packages of this machine mean for a local run."""
+    yield ok("local", "runs on this machine without Slurm; nobody preempts it, Ctrl-C saves and leaves")
+    if machine.missing:
+        yield error("packages", f"not installed: {', '.join(machine.missing)}", "pip install 'mrl[train]'")
+    else:
+        yield ok("packages", "what the ranks need is installed")
+    if config is None:
+        yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
+        return
+    ranks, job = config.job.world_size, config.job
+    if job.device == "cuda" and ranks > machine.gpus:
+        yield error(
+            "gpus",
+            f"{config.name} wants {count(ranks, 'GPU')}, this machine has {machine.gpus}",
+            "choose a cluster with --cluster (mrl-submit --help), or a smaller recipe",
+        )
+    threads = ranks * job.threads_per_rank
+    if job.device == "cpu" and threads > machine.cpus:
+        yield note(
+            "cpus",
+            f"{count(ranks, 'rank')} of {count(job.threads_per_rank, 'thread')} share {count(machine.cpus, 'CPU')}: "
+            "slower, with the same result",
+        )
+    elif job.device == "cpu":
+        yield ok("cpus", f"{count(threads, 'thread')} for {count(machine.cpus, 'CPU')}")
 
 
 def _speed(run_root: Disk) -> float | None:
@@ -95,7 +123,7 @@ def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Find
         yield from preemption.requeue(cluster)
 
 
-def _secrets_and_files(facts: Facts, profile: Profile) -> Iterator[Finding]:
+def _secrets_and_files(facts: ClusterFacts, profile: Profile) -> Iterator[Finding]:
     """Secrets and files that the job takes along."""
     if facts.missing_secrets:
         names = ", ".join(facts.missing_secrets)

@@ -23,22 +23,22 @@ class Finding:
 
 
 def ok(topic: str, text: str) -> Finding:
-    """As it should be."""
+    """A finding that all is as it should be."""
     return Finding("ok", topic, text)
 
 
 def note(topic: str, text: str, fix: str | None = None) -> Finding:
-    """Good to know."""
+    """A finding that is good to know."""
     return Finding("note", topic, text, fix)
 
 
 def warning(topic: str, text: str, fix: str) -> Finding:
-    """It runs, but may lose work or time."""
+    """A finding of a run that may lose work or time."""
     return Finding("warning", topic, text, fix)
 
 
 def error(topic: str, text: str, fix: str) -> Finding:
-    """It will not run."""
+    """A finding of a run that cannot be."""
     return Finding("error", topic, text, fix)
 
 

@@ -121,7 +121,7 @@ def fetch(need: Need, cache: Cache) -> bool:
     return ran.returncode == 0
 
 
-def import_image_here(config: RunConfig, profile: Profile) -> None:
+def import_image_on_login(config: RunConfig, profile: Profile) -> None:
     """Before a submission: what `image.import_on: login` asks for, unless the cache has it.
 
     Raises:

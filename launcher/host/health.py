@@ -41,7 +41,7 @@ FATAL_XIDS = {
 }  # https://docs.nvidia.com/deploy/xid-errors
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """What one check says: nothing, that the node is unfit, or that it could not look."""
 
     problems: List[str] = []
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
     facts: Dict[str, Any] = {}
 
 
-def check_gpus(wanted: int, listing: Optional[str], devices: Sequence[str]) -> Finding:
+def check_gpus(wanted: int, listing: Optional[str], devices: Sequence[str]) -> CheckResult:
     """Pure: whether there are as many GPUs as the job needs.
 
     Args:
@@ -57,18 +57,18 @@ def check_gpus(wanted: int, listing: Optional[str], devices: Sequence[str]) -> F
         devices: GPU device files.
     """
     if not wanted:
-        return Finding()
+        return CheckResult()
     found = len(devices) if listing is None else len(re.findall(r"^GPU \d+:", listing, re.M))
     problems = ["{} of {} GPUs are there".format(found, wanted)] if found < wanted else []
-    return Finding(problems, facts={"gpus": found})
+    return CheckResult(problems, facts={"gpus": found})
 
 
-def check_ecc(document: str) -> Finding:
+def check_ecc(document: str) -> CheckResult:
     """Pure: uncorrectable memory errors since the driver was loaded, from `nvidia-smi -q -x`."""
     try:
         gpus = ElementTree.fromstring(document).findall("gpu")
     except ElementTree.ParseError as error:
-        return Finding(skipped=["ECC: nvidia-smi -q -x cannot be read: {}".format(error)])
+        return CheckResult(skipped=["ECC: nvidia-smi -q -x cannot be read: {}".format(error)])
     problems = []
     for index, gpu in enumerate(gpus):
         errors = sum(_count(node) for node in gpu.iterfind("ecc_errors/volatile//*") if _is_uncorrectable(node))
@@ -78,10 +78,10 @@ def check_ecc(document: str) -> Finding:
             problems.append("GPU {} cannot remap a broken memory row".format(index))
         if (gpu.findtext("remapped_rows/remapped_row_pending") or "").strip() == "Yes":
             problems.append("GPU {} waits for a reset to remap a broken memory row".format(index))
-    return Finding(problems)
+    return CheckResult(problems)
 
 
-def check_xids(kernel_log: str, uptime: float) -> Finding:
+def check_xids(kernel_log: str, uptime: float) -> CheckResult:
     """Pure: fatal GPU errors in the last hour of `dmesg`, whose lines begin with seconds since boot."""
     problems = []
     for line in kernel_log.splitlines():
@@ -89,14 +89,14 @@ def check_xids(kernel_log: str, uptime: float) -> Finding:
         if match and uptime - float(match.group(1)) <= XID_WINDOW and int(match.group(3)) in FATAL_XIDS:
             xid = int(match.group(3))
             problems.append("GPU at {}: Xid {} ({})".format(match.group(2), xid, FATAL_XIDS[xid]))
-    return Finding(list(dict.fromkeys(problems)))
+    return CheckResult(list(dict.fromkeys(problems)))
 
 
-def check_shared_memory(free_mib: int, gpus: int) -> Finding:
+def check_shared_memory(free_mib: int, gpus: int) -> CheckResult:
     """Pure: whether /dev/shm has room for the ranks."""
     needed = max(SHM_MIB, SHM_MIB_PER_GPU * gpus)
     said = "/dev/shm has {} MiB free, {} are needed".format(free_mib, needed)
-    return Finding([said] if free_mib < needed else [], facts={"shm_free_mib": free_mib})
+    return CheckResult([said] if free_mib < needed else [], facts={"shm_free_mib": free_mib})
 
 
 def canary(folder: Path, host: str) -> None:
@@ -133,49 +133,51 @@ def within(limit: float, work: Callable[[], None]) -> Optional[str]:
 
 def examine(folder: Path, host: str, gpus: int) -> Tuple[NodeHealth, bool]:
     """(the report of this node, whether the shared file system takes it)."""
-    findings = [_shared_memory(gpus)]
+    results = [_shared_memory(gpus)]
     if gpus:
-        findings += _gpus(gpus)
+        results += _gpus(gpus)
     began = time.monotonic()
     hung = within(CANARY_LIMIT, lambda: canary(folder, host))
-    findings.append(
-        Finding(
+    results.append(
+        CheckResult(
             ["the shared file system at {}: {}".format(folder, hung)] if hung else [],
             facts={"canary_s": round(time.monotonic() - began, 3)},
         )
     )
-    problems = [problem for finding in findings for problem in finding.problems]
+    problems = [problem for result in results for problem in result.problems]
     facts: Dict[str, Any] = {}
-    for finding in findings:
-        facts.update(finding.facts)
-    skipped = [reason for finding in findings for reason in finding.skipped]
+    for result in results:
+        facts.update(result.facts)
+    skipped = [reason for result in results for reason in result.skipped]
     return NodeHealth(host, time.time(), not problems, problems, skipped, **facts), hung is None
 
 
-def _gpus(wanted: int) -> List[Finding]:
+def _gpus(wanted: int) -> List[CheckResult]:
     listing, problem = _output("nvidia-smi", "-L")
     if listing is None and problem is None:  # no such tool
         devices = glob.glob("/dev/nvidia[0-9]*")
-        return [check_gpus(wanted, None, devices), Finding(skipped=["ECC and Xid: no nvidia-smi on PATH"])]
+        return [check_gpus(wanted, None, devices), CheckResult(skipped=["ECC and Xid: no nvidia-smi on PATH"])]
     if problem:
-        return [Finding(["nvidia-smi: {}".format(problem)])]
-    findings = [check_gpus(wanted, listing, [])]
+        return [CheckResult(["nvidia-smi: {}".format(problem)])]
+    results = [check_gpus(wanted, listing, [])]
     document, problem = _output("nvidia-smi", "-q", "-x")
-    findings.append(check_ecc(document) if document else Finding(skipped=["ECC: nvidia-smi -q -x: {}".format(problem)]))
+    results.append(
+        check_ecc(document) if document else CheckResult(skipped=["ECC: nvidia-smi -q -x: {}".format(problem)])
+    )
     kernel_log, problem = _output("dmesg")
     if kernel_log is None:
-        findings.append(Finding(skipped=["Xid: dmesg: {}".format(problem or "not on PATH")]))
+        results.append(CheckResult(skipped=["Xid: dmesg: {}".format(problem or "not on PATH")]))
     else:
         with open("/proc/uptime") as file:
-            findings.append(check_xids(kernel_log, float(file.read().split()[0])))
-    return findings
+            results.append(check_xids(kernel_log, float(file.read().split()[0])))
+    return results
 
 
-def _shared_memory(gpus: int) -> Finding:
+def _shared_memory(gpus: int) -> CheckResult:
     try:
         found = os.statvfs("/dev/shm")
     except OSError as error:
-        return Finding(["/dev/shm: {}".format(error.strerror)])
+        return CheckResult(["/dev/shm: {}".format(error.strerror)])
     return check_shared_memory(found.f_bavail * found.f_frsize >> 20, gpus)
 
 

@@ -1,6 +1,6 @@
 """Supervise one attempt of a local run: its ranks are processes of this machine. Nothing survives this process.
 
-    python -m launcher.host.supervise --run-dir DIR --attempt N --ranks 2 --device cpu [-- COMMAND ...]
+    python -m launcher.host.supervise --run-dir DIR --attempt N --ranks 2 --device cpu -- COMMAND ...
 
 The drain file is the only channel in: whoever wants the run to stop writes Attempt.drain with a deadline (this
 process does so itself on SIGTERM, SIGINT, SIGHUP and when its owner dies); ranks that are still there shortly before
@@ -16,9 +16,8 @@ import time
 from typing import List, Optional
 
 from launcher.host.attempt.conclude import close, conclude_lost
-from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
 from launcher.host.attempt.runner import AttemptRunner
-from launcher.host.attempt.this_machine import ThisMachine
+from launcher.host.attempt.this_machine import LocalRanks, RankSettings, ThisMachine
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.process.signals import Signals
 from launcher.host.record.ledger import point_latest, write_line
@@ -91,7 +90,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     parser.add_argument(
         "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
     )
-    parser.add_argument("command", nargs="*", help="rank command, after --; default: python -m megatron_rl.rank_main")
+    parser.add_argument("command", nargs="+", help="of each rank, after --")
     return parser.parse_args(arguments)
 
 

@@ -14,7 +14,7 @@ from launcher.errors import BadInput
 from launcher.fetch import prefetch
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
-from launcher.job.script import Job, render
+from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
 from launcher.plan.summary import make_plan, plan_json
@@ -30,7 +30,7 @@ from megatron_rl.supported import not_yet
 class Draft:
     """A job that could be submitted."""
 
-    job: Job
+    job: PlannedJob
     notes: tuple[str, ...]
     """What the user should know and does not stop the job."""
     obstacles: tuple[str, ...]
@@ -53,7 +53,7 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
     if root.exists() and not root.is_dir():
         raise BadInput(f"{root}: is a file, not a directory")
-    job = Job(
+    job = PlannedJob(
         recipe=recipe,
         plan=make_plan(recipe, profile),
         plan_json={},
@@ -68,7 +68,7 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
     return Draft(job, tuple(_notes(job, update_code)), tuple(_obstacles(job)), render(job))
 
 
-def in_directory(job: Job, root: Path) -> Job:
+def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
     """The same job for a run directory, whose name is a part of its plan too."""
     config, profile = job.recipe.config, job.profile
     record = with_argv(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root)
@@ -92,7 +92,7 @@ def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]
         raise BadInput(f"--update-code: {error}") from error
 
 
-def _notes(job: Job, update_code: bool) -> list[str]:
+def _notes(job: PlannedJob, update_code: bool) -> list[str]:
     unset = [name for name in job.profile.secrets if not os.environ.get(name)]
     notes = [f"{name} is not set here, so the job will not have it (secrets of {job.cluster})" for name in unset]
     wandb = job.recipe.config.logging.wandb
@@ -110,7 +110,7 @@ def _notes(job: Job, update_code: bool) -> list[str]:
     return [*notes, *prefetch.missing(job.recipe.config, job.profile)]
 
 
-def _obstacles(job: Job) -> list[str]:
+def _obstacles(job: PlannedJob) -> list[str]:
     found = not_yet(job.recipe.config)
     config, profile = job.recipe.config.job, job.profile
     limit = time_limit_s(config.time_limit or profile.time_limit)

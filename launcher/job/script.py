@@ -46,7 +46,7 @@ class Shell(str):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PlannedJob:
     """All that a script is made of."""
 
     recipe: Recipe
@@ -64,16 +64,16 @@ class Job:
     """Of mrl."""
 
 
-def render(job: Job) -> str:
+def render(job: PlannedJob) -> str:
     """The script.
 
     Raises:
         BadInput: something cannot be written into a script, such as a path with a line break.
     """
     documents = _documents(job)
-    _refuse_unspeakable(job, documents)
+    _refuse_unwritable(job, documents)
     config, profile = job.recipe.config, job.profile
-    container = profile.container
+    asked = profile.container
     return (
         _templates()
         .get_template("job.sbatch.j2")
@@ -89,8 +89,9 @@ def render(job: Job) -> str:
             source=str(job.installed),
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
-            image=container is not None,
-            container_name=container and container.name and f"pyxis_{container.name}",
+            container=_shell(container(config, profile, job.run_dir)),
+            in_container=Shell('"${container[@]}" ' if asked else ""),
+            container_name=asked and asked.name and f"pyxis_{asked.name}",
             health=_health(job),
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,
@@ -102,7 +103,7 @@ def render(job: Job) -> str:
     )
 
 
-def _host_options(job: Job) -> Iterator[Shell]:
+def _host_options(job: PlannedJob) -> Iterator[Shell]:
     """Options of the process that decides (launcher.host.job), by lines."""
     config, profile = job.recipe.config, job.profile
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
@@ -116,7 +117,7 @@ def _host_options(job: Job) -> Iterator[Shell]:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 
 
-def header(job: Job) -> list[str]:
+def header(job: PlannedJob) -> list[str]:
     """The options of sbatch, `--name=value`, quoted as sbatch reads them."""
     config, profile = job.recipe.config.job, job.profile
     log = str(RunDir(job.run_dir).batch_log).replace("%", "%%")  # sbatch expands %
@@ -144,7 +145,7 @@ def header(job: Job) -> list[str]:
     return [*valued, *flags, *profile.sbatch]
 
 
-def _asked_nodes(job: Job) -> str:
+def _asked_nodes(job: PlannedJob) -> str:
     """What --nodes asks for. Spare nodes come on top at both ends of a range, so that with the fewest nodes too there
     is one to stand in; of more than the fewest, all but the spare ones work."""
     config = job.recipe.config.job
@@ -152,7 +153,7 @@ def _asked_nodes(job: Job) -> str:
     return "-".join(sorted(ends, key=int))
 
 
-def _outlives_nodes(job: Job) -> bool:
+def _outlives_nodes(job: PlannedJob) -> bool:
     """Whether the job can go on, in what is left of its allocation, when a node dies."""
     return job.plan.mode == "partitioned" or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
@@ -172,23 +173,22 @@ class _Step:
     """Seconds after which it is ended."""
 
 
-def _steps(job: Job) -> Iterator[_Step]:
+def _steps(job: PlannedJob) -> Iterator[_Step]:
     config, plan = job.recipe.config, job.plan
-    in_container = _shell(container(config, job.profile, job.run_dir))
     python = shlex.quote(rank_python(job.profile))
     run = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
     if _all_reduce(job):
         limit = job.profile.all_reduce_gbps
         slow = f" --slower-than {limit}" if limit else ""
+        tasks = f'--ntasks="$((${{#hosts[@]}} * {config.job.gpus_per_node}))"'
+        (each,) = shell_lines([per_node(config, job.profile, config.job.gpus_per_node)])
         yield _Step(
             function=Shell("fabric"),
             name=Shell("fabric"),
             options=[
-                Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {_tasks(config.job.gpus_per_node)}'),
-                *_shell([per_node(config, job.profile, config.job.gpus_per_node)]),
+                Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {tasks} {each}'),
                 # A rank of a bad node may die: the others have to find out whose it was.
                 Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
-                *in_container,
             ],
             command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
             comment=Shell("The nodes must also reach each other, and fast."),
@@ -198,7 +198,7 @@ def _steps(job: Job) -> Iterator[_Step]:
     yield _Step(
         function=Shell("train"),
         name=Shell("train"),
-        options=[*_shell(geometry(config, job.profile, plan, train, "train")), *in_container],
+        options=_shell(geometry(config, job.profile, plan, train, "train")),
         command=Shell(f"{python} -m {TRAINING} {run}"),
     )
     replicas = [step for step in plan.steps if step.replica is not None]
@@ -210,7 +210,7 @@ def _steps(job: Job) -> Iterator[_Step]:
         yield _Step(
             function=Shell("infer"),
             name=Shell('"$1"'),
-            options=[*_shell(geometry(config, job.profile, plan, first, "$1")), *in_container],
+            options=_shell(geometry(config, job.profile, plan, first, "$1")),
             command=Shell(f'{mine}{python} -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
         )
 
@@ -219,11 +219,6 @@ def _limited(seconds: int) -> Shell:
     """What goes before an srun: its --time begins with the step, for which it waits without end while a node is busy or
     does not answer."""
     return Shell(f"timeout --kill-after={END_S} {seconds}")
-
-
-def _tasks(per_node: int) -> str:
-    """The option that counts the ranks of a step whose nodes are counted when it starts."""
-    return f'--ntasks="$((${{#hosts[@]}} * {per_node}))"'
 
 
 def _shell(lines: Lines) -> list[Shell]:
@@ -236,12 +231,12 @@ def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
     return f'"$(seq -s, $(({first})) $(({first} + {step.tasks_per_node - 1})))"'
 
 
-def _all_reduce(job: Job) -> bool:
+def _all_reduce(job: PlannedJob) -> bool:
     config = job.recipe.config.job
     return job.profile.health_check and config.device == "cuda" and config.most_nodes > 1
 
 
-def _health(job: Job) -> dict[str, Any] | None:
+def _health(job: PlannedJob) -> dict[str, Any] | None:
     if not job.profile.health_check:
         return None
     config = job.recipe.config.job
@@ -251,7 +246,7 @@ def _health(job: Job) -> dict[str, Any] | None:
     }
 
 
-def _documents(job: Job) -> dict[str, str]:
+def _documents(job: PlannedJob) -> dict[str, str]:
     """What the first attempt makes the run directory of, by the name of the function that prints it."""
     ranks = job.plan_json["ranks"]
     head = {key: value for key, value in job.plan_json.items() if key != "ranks"}
@@ -264,7 +259,7 @@ def _documents(job: Job) -> dict[str, str]:
     }
 
 
-def _refuse_unspeakable(job: Job, documents: dict[str, str]) -> None:
+def _refuse_unwritable(job: PlannedJob, documents: dict[str, str]) -> None:
     problems = []
     if job.profile.container is not None:
         for path in (job.profile.run_root, str(job.run_dir)):

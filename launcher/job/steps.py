@@ -82,8 +82,8 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     log = Option("output", f"{LOGS}/{step.name}.%t.log", f'"$logs/{name}.%t.log"')
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
     # Slurm counts the CPUs of a node that several replicas share as taken by the first.
-    shared = [[Option("overlap")]] if step.tasks_per_node < plan.gpus_per_node else []
-    return [counts, per_node(config, profile, step.tasks_per_node), ending, *shared]
+    shared = [Option("overlap")] if step.tasks_per_node < plan.gpus_per_node else []
+    return [[*counts, *per_node(config, profile, step.tasks_per_node)], [*ending, *shared]]
 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:

@@ -22,7 +22,7 @@ from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
 from launcher.job.run_directory import opened
-from launcher.job.script import Job, header, render
+from launcher.job.script import PlannedJob, header, render
 from launcher.recipe.changes import Change
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
@@ -68,7 +68,7 @@ def submit(
         raise BadInput(drafted.obstacles)
     if which("sbatch") is None:
         raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
-    prefetch.import_image_here(drafted.job.recipe.config, drafted.job.profile)
+    prefetch.import_image_on_login(drafted.job.recipe.config, drafted.job.profile)
     name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
     with run_directory(given, name, parent) as root:
         job = in_directory(drafted.job, root.absolute())
@@ -91,7 +91,7 @@ def submit(
     return SubmittedJob(run, job_id, found.changes, notes, fresh)
 
 
-def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
+def _hand_over(job: PlannedJob, run: RunDir, after: Sequence[str]) -> str:
     """Submit the script and record its job; the job's id.
 
     Raises:
@@ -111,7 +111,7 @@ def _hand_over(job: Job, run: RunDir, after: Sequence[str]) -> str:
     return job_id
 
 
-def write_files(run: RunDir, job: Job, update_code: bool) -> None:
+def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
     """All that the job's first attempt would otherwise make from its script."""
     write(run.plan, from_json(PlanRecord, job.plan_json))
     write_atomic(run.script, render(job))

@@ -196,7 +196,7 @@ def _infer_colocated(rank: int, sizes: Sizes) -> Infer:
 
 
 def _infer_apart(rank: int, sizes: Sizes) -> Infer:
-    """rank: among those that generate."""
+    """The place of a rank, counted among those that generate."""
     replica, within = divmod(rank, sizes.replica_size)
     pp_rank, tp_rank = divmod(within, sizes.inference_tp)
     return Infer(replica=replica, rank=within, tp=tp_rank, pp=pp_rank)

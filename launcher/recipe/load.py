@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import BadInput
-from launcher.recipe.documents import locator, parse, read_text
-from launcher.recipe.located_yaml import Located, YamlProblems, dump, read
+from launcher.recipe.located_yaml import Located, YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.problems import Locate, did_you_mean, known_keys, validation_problems, where_named
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
@@ -58,7 +57,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = ()) -> Recipe:
         BadInput: with every problem found, each with its file and line or the override it came from.
     """
     file, text = _read_text(asked)
-    document = parse(file, text, _SECTIONS)
+    document = read_mapping(file, text, _SECTIONS)
     parsed = _parse_overrides(overrides)
     values = _apply(document.value, parsed)
     locate = _locator(file, document, parsed)
@@ -109,7 +108,7 @@ def read_resolved(path: Path) -> RunConfig:
     Raises:
         BadInput: it cannot be read, was damaged, or written by a version of mrl with other keys.
     """
-    document = parse(str(path), read_text(path), _SECTIONS)
+    document = read_mapping(str(path), read_text(path), _SECTIONS)
     try:
         return RunConfig.model_validate(document.value)
     except ValidationError as error:
@@ -130,7 +129,7 @@ def _read_text(asked: str) -> tuple[str, str]:
 
 def _locator_of(recipe: Recipe) -> Locate:
     file, _ = _read_text(recipe.asked)
-    return _locator(file, parse(file, recipe.text, _SECTIONS), _parse_overrides(recipe.overrides))
+    return _locator(file, read_mapping(file, recipe.text, _SECTIONS), _parse_overrides(recipe.overrides))
 
 
 def _locator(file: str, document: Located, overrides: Sequence[_Override]) -> Locate:

@@ -1,4 +1,4 @@
-"""YAML read safely, with the line of every key, so that any later complaint can point at it.
+"""YAML of the user's, read safely and with the line of every key, so that any later complaint can point at it.
 
 Differs from PyYAML's SafeLoader where a recipe would be misread in silence: `1e-3` is a number (YAML 1.1 wants
 `1.0e-3`), `4:00:00` is text (YAML 1.1 makes it 14400), a bare `=` is text, and a key given twice is an error instead
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-Path = tuple[str, ...]
+from launcher.errors import BadInput
+from launcher.recipe.problems import KeyPath, Locate
+from megatron_rl.contract.files import read_bytes
 
 
 class YamlProblems(Exception):
@@ -29,7 +32,7 @@ class Located:
     """A document and the 1-based line of each of its keys."""
 
     value: Any
-    lines: dict[Path, int]
+    lines: dict[KeyPath, int]
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -62,6 +65,49 @@ for _either in (_Loader, _Dumper):
     )
 
 
+def read_text(path: Path) -> str:
+    """The text of a regular file. Raises BadInput where it cannot be read or is not UTF-8."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: is not UTF-8 text (byte {error.start})") from error
+
+
+def read_mapping(file: str, text: str, holds: str) -> Located:
+    """The mapping in `text`.
+
+    Args:
+        file: what to call it in complaints.
+        holds: what a mapping is expected of, such as `sections such as model: and grpo:`.
+
+    Raises:
+        BadInput: it is not YAML or not a mapping; every problem found, each with its line.
+    """
+    try:
+        document = read(text)
+    except YamlProblems as error:
+        raise BadInput(
+            f"{file}:{line}: {what}" if line is not None else f"{file}: {what}" for line, what in error.problems
+        ) from error
+    if not isinstance(document.value, dict):
+        raise BadInput(f"{file}: expected a mapping of {holds}")
+    return document
+
+
+def locator(file: str, document: Located) -> Locate:
+    """Where a key was given: its own line, or that of the nearest section around it."""
+
+    def locate(path: tuple[str, ...]) -> tuple[str, bool]:
+        for end in range(len(path), 0, -1):
+            if path[:end] in document.lines:
+                return f"{file}:{document.lines[path[:end]]}", False
+        return file, False
+
+    return locate
+
+
 def dump(value: Any) -> str:
     """YAML that reads back as `value`, with `read` and with yaml.safe_load."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -80,7 +126,7 @@ def read(text: str) -> Located:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            lines: dict[Path, int] = {}
+            lines: dict[KeyPath, int] = {}
             problems: list[tuple[int | None, str]] = []
             if node is not None:
                 _walk(node, (), (), lines, problems)
@@ -91,16 +137,16 @@ def read(text: str) -> Located:
             loader.dispose()
     except yaml.YAMLError as error:
         raise YamlProblems([_explain(error)]) from error
-    except ValueError as error:  # a tag such as !!int that its text does not fit, or a date such as 2024-13-01
+    except (ValueError, RecursionError) as error:  # !!int with a text that it does not fit, the date 2024-13-01
         raise YamlProblems([(None, f"not valid YAML: {error}")]) from error
     return Located(value, lines)
 
 
 def _walk(
     node: yaml.Node,
-    path: Path,
+    path: KeyPath,
     above: tuple[yaml.Node, ...],
-    lines: dict[Path, int],
+    lines: dict[KeyPath, int],
     problems: list[tuple[int | None, str]],
 ) -> None:
     """Note the line of every key below `node`, and what YAML itself lets pass."""

@@ -9,15 +9,17 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-Path = tuple[str, ...]
-Locate = Callable[[Path], tuple[str, bool]]
+KeyPath = tuple[str, ...]
+Locate = Callable[[KeyPath], tuple[str, bool]]
 """Path of a key -> where it was given (`my.yaml:7`), and whether that is an override."""
 
 _UNITS = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
-def validation_problems(error: ValidationError, model: type[BaseModel], locate: Locate, prefix: Path = ()) -> list[str]:
+def validation_problems(
+    error: ValidationError, model: type[BaseModel], locate: Locate, prefix: KeyPath = ()
+) -> list[str]:
     """A sentence for each problem that pydantic found.
 
     Args:
@@ -31,11 +33,11 @@ def validation_problems(error: ValidationError, model: type[BaseModel], locate: 
     return [_sentence(dict(detail), schema, known, locate, prefix) for detail in error.errors(include_url=False)]
 
 
-def known_keys(schema: Mapping[str, Any]) -> dict[Path, Mapping[str, Any]]:
+def known_keys(schema: Mapping[str, Any]) -> dict[KeyPath, Mapping[str, Any]]:
     """Every key that a JSON schema describes, sections included, with its own schema."""
-    found: dict[Path, Mapping[str, Any]] = {}
+    found: dict[KeyPath, Mapping[str, Any]] = {}
 
-    def visit(node: Mapping[str, Any], path: Path) -> None:
+    def visit(node: Mapping[str, Any], path: KeyPath) -> None:
         for name, child in node.get("properties", {}).items():
             resolved = _resolve(child, schema)
             found[(*path, name)] = resolved
@@ -46,21 +48,21 @@ def known_keys(schema: Mapping[str, Any]) -> dict[Path, Mapping[str, Any]]:
     return found
 
 
-def did_you_mean(path: Path, known: Mapping[Path, Any]) -> str:
+def did_you_mean(path: KeyPath, known: Mapping[KeyPath, Any]) -> str:
     """` (did you mean X?)`, or nothing where no known key resembles the unknown one."""
     siblings = [key[-1] for key in known if key[:-1] == path[:-1]]
     close = difflib.get_close_matches(path[-1], siblings, n=1)
     elsewhere = [".".join(key) for key in known if key[-1] == path[-1]]
-    guess = (close + elsewhere)[:1]
+    guess = close or difflib.get_close_matches(".".join(path), elsewhere, n=1, cutoff=0.0)
     return f" (did you mean {guess[0]}?)" if guess else ""
 
 
 def _sentence(
     detail: dict[str, Any],
     schema: Mapping[str, Any],
-    known: Mapping[Path, Mapping[str, Any]],
+    known: Mapping[KeyPath, Mapping[str, Any]],
     locate: Locate,
-    prefix: Path,
+    prefix: KeyPath,
 ) -> str:
     path = tuple(str(part) for part in detail["loc"])
     kind = detail["type"]
@@ -85,7 +87,9 @@ def _sentence(
     )
 
 
-def _schema_of(path: Path, known: Mapping[Path, Mapping[str, Any]], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _schema_of(
+    path: KeyPath, known: Mapping[KeyPath, Mapping[str, Any]], schema: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """The schema of the value at `path`, which may be an item of a list or mapping; else that of the nearest key around
     it."""
     for end in range(len(path), 0, -1):
@@ -96,7 +100,7 @@ def _schema_of(path: Path, known: Mapping[Path, Mapping[str, Any]], schema: Mapp
     return schema
 
 
-def where_named(message: str, locate: Locate, section: Path = (), prefix: Path = ()) -> str:
+def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: KeyPath = ()) -> str:
     """Where to point when a section is wrong as a whole: at a key that the message names, one that was overridden
     first."""
     here, _ = locate((*prefix, *section))

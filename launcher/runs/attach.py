@@ -10,7 +10,7 @@ from megatron_rl.contract.run_records import PlanRecord
 SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash; exec sh")
 """Not every image has bash."""
 
-DEAF = 'trap "" USR1 USR2; exec "$@"'
+IGNORING_DRAIN = 'trap "" USR1 USR2; exec "$@"'
 """A drain signals every step of the job, and only the ranks know what to do about it."""
 
 
@@ -52,6 +52,6 @@ def command_line(job_id: str, host: str, container: Sequence[str], command: Sequ
         command: what to run there; empty: a shell.
         terminal: whether there is somebody at a terminal.
     """
-    deaf = ["sh", "-c", DEAF, "attach", *(command or SHELL)]
+    shell = ["sh", "-c", IGNORING_DRAIN, "attach", *(command or SHELL)]
     where = [f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0"]
-    return ["srun", *where, "--job-name=attach", *(["--pty"] if terminal else []), *container, *deaf]
+    return ["srun", *where, "--job-name=attach", *(["--pty"] if terminal else []), *container, *shell]

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import yaml
-
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.backends.slurm.reasons import wait_of
 from launcher.errors import BadInput
@@ -16,9 +14,9 @@ from launcher.host.judge.policy import STARTS_AGAIN, SUCCESSOR
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
-from launcher.host.slurm.words import CLOCK_S
-from launcher.recipe.documents import read_text
-from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, Requeued
+from launcher.host.slurm.formats import CLOCK_S
+from launcher.recipe.located_yaml import read_mapping, read_text
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, LedgerLine, Requeued
 from megatron_rl.contract.codes import DRAINED, LOST, STOPPED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, if_readable, read, read_lines
@@ -47,8 +45,6 @@ UNSURE = ("unknown", "unreadable")
 
 ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
 
-LedgerLine = AttemptStart | AttemptEnd
-
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
@@ -71,7 +67,7 @@ class RunStatus:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return str(self.run.root.absolute().name)
 
     @property
@@ -133,15 +129,9 @@ def job_id_of(run: RunDir) -> str | None:
 
 
 def resolved_values(run: RunDir) -> dict[str, Any]:
-    """resolved.yaml without the checks, which its writer has made and which are slow for a list of runs. Raises
-    BadInput where it is no mapping."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        values = yaml.load(read_text(run.resolved), loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadInput(f"{run.resolved}: is damaged: {str(error).splitlines()[0]}") from error
-    if not isinstance(values, dict):
-        raise BadInput(f"{run.resolved}: is damaged: it holds no mapping")
+    """The sections of resolved.yaml, without the checks, which its writer has made and which are slow for many runs.
+    Raises BadInput where there are none."""
+    values: dict[str, Any] = read_mapping(str(run.resolved), read_text(run.resolved), "the sections of a recipe").value
     return values
 
 

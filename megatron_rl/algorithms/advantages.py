@@ -34,14 +34,6 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_
     return deviation / (STD_EPSILON + std)[group]
 
 
-def group_std(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Population standard deviation of each group's rewards, [groups] fp32; 0 where a group has no trajectory.
-
-    Arguments as for `group_advantages`.
-    """
-    return _mean(_deviation(rewards, group, num_groups).square(), group, num_groups).sqrt()
-
-
 def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
     """Reward minus the group's mean, [trajectories] fp32."""
     rewards = rewards.detach().float()

@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+KlEstimator = Literal["k1", "k2", "k3"]
+
+LossReduction = Literal["token", "sequence"]
+
 
 class OverlongConfig(Section):
     """What happens to answers that hit `sampling.max_new_tokens`."""
@@ -47,11 +51,11 @@ class GrpoConfig(Section):
     eps_high: NonNegativeFloat = 0.2
     advantage_std: bool = True
     """Divide advantages by the group's standard deviation; false is Dr. GRPO (arXiv 2503.20783)."""
-    reduction: Literal["token", "sequence"] = "token"
+    reduction: LossReduction = "token"
     """token: mean over all answer tokens of the global batch. sequence: mean over answers of their token means."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the initial weights; at 0 the reference model is neither kept nor run."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KlEstimator = "k3"
     """http://joschu.net/blog/kl-approx.html"""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Bonus on -p log p of the sampled tokens."""

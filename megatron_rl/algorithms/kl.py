@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-KlEstimator = Literal["k1", "k2", "k3"]
+from megatron_rl.algorithms.config import KlEstimator
 
 LARGEST_D = 20.0
 """k3 takes d for no more than this: exp of 88 is infinite in fp32, and a token the policy all but dropped would decide

@@ -93,7 +93,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
 
 
 def _statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
-    """Of values that are 0 where a token is not trained, with one reduction for all of them."""
+    """Statistics of values that are 0 where a token is not trained, with one reduction for all of them."""
     values = torch.stack([value.to(torch.float32) for value in per_token.values()])
     sums = dict(zip(per_token, values.sum(dim=1).unbind(), strict=True))
     # The two maxima are of values never below 0: a column of zeros changes neither and gives an empty micro-batch one.

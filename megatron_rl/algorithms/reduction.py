@@ -6,14 +6,12 @@ then simply add up, so that neither packing nor the data-parallel layout changes
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-Reduction = Literal["token", "sequence"]
+from megatron_rl.algorithms.config import LossReduction
 
 
-def local_normaliser(lengths: Tensor, trained: Tensor, reduction: Reduction) -> float:
+def local_normaliser(lengths: Tensor, trained: Tensor, reduction: LossReduction) -> float:
     """This rank's part of the normaliser: its trained tokens, or its trained answers that have a token.
 
     Args:
@@ -27,7 +25,7 @@ def local_normaliser(lengths: Tensor, trained: Tensor, reduction: Reduction) -> 
     return float((counted * trained).sum())
 
 
-def token_weights(lengths: Tensor, trained: Tensor, reduction: Reduction, normaliser: float) -> Tensor:
+def token_weights(lengths: Tensor, trained: Tensor, reduction: LossReduction, normaliser: float) -> Tensor:
     """Weight of every token of each answer, such that the sum of weight * token loss is the global mean.
 
     `token`: 1 / normaliser, the mean over all trained tokens (DAPO, arXiv 2503.14476).

@@ -59,7 +59,7 @@ def failure_history(ledger: Iterable[AttemptStart | AttemptEnd], now: float) -> 
 
 
 def best_interval_s(cost: Cost, mean_time_between_failures_s: float) -> float:
-    """From the start of one save to that of the next, so that saving and repeated work together take least time.
+    """Seconds from the start of one save to that of the next, so that saving and repeated work take least time.
 
     What is written behind the loop costs the loop nothing, so only the blocked seconds count as cost; but a save
     cannot begin before the one under way is done.

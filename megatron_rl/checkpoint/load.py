@@ -109,13 +109,6 @@ def restore_newest(
     return None
 
 
-def load(
-    folder: Path, sharded_state: dict[str, Any], control: dist.ProcessGroup
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`verify` and `read` in one."""
-    return read(verify(folder, control), sharded_state)
-
-
 def verify(folder: Path, control: dist.ProcessGroup) -> VerifiedCheckpoint:
     """Read and hash all files of a checkpoint, each rank its share of them. Collective over all ranks.
 

@@ -67,7 +67,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Of the content alone: another save of the same state has another one only where a file differs."""
+        """Hash of the content alone: another save of the same state has another one only where a file differs."""
         return _digest({name: record.sha256 for name, record in self.files.items()})
 
     @property

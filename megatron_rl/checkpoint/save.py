@@ -26,10 +26,8 @@ from megatron_rl.checkpoint.interval import Cost
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
 from megatron_rl.checkpoint.publish import CheckpointError, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
-from megatron_rl.checkpoint.writer import Outcome, Published, SaveFailed, SaveUnderWay, Writer
+from megatron_rl.checkpoint.writer import CheckpointWriter, Published, SaveFailed, SaveOutcome, SaveUnderWay
 from megatron_rl.contract.paths import RunDir
-
-__all__ = ["Checkpointer", "Outcome", "Published", "SaveFailed"]
 
 
 class Checkpointer:
@@ -50,11 +48,11 @@ class Checkpointer:
         self._session = session[0]
         self._saves = 0  # calls of `save`; every rank counts the same
         self._copies = HostCopies()
-        self._writer = Writer(run_dir, config, rank, dist.get_world_size())
+        self._writer = CheckpointWriter(run_dir, config, rank, dist.get_world_size())
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._under_way: tuple[SaveUnderWay, Future[Outcome]] | None = None
-        self._last: Outcome | None = None
-        self._unread: list[Outcome] = []
+        self._under_way: tuple[SaveUnderWay, Future[SaveOutcome]] | None = None
+        self._last: SaveOutcome | None = None
+        self._unread: list[SaveOutcome] = []
         self._blocked_s: float | None = None
         self._total_s: float | None = None
         self.published: int | None = None
@@ -100,7 +98,7 @@ class Checkpointer:
         self._blocked_s = save.blocked_s = time.monotonic() - started
         self._under_way = save, self._thread.submit(self._writer.run, save)
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """Outcomes since the last call, oldest first, published or failed alike on every rank; never waits. To
         be printed by rank 0 and counted: a SaveFailed does not stop the run."""
         self._finish_what_is_done()
@@ -133,7 +131,7 @@ class Checkpointer:
             self._under_way[0].given_up = reason
 
     def wait(self, *, until: float | None = None, final: bool = False) -> bool:
-        """Until nothing is under way; at most until the deadline of that save plus a grace, or `until`
+        """Wait until nothing is under way; at most until the deadline of that save plus a grace, or `until`
         (time.monotonic()).
 
         Returns False where this rank's write is still under way after that. With `final`, raises CheckpointError unless
@@ -162,7 +160,7 @@ class Checkpointer:
             self._under_way = None
             self._note(outcome)
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: SaveOutcome) -> None:
         self._last = outcome
         if isinstance(outcome, Published):
             self._total_s = outcome.total_s

@@ -59,7 +59,7 @@ class SaveFailed:
         return f"the checkpoint of step {self.step} was not saved: {self.reason}. The previous one is untouched"
 
 
-Outcome = Published | SaveFailed
+SaveOutcome = Published | SaveFailed
 
 
 @dataclass
@@ -101,7 +101,7 @@ class SaveUnderWay:
             raise Abandoned(f"the process ends: {waiting_for}")
 
 
-class Writer:
+class CheckpointWriter:
     """This rank's part of every save of a run; one at a time."""
 
     def __init__(self, run_dir: RunDir, config: SaveConfig, rank: int, world_size: int) -> None:
@@ -113,7 +113,7 @@ class Writer:
         self.parent: int | None = None
         """Step of the checkpoint that the next one follows in this line of training; used on rank 0."""
 
-    def run(self, save: SaveUnderWay) -> Outcome:
+    def run(self, save: SaveUnderWay) -> SaveOutcome:
         try:
             save.folder.mkdir(parents=True, exist_ok=True)
             if self._rank == 0:
@@ -127,7 +127,7 @@ class Writer:
                 self._give_up(save, reason)
             return SaveFailed(save.step, reason)
 
-    def _lead(self, save: SaveUnderWay) -> Outcome:
+    def _lead(self, save: SaveUnderWay) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, 0, lambda: save.check("rank 0 is writing"))
         parts = [part, *self._collect(save)]
         files = {name: record for part in parts for name, record in part.files.items()}
@@ -174,7 +174,7 @@ class Writer:
         # The empty folder stays as the sign; it goes with the next publication or start.
         self._withdrawn += [save.withdrawn, save.folder]
 
-    def _follow(self, save: SaveUnderWay) -> Outcome:
+    def _follow(self, save: SaveUnderWay) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
         _put(_part_file(save.folder, self._rank), pickle.dumps(part))
         for _ in _looks():
@@ -230,7 +230,7 @@ def _failure_file(folder: Path, rank: int) -> Path:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """For the other ranks to see whole or not at all; it is not kept, so it need not be durable."""
+    """Write what the other ranks see whole or not at all; it is not kept, so it need not be durable."""
     unnamed = path.with_name(f"{path.name}.tmp")
     unnamed.write_bytes(content)
     unnamed.rename(path)

@@ -4,7 +4,7 @@ Times are unix seconds by the writer's clock, durations seconds. A rank is its n
 host side is the batch host's process of a Slurm job or the supervisor of a local run.
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Union
 
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.contract.shapes import record
@@ -228,6 +228,7 @@ class AttemptEnd(NamedTuple):
     seconds: Optional[float] = None  # of the attempt; None: whoever ran it could not say, this was written later
 
 
+LedgerLine = Union[AttemptStart, AttemptEnd]
 LEDGER = (AttemptStart, AttemptEnd)
 """Lines of attempts.jsonl: read_lines(LEDGER, run.attempts_ledger)."""
 

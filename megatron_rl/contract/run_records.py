@@ -90,7 +90,7 @@ class Fork(NamedTuple):
 
 @record()
 class WandbRun(NamedTuple):
-    """wandb.json: the W&B run that shows this one. Written and read by metrics.tell_wandb of one attempt after the
+    """wandb.json: the W&B run that shows this one. Written and read by metrics.wandb.tell of one attempt after the
     other. Not in a checkpoint: a fork begins as one and has its own."""
 
     id: str

@@ -35,8 +35,7 @@ from megatron_rl.contract.attempt_records import Address, AllReduce
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Absent, Unreadable, read, write
 from megatron_rl.contract.shapes import from_json, to_json
-from megatron_rl.fabric.findings import findings, is_bad, summary, whole_nodes, worst
-from megatron_rl.fabric.ring import Edge, rounds
+from megatron_rl.fabric.findings import Edge, findings, is_bad, rounds, summary, whole_nodes, worst
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
-from megatron_rl.inference.randomness import uniforms
-from megatron_rl.inference.sampling import SamplingRows, sample
+from megatron_rl.inference.sampling import SamplingRows, sample, uniforms
 from megatron_rl.inference.scheduler import Prefill, RowAnswer, StepPlan
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.metrics.stats import LossStats, Number, StepStats
@@ -23,9 +23,11 @@ PROMPT_TOO_LONG = "prompt too long"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step over all ranks: what its metrics are made of."""
+class StepReport:
+    """What one rank has to say of a step, or all of them together: then its metrics are made of it. All but `stats`,
+    `dropped` and `failures` is the same on every rank."""
 
+    step: int
     stats: StepStats
     generation_rounds: int
     first_ordinal: int
@@ -33,48 +35,48 @@ class Step:
     policy_version: int
     """At the end of the step."""
     dropped: Mapping[int, str]
-    """Ordinals settled without training, and why, in their order."""
+    """Ordinals settled without training, and why; of all ranks in their order."""
     failures: Mapping[str, int]
     """Answers lost, by reason."""
-    ranks: int
-    seconds: Mapping[str, float]
-    """Of each category in TIMED, the mean over the ranks."""
+    ranks: int = 1
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of all ranks: of each category in TIMED, the mean over them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     meaning: str
-    value: Callable[[Step], Any] | None = None
+    value: Callable[[StepReport], Any] | None = None
     """Of one step; None where it does not exist in it. Left out where the metric is not made of a step."""
 
 
-def _of_answers(total: Callable[[StepStats], Number]) -> Callable[[Step], Any]:
+def _of_answers(total: Callable[[StepStats], Number]) -> Callable[[StepReport], Any]:
     """Mean over the answers."""
     return lambda step: total(step.stats) / step.stats.batch.answers
 
 
-def _of_tokens(total: Callable[[LossStats], Number | None]) -> Callable[[Step], Any]:
+def _of_tokens(total: Callable[[LossStats], Number | None]) -> Callable[[StepReport], Any]:
     """Mean over the trained tokens of all updates."""
 
-    def mean(step: Step) -> Any:
+    def mean(step: StepReport) -> Any:
         value = _if_trained(total)(step)
         return None if value is None or step.stats.loss is None else value / step.stats.loss.tokens
 
     return mean
 
 
-def _if_trained(value: Callable[[LossStats], Number | None]) -> Callable[[Step], Any]:
-    """Of the trained tokens, where there are any."""
+def _if_trained(value: Callable[[LossStats], Number | None]) -> Callable[[StepReport], Any]:
+    """A value of the loss in steps that trained on any token; None in others."""
     return lambda step: value(step.stats.loss) if step.stats.loss is not None and step.stats.loss.tokens else None
 
 
-def _reward_std(step: Step) -> float:
+def _reward_std(step: StepReport) -> float:
     batch = step.stats.batch
     mean = float(batch.reward / batch.answers)
     return math.sqrt(max(0.0, float(batch.reward_squared / batch.answers) - mean**2))
 
 
-def _seconds(step: Step) -> float:
+def _seconds(step: StepReport) -> float:
     return sum(step.seconds.values())
 
 
@@ -180,7 +182,7 @@ STEP_METRICS: dict[str, Metric] = {
 }
 
 
-def metrics_of(step: Step) -> dict[str, Any]:
+def metrics_of(step: StepReport) -> dict[str, Any]:
     """What a step's line of metrics.jsonl says."""
     values = {name: metric.value(step) for name, metric in STEP_METRICS.items() if metric.value}
     return {name: value for name, value in values.items() if value is not None}

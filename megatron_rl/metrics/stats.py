@@ -117,7 +117,7 @@ class StepStats:
 
 
 def combined(parts: Sequence[LossStats]) -> LossStats:
-    """Of several micro-batches, at least one."""
+    """The statistics of several micro-batches, at least one, as one."""
     if len(parts) == 1:
         return parts[0]
     whole: dict[str, Any] = {}

@@ -38,8 +38,8 @@ class RolloutView(Protocol):
         """Whole groups as text, `limit` at most."""
 
 
-class Writer(Protocol):
-    """What the training loop writes, whichever rank it runs on."""
+class Writer:
+    """What the training loop writes, whichever rank it runs on: this one, of the ranks other than 0, writes nothing."""
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step."""
@@ -60,29 +60,7 @@ class Writer(Protocol):
         """End, once the outcome of the attempt is written."""
 
 
-class NoMetrics:
-    """The writer of the ranks other than 0: writes nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        pass
-
-    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        pass
-
-    def timeline(self, line: TimelineLine) -> None:
-        pass
-
-    def rollouts(self, step: int, view: RolloutView) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class MetricsWriter:
+class MetricsWriter(Writer):
     """The writer of rank 0. After a restart the record is first cut back to the checkpoint the run goes on from."""
 
     def __init__(

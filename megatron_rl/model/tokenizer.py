@@ -25,9 +25,6 @@ class Tokenizer(Protocol):
         """The token that ends an answer."""
         ...
 
-    @property
-    def pad_id(self) -> int: ...
-
     def encode(self, text: str) -> list[int]:
         """Tokens of `text` as it stands: no special token is added, so a prompt template writes its own."""
         ...
@@ -49,7 +46,6 @@ class CharacterTokenizer:
         self._ids = {character: index for index, character in enumerate(alphabet)}
         self._text = [*alphabet, "", ""]
         self.eos_id = len(alphabet)
-        self.pad_id = len(alphabet) + 1
         self.vocab_size = len(alphabet) + 2
 
     def encode(self, text: str) -> list[int]:
@@ -78,7 +74,6 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self.eos_id: int = tokenizer.eos_token_id
-        self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

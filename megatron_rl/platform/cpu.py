@@ -83,7 +83,7 @@ def _replace(module_name: str, attribute: str, value: object) -> None:
     if not hasattr(module, attribute):
         raise UnsupportedPlatform(
             f"{module_name}.{attribute}, which the CPU platform patches, is gone from this megatron-core: "
-            "install a supported version (see megatron_rl/platform/__init__.py)"
+            "install a supported version (see megatron_rl/platform/select.py)"
         )
     setattr(module, attribute, value)
 
@@ -108,15 +108,6 @@ class _CpuCuda:
 
     def current_stream(self) -> None:
         """There is none; 0.19.2 asks before it reduces gradients and uses it only with CUDA graphs."""
-
-    def attention_layout(self, packed: PackedSequences) -> Layout:
-        return dense_layout(packed, self.device)
-
-    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
-        return whole_linears(config)
-
-    def synchronize(self) -> None:
-        pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)

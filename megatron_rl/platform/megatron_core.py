@@ -1,7 +1,7 @@
 """Import this before megatron-core: what it would load on import, and no run of ours needs by then, is not loaded.
 
 It decorates some seventy functions with torch.compile, which loads torch's compilers, and asks whether there is a
-wandb, which in a run of ours is another process's (metrics/mirror.py). Together half of what a rank takes to start.
+wandb, which in a run of ours is another process's (metrics/wandb/). Together half of what a rank takes to start.
 
 Nor does it find Transformer Engine and Apex, which are in NVIDIA's images. Where it can import them it takes their
 norm for the last layer and their Adam, whatever the layers are made of: a CPU can run neither, and a checkpoint of one

@@ -47,7 +47,7 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class BlackBox:
-    """Of one rank.
+    """The black box of one rank.
 
     Args:
         size: ranks of the world.

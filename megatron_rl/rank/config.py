@@ -87,7 +87,7 @@ class JobConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the most nodes. How many there are is the ranks' own affair (training.world)."""
+        """Ranks of the most nodes. How many there are is the ranks' own affair (rank.world)."""
         return self.most_nodes * self.gpus_per_node
 
 

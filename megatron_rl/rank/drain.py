@@ -33,7 +33,7 @@ class DrainListener:
         self._signal = "a request"
 
     def listen(self, early: Callable[[], None]) -> None:
-        """From here on signals are heard, even while the main thread is inside a library that waits for other ranks.
+        """Notice signals from here on, even while the main thread is inside a library that waits for other ranks.
 
         early: called, in a thread of its own, for a request that comes before `started`.
         """
@@ -51,7 +51,7 @@ class DrainListener:
             os.write(written, bytes([DRAIN_SIGNAL]))
 
     def started(self) -> None:
-        """From here on a request waits for the next safe point."""
+        """Have a request wait for the next safe point from here on."""
         self._early = None
 
     def _request(self, number: int, frame: FrameType | None) -> None:

@@ -26,6 +26,7 @@ from megatron_rl.agent.api import Demonstrator
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
@@ -106,7 +107,7 @@ def _train(
 
 
 def cache_path(config: RunConfig) -> Path:
-    """Where the taught weights of this configuration are kept; `MRL_CACHE` moves the cache."""
+    """Where the taught weights of this configuration are kept; MRL_CACHE (CACHE_VARIABLE) moves the cache."""
     depends_on = {
         "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed"}),
         "tokenizer": config.tokenizer.model_dump(),
@@ -116,7 +117,7 @@ def cache_path(config: RunConfig) -> Path:
     }
     key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mrl"
-    return Path(os.environ.get("MRL_CACHE", home)) / "supervised" / f"{key}.pt"
+    return Path(os.environ.get(CACHE_VARIABLE, home)) / "supervised" / f"{key}.pt"
 
 
 def _read(path: Path) -> dict[str, torch.Tensor] | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_rl.checkpoint.config import SaveConfig
+from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.save import Checkpointer, Published, SaveFailed
 from megatron_rl.contract.paths import RunDir
 
@@ -25,6 +26,13 @@ _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 
 def checkpointer(folder: Path, **config: Any) -> Checkpointer:
     return Checkpointer(RunDir(folder), SaveConfig(**config), world())
+
+
+def load(
+    folder: Path, sharded_state: dict[str, Any], control: dist.ProcessGroup
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State and meta of a checkpoint, every byte of which was verified."""
+    return read(verify(folder, control), sharded_state)
 
 
 def world() -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""Facts of recorded clusters, and what tests of the doctor vary about them."""
+"""ClusterFacts of recorded clusters, and what tests of the doctor vary about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.backends.probe.disk import Disk, Measured
 from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
-from launcher.doctor.examine import Facts, examine
+from launcher.doctor.examine import ClusterFacts, examine
 from launcher.doctor.finding import Finding
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
@@ -59,10 +59,10 @@ def software(**changes: Any) -> Software:
     return replace(Software(Fact("3.9.2\n"), "0.24.0", frozenset({"nvcr.io"}), credentials, False), **changes)
 
 
-def facts(cluster: str | SlurmFacts, **changes: Any) -> Facts:
+def facts(cluster: str | SlurmFacts, **changes: Any) -> ClusterFacts:
     """A login node where nothing is missing."""
     said = slurm(cluster) if isinstance(cluster, str) else cluster
-    return replace(Facts(said, software(), disk(), None, (), (), None, ()), **changes)
+    return replace(ClusterFacts(said, software(), disk(), None, (), (), None, ()), **changes)
 
 
 def config(cluster: str, **changes: str) -> str:

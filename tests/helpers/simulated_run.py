@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,8 @@ class Simulation:
 
         later = _Later(behind)
         drain.on_look = look
+        loop = asyncio.new_event_loop()
+        runner = asyncio.Runner(loop_factory=lambda: loop)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attempt_module, "select", lambda job, local_rank: self.platform)
             patch.setattr(attempt_module, "connect", lambda *_: self.groups)
@@ -137,6 +140,7 @@ class Simulation:
             patch.setattr(run_module, "build_models", self._build_models)
             patch.setattr(run_module, "Engine", lambda policy, *_: _Engine(policy))
             patch.setattr(run_module, "Trainer", _Trainer)
+            patch.setattr(run_module.asyncio, "Runner", lambda: runner)
             patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)
@@ -149,6 +153,7 @@ class Simulation:
                 )
             except Killed:
                 ending = "killed"
+                _end(runner, loop)
         if ending == "killed":
             assert self.disk.state() == self.disk.left  # else something changes files unseen
         return ending
@@ -176,6 +181,18 @@ class Record:
     weight: list[int]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+
+
+def _end(runner: asyncio.Runner, loop: asyncio.AbstractEventLoop) -> None:
+    """End the loop of a process that is dead: its tasks, of which each is killed again where it wants to write, must
+    not outlive it."""
+    while left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        with suppress(Killed):
+            loop.run_until_complete(asyncio.wait(left))
+    runner.close()
+    loop.close()  # the runner has never seen it where the process died before
 
 
 class _Drain(DrainListener):

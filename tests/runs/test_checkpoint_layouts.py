@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer, run_ranks, world
+from checkpoint_helpers import checkpointer, load, run_ranks, world
 from core_helpers import stir, tiny_model
 from megatron.core import parallel_state
 
-from megatron_rl.checkpoint.load import load
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy

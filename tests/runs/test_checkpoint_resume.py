@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer, run_ranks, world
+from checkpoint_helpers import checkpointer, load, run_ranks, world
 from megatron.core import parallel_state
 
-from megatron_rl.checkpoint.load import load
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer, data_of, outcome, run_ranks, same, sharded_state, world
+from checkpoint_helpers import checkpointer, data_of, load, outcome, run_ranks, same, sharded_state, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_rl.checkpoint import writer as writer_module
-from megatron_rl.checkpoint.load import load
 from megatron_rl.checkpoint.publish import CheckpointError, find_latest, read_manifest
 from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part

@@ -198,7 +198,7 @@ def test_gradients_that_stay_not_finite_stop_the_run_before_anything_bad_is_save
         ({"environment": {"name": "arithmetics"}}, "did you mean 'arithmetic'"),
         ({"environment": {"args": {"max_digits": 0}}}, "max_digits"),
         ({"tokenizer": {"alphabet": "0123456789"}}, "tokenizer.alphabet"),
-        ({"environment": {"args": {"min_digits": 30, "max_digits": 30}}}, "model.max_position_embeddings 48"),
+        ({"environment": {"args": {"min_digits": 30, "max_digits": 30}}}, "all of step 1, are too long"),
     ],
     ids=["unknown environment", "bad argument", "missing character", "prompt too long"],
 )

@@ -25,7 +25,7 @@ from launcher.cli.main import main
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.fetch.hub import explain, patterns
-from launcher.fetch.prefetch import Cache, Need, _environment, fetch, import_image_here, missing, needs, record_of
+from launcher.fetch.prefetch import Cache, Need, _environment, fetch, import_image_on_login, missing, needs, record_of
 from launcher.recipe.load import load_recipe
 
 pytest.importorskip("huggingface_hub", reason="an extra of mrl")
@@ -272,9 +272,9 @@ def test_a_dry_run_is_told_what_is_missing_and_what_to_do(profile):
 
 def test_an_image_for_the_login_node_is_imported_before_submitting_or_nothing_is_submitted(profile, capfd, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    import_image_here(load_recipe("demo").config, profile)
+    import_image_on_login(load_recipe("demo").config, profile)
     with pytest.raises(BadInput, match=r"image org/image:1 cannot be imported here \(image\.import_on: login\)"):
-        import_image_here(load_recipe("demo", ["image.import_on=login"]).config, profile)
+        import_image_on_login(load_recipe("demo", ["image.import_on=login"]).config, profile)
     assert "enroot is not on PATH" in capfd.readouterr().err
 
 

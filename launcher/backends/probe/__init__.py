@@ -1,1 +1,1 @@
-"""Looks at this machine or a node, each look bounded in time: commands, disks, processors, installed software."""
+"""Looks at this machine or a node, each look bounded in time: commands, disks, installed software."""

@@ -7,13 +7,12 @@ be asked makes a job "unknown", which is never "gone": its run may still be goin
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, run
+from launcher.host.slurm.formats import ENDED, parse_config, time_of
 from megatron_rl.contract.run_records import Owner
 
 Kind = Literal["pending", "running", "ended", "gone", "unknown"]
@@ -22,8 +21,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"), "pending"),
     **dict.fromkeys(("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED"), "running"),
     **dict.fromkeys(("SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
-    **dict.fromkeys(("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"), "ended"),
-    **dict.fromkeys(("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"), "ended"),
+    **dict.fromkeys(ENDED, "ended"),
 }
 """Slurm's word for a state -> what it means for the run. COMPLETING still has processes, or is about to be requeued."""
 
@@ -121,11 +119,9 @@ def read_owners(owners: Sequence[Owner]) -> list[JobState]:
 def cluster_name() -> str | None:
     """What the Slurm that answers here calls itself; None where it does not answer."""
     try:
-        answer = run(["scontrol", "show", "config"])
+        return parse_config(run(["scontrol", "show", "config"]).out).get("ClusterName")
     except SlurmRefused:
         return None
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", answer.out, re.MULTILINE)
-    return found[1] if found else None
 
 
 def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
@@ -173,11 +169,11 @@ def _from_squeue(line: str) -> JobState:
         restarts=int(field["RestartCnt"] or 0),
         nodes=field["NodeList"],
         dependency=field["Dependency"],
-        submitted_at=moment(field["SubmitTime"]),
-        eligible_at=moment(field["EligibleTime"]),
-        started_at=moment(field["StartTime"]),
+        submitted_at=time_of(field["SubmitTime"]),
+        eligible_at=time_of(field["EligibleTime"]),
+        started_at=time_of(field["StartTime"]),
         # Slurm takes a job without a limit for one of a year.
-        ended_at=None if kind != "ended" and field["TimeLimit"] == "UNLIMITED" else moment(field["EndTime"]),
+        ended_at=None if kind != "ended" and field["TimeLimit"] == "UNLIMITED" else time_of(field["EndTime"]),
         exit_code=_exit_code(word, status >> 8, status & 0x7F),
         batch=field["BatchFlag"] != "0",
     )
@@ -196,9 +192,9 @@ def parse_sacct(text: str) -> list[JobState]:
             kind=KINDS.get(word, "unknown"),
             name=name,
             nodes="" if nodes == "None assigned" else nodes,
-            submitted_at=moment(submit),
-            started_at=moment(start),
-            ended_at=moment(end),
+            submitted_at=time_of(submit),
+            started_at=time_of(start),
+            ended_at=time_of(end),
             exit_code=_exit_code(word, int(left), int(signum or 0)),
         )
         before = newest.get(job_id)
@@ -210,14 +206,6 @@ def _exit_code(word: str, left: int, signum: int) -> int | None:
     if word not in ENDED_ITSELF:
         return None
     return -signum if signum else left
-
-
-def moment(text: str) -> float | None:
-    """Slurm's local time `2026-11-21T07:02:32` as unix seconds; None for `Unknown`, `N/A` and the like."""
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
 
 
 def _last_line(text: str) -> str:

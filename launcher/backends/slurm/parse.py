@@ -7,8 +7,10 @@ are absent.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from launcher.host.slurm.formats import parse_config, parse_fields
 
 Fields = dict[str, str]
 
@@ -26,13 +28,12 @@ class Gres:
 
 def settings(text: str) -> Fields:
     """`scontrol show config`: one `Key = value` a line."""
-    pairs = (line.partition(" = ") for line in text.splitlines())
-    return _present((key.strip(), value.strip()) for key, equals, value in pairs if equals)
+    return _present(parse_config(text).items())
 
 
 def oneliners(text: str) -> list[Fields]:
-    """`scontrol --oneliner show ...`: a record a line, of `Key=Value` words; one without = belongs to the last."""
-    return [_present(_words(line)) for line in text.splitlines() if "=" in line]
+    """`scontrol --oneliner show ...`: a record a line."""
+    return [_present(parse_fields(line).items()) for line in text.splitlines() if "=" in line]
 
 
 def table(text: str) -> list[Fields]:
@@ -94,19 +95,5 @@ def version(text: str) -> tuple[int, int, int] | None:
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
-def _words(line: str) -> Iterator[tuple[str, str]]:
-    key, value = "", ""
-    for word in line.split():
-        left, equals, right = word.partition("=")
-        if equals:
-            if key:
-                yield key, value
-            key, value = left, right
-        else:
-            value += f" {word}"
-    if key:
-        yield key, value
-
-
-def _present(pairs: Iterator[tuple[str, str]] | zip[tuple[str, str]]) -> Fields:
+def _present(pairs: Iterable[tuple[str, str]]) -> Fields:
     return {key: value for key, value in pairs if value not in _NOTHING}

@@ -12,10 +12,9 @@ from shutil import which
 from submitit import SlurmExecutor, SlurmJob
 from submitit.helpers import CommandFunction
 
-from launcher.host.slurm.call import NoSuchCommand, SlurmSilent, run
+from launcher.host.slurm.call import OF_ANY_JOB, NoSuchCommand, SlurmSilent, run
 
 SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
-OF_ANY_JOB = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 DEFAULTS = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",

@@ -27,7 +27,7 @@ class View(ABC):
         self._evaluated: int | None = None
 
     def show(self, history: History) -> None:
-        """Called several times a second."""
+        """Show the run as it stands; called several times a second."""
         if self._evaluated is None:  # evaluations of earlier attempts are no news
             self._evaluated = max((line.step for line in history.evaluations), default=-1)
         for line in history.evaluations:
@@ -41,7 +41,7 @@ class View(ABC):
 
     @abstractmethod
     def announce(self, text: str) -> None:
-        """Something that stays on the screen."""
+        """Say something that stays on the screen."""
 
     @abstractmethod
     def close(self) -> None: ...

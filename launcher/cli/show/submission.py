@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher.job.draft import Draft
-from launcher.job.script import Job
+from launcher.job.script import PlannedJob
 from launcher.plan.placement import Plan
 from launcher.recipe.changes import as_json
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what a dry run does not need is imported where it is used: 
 FORESIGHT_S = 365 * 86400  # seconds: Slurm takes a job without a time limit for one of a year, and adds these up
 
 
-def job_in_brief(job: Job) -> str:
+def job_in_brief(job: PlannedJob) -> str:
     """`qwen on 8 nodes x 8 GPUs, colocated`; `4-8 nodes` where the number may vary."""
     config = job.recipe.config
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
@@ -110,9 +110,9 @@ def estimate_json(draft: Draft, start: str, nodes: str, partition: str) -> dict[
 
 
 def _foreseen(start: str) -> bool:
-    from launcher.backends.slurm.jobs import moment
+    from launcher.host.slurm.formats import time_of
 
-    return (moment(start) or 0) < time.time() + FORESIGHT_S
+    return (time_of(start) or 0) < time.time() + FORESIGHT_S
 
 
 def _step_lines(plan: Plan) -> list[str]:

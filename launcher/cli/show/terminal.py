@@ -38,10 +38,10 @@ def tell(text: str, err: bool = False) -> None:
     try:
         click.echo(text, err=err)
     except BrokenPipeError:
-        mute()
+        discard_output()
 
 
-def mute() -> None:
+def discard_output() -> None:
     """Have whatever is still said go nowhere: the terminal is gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

@@ -17,7 +17,7 @@ from launcher.host.record import submissions
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
 from launcher.job.run_directory import opened
-from launcher.job.script import Job, header
+from launcher.job.script import PlannedJob, header
 from launcher.job.submit import write_files
 from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 
@@ -27,7 +27,7 @@ _OF_SALLOC = re.compile(r"--(partition|account|qos|constraint|reservation|nodes|
 """Options of the script's header that say what to get; the others are about the batch job."""
 
 
-def _salloc(job: Job) -> str:
+def _salloc(job: PlannedJob) -> str:
     """The command that gets what the script would ask for."""
     return " ".join(["salloc", *filter(_OF_SALLOC.match, header(job))])
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from launcher.backends.local import Supervisor
 from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.panel import View
-from launcher.cli.show.terminal import Interruptions, mute
+from launcher.cli.show.terminal import Interruptions, discard_output
 from launcher.host.process.lock import owner_of
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -85,7 +85,7 @@ class Follower:
         first, now = self._answered == 0, time.time()
         limit = self._drain_limit_s if first else 0.0
         if cause == "SIGHUP":
-            mute()
+            discard_output()
         drain = Drain(cause if first else f"second {cause}", f"mrl-submit {os.getpid()}", now, now + limit)
         try:
             write(self._attempt.drain, drain)

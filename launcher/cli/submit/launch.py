@@ -16,9 +16,9 @@ def launch(request: Request) -> int:
         from launcher.cli.submit.slurm import run_on_slurm  # each of the two imports what the other needs not
 
         return run_on_slurm(planned, request, clusters.profile(cluster))
-    from launcher.cli.submit.local import refuse_slurm_only, run_here
+    from launcher.cli.submit.local import refuse_slurm_only, run_on_this_machine
 
     refuse_slurm_only(request, len(planned))
     if why := why_local(request, clusters, planned[0]):
         click.echo(f"note: {why}", err=True)
-    return run_here(planned[0], request)
+    return run_on_this_machine(planned[0], request)

@@ -43,7 +43,7 @@ def refuse_slurm_only(request: Request, count: int) -> None:
         raise BadInput("--json: for a local run it goes with --dry-run or --detach")
 
 
-def run_here(planned: PlannedRun, request: Request) -> int:
+def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     """Do with this run what was asked for; the exit code. Raises BadInput."""
     recipe = planned.recipe
     if request.dry_run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +58,7 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     _refuse_contradictions(request)
     found = variants(request.overrides)
     recipes = [load_recipe(request.recipe, variant.overrides) for variant in found]
-    chosen = {clusters.choose(request.cluster, os.environ, recipe.config.cluster) for recipe in recipes}
+    chosen = {clusters.choose(request.cluster, recipe.config.cluster) for recipe in recipes}
     if len(chosen) > 1:
         raise BadInput(f"cluster: a sweep goes to one cluster, not to {', '.join(sorted(chosen))}")
     cluster = chosen.pop()
@@ -75,7 +74,7 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
 
 def why_local(request: Request, clusters: Clusters, planned: PlannedRun) -> str | None:
     """What may surprise about a run of this machine that nobody asked to be one; None: nothing."""
-    if request.cluster or os.environ.get("MRL_CLUSTER"):
+    if request.cluster or clusters.environ.get("MRL_CLUSTER"):
         return None
     if planned.asked_cluster:
         usual = clusters.default or next(iter(clusters.own), LOCAL)

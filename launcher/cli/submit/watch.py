@@ -8,7 +8,7 @@ from launcher.backends.slurm.jobs import JobState, read_jobs
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.panel import View, choose_view
-from launcher.cli.show.terminal import Interruptions, mute, tell
+from launcher.cli.show.terminal import Interruptions, discard_output, tell
 from launcher.errors import BadInput
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import UNSURE, RunStatus, job_id_of, last_line, read_status
@@ -18,7 +18,7 @@ from megatron_rl.contract.paths import RunDir
 
 TICK = 0.3  # seconds between looks at the run directory
 ASK_EVERY_S = 5.0  # seconds between questions to Slurm: many people ask the same controller
-SETTLE_S = 10.0  # seconds that the run directory has to show an end that Slurm has told
+LAG_S = 10.0  # seconds that the run directory has to show an end that Slurm has told
 
 CODES = {"finished": EXIT_FINISHED, "stopped": EXIT_INTERRUPTED, "cancelled": EXIT_INTERRUPTED}
 
@@ -37,7 +37,7 @@ def watch(run: RunDir) -> int:
         view.close()
     if interruptions.names:
         if interruptions.names[0] == "SIGHUP":
-            mute()
+            discard_output()
         name = run.root.name
         offer = f"{pasteable_command('status', name)}, {pasteable_command('cancel --drain', name)}"
         tell(f"stopped watching; job {job_id} goes on. {offer}")
@@ -73,7 +73,7 @@ def _until_the_end(
         if not status.alive:
             # The job may be over before the last lines of its record have crossed a network file system.
             gone_at = gone_at or now
-            if now >= gone_at + SETTLE_S or status.state in ("failed", "stopped", "cancelled"):
+            if now >= gone_at + LAG_S or status.state in ("failed", "stopped", "cancelled"):
                 return status, reader
         else:
             gone_at = None

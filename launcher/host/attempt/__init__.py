@@ -3,11 +3,10 @@
 job_context    the Slurm job that this process is the host side of
 own            who may run the run; what earlier starts left is concluded
 begin          the run directory and the attempt: made, entered in the ledger
-surroundings   what is known around an attempt: a Slurm job (slurm_job) or nothing (this_machine)
-steps          what an attempt starts: steps of Slurm (slurm_steps) or processes (local_ranks)
+interfaces     what an attempt starts, and what is known around it: a Slurm job (slurm_steps, slurm_job), this_machine
 prepare        image, node health, assignment, all-reduce: up to the training
 runner         while the steps run: signals, requests to leave, deadlines, hangs
-replicas       inference replicas that are started again
-close          the end: evidence, verdict, decision, ledger; conclude does the same for ends that nobody saw
+conclude       the end: evidence, verdict, decision, ledger; the same for ends that nobody saw
+slurm_run      all of this, for a job
 start_again    a job that comes back, without the nodes that `avoid` names; `host_fault` where nothing else works
 """

@@ -8,9 +8,9 @@ there to change its mind.
 from typing import Dict, List
 
 from launcher.host.judge import policy
-from launcher.host.record.ledger import Line, ends_in, read_ledger_or_complain
+from launcher.host.record.ledger import ends_in, read_ledger_or_complain
 from launcher.host.slurm import ask
-from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
 from megatron_rl.contract.paths import RunDir
 
 EXCLUDED_FOR_S = 86400.0
@@ -41,7 +41,7 @@ def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: List[str], now: float) 
     return sorted(set(theirs + avoided))
 
 
-def just_excluded(history: List[Line], end: AttemptEnd) -> List[str]:
+def just_excluded(history: List[LedgerLine], end: AttemptEnd) -> List[str]:
     """Nodes that failed the run since Slurm last chose its nodes: where the next attempt began in the same allocation,
     Slurm was not told of them.
 
@@ -50,12 +50,12 @@ def just_excluded(history: List[Line], end: AttemptEnd) -> List[str]:
     """
     hosts = list(end.excluded)
     for earlier in reversed([line for line in ends_in(history) if line.attempt < end.attempt]):
-        if earlier.then != policy.HERE:
+        if earlier.then != policy.STAYS:
             break
         hosts += earlier.excluded
     return sorted(set(hosts))
 
 
-def excluded_since(history: List[Line]) -> Dict[str, float]:
+def excluded_since(history: List[LedgerLine]) -> Dict[str, float]:
     """Node -> when the run was last excluded from it, since somebody last had a look at the run."""
     return {host: end.at for end in policy.since_held(history) for host in end.excluded}

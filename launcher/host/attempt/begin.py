@@ -11,10 +11,10 @@ from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import moved_sources, read_sources
-from launcher.host.judge.policy import HERE
+from launcher.host.judge.policy import STAYS
 from launcher.host.record.goodput import gpus_per_node
-from launcher.host.record.ledger import point_latest, read_ledger, write_line
-from launcher.host.record.reading import find
+from launcher.host.record.ledger import newest_line, point_latest, write_line
+from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt
@@ -87,7 +87,7 @@ def code_paths(context: JobContext) -> CodePaths:
     code = context.run.code
     # Not by realpath: containers mount the run under the name it was given.
     root = str(context.run.root / os.readlink(str(code)) if code.is_symlink() else code)
-    record = find(CodeSnapshot, context.run.code_record)
+    record = read_or_raise(CodeSnapshot, context.run.code_record)
     if record is None:
         raise FileNotFoundError("{}: there is no snapshot of the code".format(context.run.code_record))
     paths = [os.path.normpath(os.path.join(root, part)) for part in record.pythonpath]
@@ -115,9 +115,8 @@ def _start(context: JobContext, attempt: Attempt) -> AttemptStart:
 
 def _take_over_request(context: JobContext, attempt: Attempt) -> None:
     """Somebody who asked the attempt before to leave, after its end, meant this one: it begins in the same job."""
-    lines = read_ledger(context.run)
-    end = lines[-1] if lines else None
-    if isinstance(end, AttemptEnd) and end.then == HERE:
+    end = newest_line(context.run)
+    if isinstance(end, AttemptEnd) and end.then == STAYS:
         request = if_readable(read(Drain, context.run.attempt(end.attempt).drain))
         if request is not None and request.at > end.at:
             write(attempt.drain, Drain(request.cause, request.by, time.time()))

@@ -12,8 +12,8 @@ from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
 from launcher.host.attempt.slurm_job import show_job_or_complain
 from launcher.host.attempt.start_again import start_again
 from launcher.host.judge.policy import HOST_TRIES, OVER, ROOM_AGAIN_S, Facts, who_starts_it
-from launcher.host.record.ledger import Line, read_ledger_or_complain, starts_in
-from megatron_rl.contract.attempt_records import AttemptEnd
+from launcher.host.record.ledger import read_ledger_or_complain, starts_in
+from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_DRAINED, LOST
 from megatron_rl.contract.files import FULL
 
@@ -48,6 +48,6 @@ def come_back(context: JobContext, error: Exception) -> int:
     return EXIT_DRAINED
 
 
-def _restarts_at_last_start(context: JobContext, history: List[Line]) -> int:
+def _restarts_at_last_start(context: JobContext, history: List[LedgerLine]) -> int:
     """How often this job had been requeued when an attempt of it last began; -1: none has."""
     return max([start.restart for start in starts_in(history) if start.job_id == context.job_id] or [-1])

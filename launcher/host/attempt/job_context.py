@@ -3,7 +3,7 @@
 import os
 from typing import Dict, List, NamedTuple, Optional
 
-from launcher.host.slurm.words import expand_hosts
+from launcher.host.slurm.formats import expand_hosts
 from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SUCCEEDS_VARIABLE
 from megatron_rl.contract.paths import RunDir
 

@@ -10,10 +10,10 @@ from launcher.host.attempt.start_again import bring_back, is_too_early, write_ow
 from launcher.host.judge.policy import HELD, OVER
 from launcher.host.judge.sentence import describe_end
 from launcher.host.process.lock import IsLocked, Lock
-from launcher.host.record.ledger import Line, read_ledger, start_of
-from launcher.host.record.reading import find
+from launcher.host.record.ledger import newest_line, read_ledger, start_of
+from launcher.host.record.reading import read_or_raise
 from launcher.host.slurm import ask
-from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import Owner
 
@@ -41,10 +41,10 @@ def own(context: JobContext) -> Lock:
         said = "mrl-submit has made {}, and this host does not have it: not the same file system?"
         raise OSError(said.format(run.root))
     os.makedirs(str(run.root), exist_ok=True)
-    owner, last = find(Owner, run.job), _last_line(run)
+    owner, last = read_or_raise(Owner, run.job), newest_line(run)
     lock = _lock(context, owner, last)
     try:
-        _settle_ownership(context, find(Owner, run.job))
+        _take_ownership(context, read_or_raise(Owner, run.job))
     except BaseException:
         lock.release()
         raise
@@ -53,7 +53,7 @@ def own(context: JobContext) -> Lock:
     return lock
 
 
-def _settle_ownership(context: JobContext, owner: Optional[Owner]) -> None:
+def _take_ownership(context: JobContext, owner: Optional[Owner]) -> None:
     """Have this job own the run whose lock is ours. Raises as `own`."""
     run = context.run
     if run.done.exists():
@@ -66,12 +66,12 @@ def _settle_ownership(context: JobContext, owner: Optional[Owner]) -> None:
             raise NothingToDo("{}: belongs to job {} by now, nothing to do".format(run.root, owner.job_id))
         if not _has_ended(owner, context):
             raise Refused("{}: belongs to job {}, which is not known to have ended".format(run.root, owner.job_id))
-    _settle_earlier_starts(context)
+    _conclude_earlier_starts(context)
     if not mine:
         write_owner(context, context.job_id)  # submitted by plain sbatch: mrl-submit does it itself
 
 
-def _settle_earlier_starts(context: JobContext) -> None:
+def _conclude_earlier_starts(context: JobContext) -> None:
     """Conclude what an earlier start of the run could not, and do what is left to be done of it. Raises as `own`."""
     run = context.run
     conclude_lost(run, time.time(), context)
@@ -94,12 +94,7 @@ def _settle_earlier_starts(context: JobContext) -> None:
         raise NothingToDo("{}: its pause is not over, the job waits in the queue".format(run.root))
 
 
-def _last_line(run: RunDir) -> Optional[Line]:
-    lines = read_ledger(run)
-    return lines[-1] if lines else None
-
-
-def _lock(context: JobContext, owner: Optional[Owner], last: Optional[Line]) -> Lock:
+def _lock(context: JobContext, owner: Optional[Owner], last: Optional[LedgerLine]) -> Lock:
     """The lock that ends with this process and all that inherits it."""
     # What this very job left behind when it was requeued, or the one before it, may take a moment to go.
     last_job = last.job_id if last is not None and last.job_id is not None else context.job_id
@@ -115,17 +110,17 @@ def _lock(context: JobContext, owner: Optional[Owner], last: Optional[Line]) -> 
 def _job_that_begins(run: RunDir) -> str:
     """The job whose host side holds the lock, and is about to enter itself as the owner if it has not yet."""
     give_up = time.monotonic() + ENTER_S
-    owner = find(Owner, run.job)
+    owner = read_or_raise(Owner, run.job)
     while owner is None and time.monotonic() < give_up:
         time.sleep(0.1)
-        owner = find(Owner, run.job)
+        owner = read_or_raise(Owner, run.job)
     return owner.job_id if owner is not None else "another one"
 
 
 def _wait_for_earlier_jobs(context: JobContext, owner: Optional[Owner]) -> None:
     """Wait for the jobs before this one as long as Slurm is busy ending them: on some node a rank of theirs may still
     write into the run directory."""
-    last = _last_line(context.run)
+    last = newest_line(context.run)
     before = {line.job_id for line in (owner, last) if line is not None and line.job_id} - {context.job_id}
     give_up = time.monotonic() + COMPLETING_S
     for job_id in sorted(str(job_id) for job_id in before):

@@ -17,7 +17,7 @@ from launcher.host.process.processes import Child, Fork
 from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark_image, mark_ready
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
-from launcher.host.record.reading import find
+from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
 from megatron_rl.contract.files import write_atomic
@@ -43,7 +43,7 @@ class NotReady(Exception):
     """The ranks cannot be started; why."""
 
 
-class Asked(Exception):
+class AskedToLeave(Exception):
     """The attempt was asked to leave meanwhile."""
 
 
@@ -60,7 +60,7 @@ class Preparation:
         """Which node does what.
 
         Raises:
-            Asked: to leave.
+            AskedToLeave: to leave.
             NotReady: the image is not there.
             NotEnoughNodes: too few are fit.
             OSError: the file system fails.
@@ -124,7 +124,7 @@ class Preparation:
         self._job.unfit = unfit
         for host, why in sorted(unfit.items()):
             print("node {} is not used: {}".format(host, why))
-        plan = find(PlanRecord, context.run.plan)
+        plan = read_or_raise(PlanRecord, context.run.plan)
         if plan is None:
             raise FileNotFoundError("{}: there is no plan".format(context.run.plan))
         try:
@@ -164,12 +164,12 @@ class Preparation:
             print("error: {} took too long and was ended: {}".format(what, why), file=sys.stderr)
 
     def _wait(self, ended: Callable[[], bool]) -> None:
-        """Raises Asked when the attempt is asked to leave meanwhile."""
+        """Raises AskedToLeave when the attempt is asked to leave meanwhile."""
         self._runner.wait(ended, through_requests=False)
         self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
-        """Raises Asked."""
+        """Raises AskedToLeave."""
         self._runner.look(time.time())
         if self._runner.request is not None:
-            raise Asked()
+            raise AskedToLeave()

@@ -22,7 +22,7 @@ from launcher.host.record.ledger import newest_known_checkpoint, read_ledger, st
 from launcher.host.record.logs import ended_by_slurm
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, patiently
-from launcher.host.slurm.words import is_dead
+from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain
 from megatron_rl.contract.codes import PREEMPTED, REQUEUE, SIGNALLED
 from megatron_rl.contract.paths import Attempt

@@ -10,18 +10,17 @@ from launcher.host.attempt.conclude import close
 from launcher.host.attempt.host_fault import come_back
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo, own
-from launcher.host.attempt.prepare import Asked, Checks, NotReady, Preparation
-from launcher.host.attempt.replicas import Replicas
+from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
-from launcher.host.attempt.slurm_steps import Script, SlurmSteps
+from launcher.host.attempt.slurm_steps import Replicas, Script, SlurmSteps
 from launcher.host.judge.nodes import NotEnoughNodes
-from launcher.host.judge.policy import HERE
+from launcher.host.judge.policy import STAYS
 from launcher.host.process.signals import Signals
 from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
-from launcher.host.slurm.words import expand_hosts, is_dead
+from launcher.host.slurm.formats import expand_hosts, is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
 from megatron_rl.contract.codes import BAD_NODES, EXIT_FINISHED, EXIT_USAGE, SILENCE_VARIABLE
 from megatron_rl.contract.files import FULL
@@ -65,7 +64,7 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     try:
         _retried(lambda: create(context, settings.script.document))
         end = run_attempt(context, settings, signals, lock.descriptor)
-        while end.then == HERE:
+        while end.then == STAYS:
             context = without_dead_nodes(context)
             end = run_attempt(context, settings, signals, lock.descriptor)
     finally:
@@ -92,7 +91,7 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         code = _train(runner, steps, assignment)
         if settings.checks.forget and runner.request is None:  # else there is no time left; the next start does it
             preparation.forget_containers()
-    except (Asked, NotEnoughNodes):
+    except (AskedToLeave, NotEnoughNodes):
         pass
     except NotReady as error:
         unready = str(error)

@@ -112,7 +112,7 @@ def _record_of(snapshot: Path) -> Found[CodeSnapshot]:
 def _publish(sources: List[CodeSource], target: Path, number: int) -> bool:
     """Whether the snapshot of this number is ours; False: somebody else's is there, whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
+    _remove_debris(target)
     building = "{}.{}.{}.tmp".format(_building(target), os.getpid(), os.urandom(4).hex())
     try:
         os.mkdir(building)
@@ -131,7 +131,7 @@ def _building(target: Path) -> str:
     return str(target.with_name(".{}.{}".format(target.name, socket.gethostname())))
 
 
-def _sweep(target: Path) -> None:
+def _remove_debris(target: Path) -> None:
     """Remove what processes of this host left half done when they were killed."""
     for path in target.parent.glob(os.path.basename(_building(target)) + ".*.tmp"):
         if start_time(int(path.name.split(".")[-3])) is None:

@@ -3,7 +3,7 @@
 import re
 from typing import Dict, NamedTuple, Optional
 
-from launcher.host.slurm.words import CLOCK_S, seconds_of, time_of
+from launcher.host.slurm.formats import CLOCK_S, seconds_of, time_of
 from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.codes import CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
 

@@ -39,9 +39,3 @@ class AttemptEvidence(NamedTuple):
     unready: Optional[str] = None  # why it never began
     late: Optional[str] = None  # why ranks had to be ended that should have saved; None: that explains nothing
     unseen: Optional[str] = None  # what is said where nobody saw the end, and the ranks left no word; None: it was seen
-
-    @property
-    def has_word_of_ranks(self) -> bool:
-        """Whether the ranks, or whoever ended them for a hang, left anything that tells how it ended."""
-        errors = self.errors or self.unreadable_errors
-        return bool(errors or self.outcome or self.unreadable_outcome or self.hang or self.exits)

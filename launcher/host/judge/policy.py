@@ -17,10 +17,10 @@ somebody to look and to `mrl resume`.
 """
 
 import re
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from launcher.host.judge.verdict import Verdict
-from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, LedgerLine
 from megatron_rl.contract.codes import (
     BAD_NODES,
     CANCELLED,
@@ -44,10 +44,10 @@ from megatron_rl.contract.codes import (
 BY_US = "requeue"  # scontrol requeue
 BY_SLURM = "slurm"  # it requeues the job by itself, or has
 SUCCESSOR = "successor"  # the job cannot be requeued: another one is submitted
-HERE = "here"  # the host side goes on with the nodes that are left
+STAYS = "stays"  # in its allocation: the host side goes on with the nodes that are left
 HELD = "held"  # nobody starts it again before somebody has looked
 OVER = "over"  # nothing, and nothing is amiss with that
-STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, HERE)
+STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, STAYS)
 
 # Attempts in a row with nothing to show, after which somebody should look. Preemptions do not count: nobody made a
 # mistake, and they end.
@@ -59,8 +59,6 @@ LOSSES = 5  # of nodes in a row with which one allocation goes on
 LONGEST_BACKOFF_S = 900.0
 ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room
 REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
-
-History = Sequence[Union[AttemptStart, AttemptEnd]]
 
 
 class Facts(NamedTuple):
@@ -91,7 +89,7 @@ class Decision(NamedTuple):
     crashes: int = 0  # how many there were without a new checkpoint, this one included
 
 
-def decide(history: History, verdict: Verdict, drain: Optional[Drain], facts: Facts) -> Decision:
+def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Optional[Drain], facts: Facts) -> Decision:
     """What to do with the job of an attempt that ended.
 
     Args:
@@ -115,7 +113,7 @@ def decide(history: History, verdict: Verdict, drain: Optional[Drain], facts: Fa
     outcome = LOST if verdict.outcome == CRASHED else verdict.outcome
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
     if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
-        return Decision(outcome, cause, HERE, EXIT_DRAINED, "goes on with the nodes that are left", exclude=exclude)
+        return Decision(outcome, cause, STAYS, EXIT_DRAINED, "goes on with the nodes that are left", exclude=exclude)
     again = Decision(outcome, cause, who_starts_it(cause, facts), EXIT_DRAINED, "", exclude=exclude)
     if again.then == OVER:
         return again._replace(message="submit the run again to go on")
@@ -180,7 +178,7 @@ def who_starts_it(cause: Optional[str], facts: Facts) -> str:
     return BY_SLURM if cause == PREEMPTED and by_itself else BY_US
 
 
-def since_held(history: History) -> List[AttemptEnd]:
+def since_held(history: Sequence[LedgerLine]) -> List[AttemptEnd]:
     """The ends since somebody last had a look: whoever resumes a run grants it all its tries again."""
     ends = [line for line in history if isinstance(line, AttemptEnd)]
     final = [number for number, end in enumerate(ends) if end.then not in STARTS_AGAIN]
@@ -205,10 +203,10 @@ def _in_vain(ends: List[AttemptEnd]) -> int:
     return [*reversed(vain), False].index(False)
 
 
-def _losses(history: History) -> int:
+def _losses(history: Sequence[LedgerLine]) -> int:
     """Attempts just before this one after which the same allocation went on."""
-    here = [line.then == HERE for line in reversed(history) if isinstance(line, AttemptEnd)]
-    return [*here, False].index(False)
+    went_on = [line.then == STAYS for line in reversed(history) if isinstance(line, AttemptEnd)]
+    return [*went_on, False].index(False)
 
 
 def _same(error: Optional[str], other: Optional[str]) -> bool:

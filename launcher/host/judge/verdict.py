@@ -128,7 +128,7 @@ def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Optional[Verdict]
 
 
 def _unrecorded(evidence: AttemptEvidence) -> Verdict:
-    """Of ranks that left no word."""
+    """The verdict about ranks that left no word."""
     if evidence.unseen is not None:
         return Verdict(LOST, None, evidence.unseen)
     if evidence.late is not None:

@@ -97,7 +97,7 @@ class RunLock:
         self.works = self._lock.works
         if not self.works:
             other = _read_owner(path)
-            if other is not None and _lives_here(other):
+            if other is not None and _runs_on_this_host(other):
                 self._lock.release()
                 raise RunIsOwned(other)
         ours = LockOwner(what, os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"))
@@ -118,7 +118,7 @@ def owner_of(path: Path) -> Optional[LockOwner]:
         return _read_owner(path) or LockOwner("another process", 0, "an unknown host", "an unknown time")
     lock.release()
     owner = None if lock.works else _read_owner(path)
-    return owner if owner is not None and _lives_here(owner) else None
+    return owner if owner is not None and _runs_on_this_host(owner) else None
 
 
 def _read_owner(path: Path) -> Optional[LockOwner]:
@@ -128,6 +128,6 @@ def _read_owner(path: Path) -> Optional[LockOwner]:
     return None if isinstance(found, Unreadable) else found
 
 
-def _lives_here(owner: LockOwner) -> bool:
+def _runs_on_this_host(owner: LockOwner) -> bool:
     """Whether the process that wrote this is one of this host's, other than ours, that still runs."""
     return owner.host == socket.gethostname() and owner.pid != os.getpid() and start_time(owner.pid) is not None

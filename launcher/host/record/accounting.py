@@ -16,9 +16,9 @@ times are brought into order, so that nothing is negative and the sums hold.
 """
 
 import sys
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, TimelineLine
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, LedgerLine, TimelineLine
 from megatron_rl.contract.codes import FINISHED, STOPPED
 
 QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait", "lost", "drain"
@@ -90,7 +90,7 @@ class GpuUsage(NamedTuple):
 
 
 def gpu_usage(
-    ledger: Sequence[Union[AttemptStart, AttemptEnd]],
+    ledger: Sequence[LedgerLine],
     traces: Mapping[int, AttemptTrace],
     now: float,
     running: bool = False,

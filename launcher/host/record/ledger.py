@@ -1,17 +1,15 @@
 """attempts.jsonl: a line for each start and end of an attempt."""
 
 import sys
-from typing import List, Optional, Union
+from typing import List, Optional
 
 from launcher.host.record.reading import PATIENCE_S, UnreadableRecord
-from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart
+from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, LedgerLine
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, read_lines
 
-Line = Union[AttemptStart, AttemptEnd]
 
-
-def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> List[Line]:
+def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> List[LedgerLine]:
     """All lines that can be read, oldest first; a torn one costs itself. Raises UnreadableRecord.
 
     Args:
@@ -23,7 +21,7 @@ def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> List[Line]:
     return found.records
 
 
-def read_ledger_or_complain(run: RunDir) -> List[Line]:
+def read_ledger_or_complain(run: RunDir) -> List[LedgerLine]:
     """All lines that can be read; none, with a word in the log, where the ledger cannot be read at all. For what has to
     be done in any case."""
     try:
@@ -33,25 +31,31 @@ def read_ledger_or_complain(run: RunDir) -> List[Line]:
         return []
 
 
-def write_line(run: RunDir, line: Line) -> None:
+def newest_line(run: RunDir) -> Optional[LedgerLine]:
+    """The last line that can be read; None where there is none. Raises UnreadableRecord."""
+    lines = read_ledger(run)
+    return lines[-1] if lines else None
+
+
+def write_line(run: RunDir, line: LedgerLine) -> None:
     """Add a line. Raises OSError."""
     append(run.attempts_ledger, line, durable=True)
 
 
-def starts_in(lines: List[Line]) -> List[AttemptStart]:
+def starts_in(lines: List[LedgerLine]) -> List[AttemptStart]:
     return [line for line in lines if isinstance(line, AttemptStart)]
 
 
-def ends_in(lines: List[Line]) -> List[AttemptEnd]:
+def ends_in(lines: List[LedgerLine]) -> List[AttemptEnd]:
     return [line for line in lines if isinstance(line, AttemptEnd)]
 
 
-def start_of(lines: List[Line], attempt: int) -> Optional[AttemptStart]:
+def start_of(lines: List[LedgerLine], attempt: int) -> Optional[AttemptStart]:
     """The start of an attempt; None where there is none on record."""
     return next((start for start in starts_in(lines) if start.attempt == attempt), None)
 
 
-def unended(lines: List[Line]) -> List[AttemptStart]:
+def unended(lines: List[LedgerLine]) -> List[AttemptStart]:
     """The starts of attempts whose end nobody has recorded."""
     ended = {end.attempt for end in ends_in(lines)}
     return [start for start in starts_in(lines) if start.attempt not in ended]

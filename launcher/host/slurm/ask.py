@@ -5,7 +5,7 @@ import re
 from typing import Dict, List, Optional, Sequence
 
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, patiently, submitting_environment
-from launcher.host.slurm.words import CLOCK_S, ENDED, expand_hosts, parse_config, parse_fields, time_of
+from launcher.host.slurm.formats import CLOCK_S, ENDED, expand_hosts, parse_config, parse_fields, time_of
 
 KILL_WAIT_S = 30.0  # Slurm's default
 

@@ -5,7 +5,7 @@ from typing import Dict, Optional, Sequence
 
 from launcher.host.slurm.ask import steps_of
 from launcher.host.slurm.call import SlurmRefused, call, submitting_environment
-from launcher.host.slurm.words import text_of
+from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 
 

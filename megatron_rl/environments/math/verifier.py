@@ -23,7 +23,6 @@ from queue import LifoQueue
 START_S = 120.0
 """Longest start of a child: importing sympy from a busy network file system."""
 
-
 LONGEST_ANSWER = 500
 """Characters up to which an answer is looked at, unless the right one is as long: a model that puts its whole text into
 the box is wrong, and parsing a thousand characters takes seconds."""

@@ -1,4 +1,4 @@
-"""The process behind environments/verifier.py: two answers in, whether they are equal out, a JSON line each.
+"""The process behind environments/math/verifier.py: two answers in, whether they are equal out, a JSON line each.
 
     python -m megatron_rl.environments.math.verifier_child LIMIT_S MEMORY_BYTES
 

@@ -2,8 +2,8 @@
 
     python -m megatron_rl.metrics.wandb.tell RUN_DIR </dev/null
 
-Started by metrics/mirror.py beside the run; by hand it tells what W&B missed of one that has ended. The end of standard
-input says that the record is complete, and so does the death of the process that started this one.
+Started by mirror.py beside the run; by hand it tells what W&B missed of one that has ended. The end of standard input
+says that the record is complete, and so does the death of the process that started this one.
 
 A run goes on from a checkpoint, so steps that W&B was told of before a crash are run again. But the history of a W&B
 run only grows: resumed, it drops a step that is not beyond its last one (docs.wandb.ai/models/support/
@@ -64,7 +64,7 @@ def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     at_wandb = known.url is not None
     fork = if_readable(read(Fork, run.fork))
     try:
-        told = wandb.init(
+        wandb_run = wandb.init(
             id=known.id,
             resume="allow" if asked.mode == "online" else None,
             name=None if at_wandb else run.root.resolve().name,  # somebody may have changed it there
@@ -85,7 +85,7 @@ def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
         )
     except wandb.Error as error:
         leave(" ".join(str(error).split()))
-    write(run.wandb, known._replace(url=told.url))
+    write(run.wandb, known._replace(url=wandb_run.url))
     record = RecordReader(run, attempt)
     outcome = None
     while True:
@@ -94,15 +94,15 @@ def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
             left = if_readable(read(Outcome, attempt.outcome))
             outcome = left and left.outcome
         for row in record.rows(complete=outcome == FINISHED):
-            if row.step >= told.starting_step:
+            if row.step >= wandb_run.starting_step:
                 at = {"_timestamp": row.at} if row.at else {}
-                told.log(row.values | at, step=row.step)
+                wandb_run.log(row.values | at, step=row.step)
         if ended:
             break
         over.wait(LOOK_EVERY_S)
     if outcome == DRAINED:
-        told.mark_preempting()  # shown as preempted then, and not as failed
-    told.finish(exit_code=0 if outcome == FINISHED else 1)
+        wandb_run.mark_preempting()  # shown as preempted then, and not as failed
+    wandb_run.finish(exit_code=0 if outcome == FINISHED else 1)
 
 
 def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
@@ -115,7 +115,8 @@ def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
 
 
 def leave(why: str) -> NoReturn:
-    """At once, without wandb's exit hooks. Its helper, wandb-core, looks whether this process is there and follows.
+    """End this process at once, without wandb's exit hooks. Its helper, wandb-core, looks whether it is there and
+    follows.
 
     Args:
         why: one line; the last one of the log is said in that of the rank.

@@ -146,7 +146,7 @@ class Recording:
         self._open = {request_id: work for request_id, work in self._open.items() if work.ordinal != ordinal}
 
     def new_parts(self) -> list[Record]:
-        """Of groups that are not scored, what is not written yet."""
+        """Parts of answers that are not written yet, of groups that are not scored."""
         if not self._open:
             return []
         found = [(each.request_id, each.sample, each.beginning) for each in self._inference.partial_answers()]

@@ -48,7 +48,7 @@ class Lineage:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Of what shapes answers besides prompt, key and weights: `mrl resume` may have changed it."""
+    """Hash of what shapes answers besides prompt, key and weights: `mrl resume` may have changed it."""
     shaping = config.model_dump(
         mode="json",
         include={
@@ -104,7 +104,7 @@ def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lin
 
 
 def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
-    """Of short answers there are many: one array for all."""
+    """Bytes of all lists as one array: of short answers there are many."""
     return np.array(list(chain.from_iterable(lists)), kind).tobytes()
 
 

@@ -66,7 +66,7 @@ def whole_share(ordinals: Iterable[int], known: dict[int, TrajectoryGroup]) -> d
 
 
 def unsettled_records(entries: Sequence[Entry], settled_below: int) -> list[Entry]:
-    """Without what is settled, and without parts of answers whose group is scored."""
+    """The records without what is settled, and without parts of answers whose group is scored."""
     scored = {entry.head["ordinal"] for entry in entries if entry.head["kind"] == "group"}
     attempts: set[int] = set()
     kept = []

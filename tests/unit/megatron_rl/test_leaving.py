@@ -23,7 +23,7 @@ from megatron_rl.contract.codes import FINISHED, MARGIN_S
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.metrics.writer import NoMetrics
+from megatron_rl.metrics.writer import Writer
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
@@ -49,7 +49,7 @@ class Leaving:
             safe_points=safe_points,
             groups=SimpleNamespace(control=world()),
             checkpointer=saver,
-            writer=NoMetrics(),
+            writer=Writer(),
             driver=SimpleNamespace(bank=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: None)),
             sharded_state=lambda: sharded_state(1.0),
             counters=dict,
@@ -103,10 +103,11 @@ def test_a_run_that_waits_for_its_last_save_is_not_silent(tmp_path: Path, monkey
     """That may take longer than the silence that is held against a rank."""
 
     def slowly(*args: Any) -> Any:
-        time.sleep(0.8)
+        time.sleep(0.2)
         return write_part(*args)
 
     monkeypatch.setattr(writer_module, "write_part", slowly)
+    monkeypatch.setattr(attempt_module, "LOOK_EVERY_S", 0.02)
     safe_points, beats = quiet_safe_points(), []
     monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
     saver = checkpointer(tmp_path)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.slurm.jobs import SQUEUE_FIELDS, moment, parse_sacct, parse_squeue, read_jobs, read_owners
+from launcher.backends.slurm.jobs import SQUEUE_FIELDS, parse_sacct, parse_squeue, read_jobs, read_owners
+from launcher.host.slurm.formats import time_of
 from megatron_rl.contract.run_records import Owner
 
 BLANK = {
@@ -66,9 +67,9 @@ def test_a_running_job():
 
 def test_a_job_without_a_time_limit_has_no_end_until_it_ended():
     end = "2027-11-21T07:00:00"
-    assert parse_squeue(squeue_line(EndTime=end))[0].ended_at == moment(end)
+    assert parse_squeue(squeue_line(EndTime=end))[0].ended_at == time_of(end)
     assert parse_squeue(squeue_line(EndTime=end, TimeLimit="UNLIMITED"))[0].ended_at is None
-    assert parse_squeue(squeue_line(EndTime=end, TimeLimit="UNLIMITED", State="FAILED"))[0].ended_at == moment(end)
+    assert parse_squeue(squeue_line(EndTime=end, TimeLimit="UNLIMITED", State="FAILED"))[0].ended_at == time_of(end)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +113,6 @@ def test_accounting_shows_the_newest_attempt_and_counts_the_others():
     assert job.exit_code is None
     (killed,) = parse_sacct("7|FAILED|0:9|2026-11-21T06:00:00|2026-11-21T06:01:00|2026-11-21T06:05:00|node01|a")
     assert killed.exit_code == -9
-
-
-@pytest.mark.parametrize("text", ["Unknown", "N/A", "", "None", "(null)"])
-def test_a_time_that_is_none(text):
-    assert moment(text) is None
 
 
 def test_a_job_that_nobody_knows_is_gone(fake):

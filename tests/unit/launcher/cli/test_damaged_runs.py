@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from run_helpers import begin, submitted
 
-from launcher.cli.complete import complete_run
+from launcher.cli.completion import complete_run
 from launcher.cli.main import main
 from launcher.errors import BadInput
 from megatron_rl.contract.paths import RunDir

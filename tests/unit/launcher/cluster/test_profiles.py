@@ -38,7 +38,7 @@ def problems(function, *arguments) -> list[str]:
 def test_without_a_file_there_are_the_shipped_profiles_and_this_machine(tmp_path):
     clusters = load_clusters(environ={"HOME": str(tmp_path)})
     assert clusters.names() == ["h100", "plain", LOCAL]
-    assert clusters.choose(None, {}, None) == LOCAL
+    assert clusters.choose_profile(None, None) == (LOCAL, None)
     assert clusters.file == str(tmp_path / ".config/mrl/clusters.yaml")
 
 
@@ -90,14 +90,15 @@ def test_a_file_that_was_named_must_exist(tmp_path):
 
 
 def test_the_choice_goes_from_the_command_line_to_this_machine(write):
-    many = write(f"default: two\nclusters:\n  one: {MINIMAL}\n  two: {MINIMAL}\n")
-    assert many.choose("one", {"MRL_CLUSTER": "two"}, "local") == "one"
-    assert many.choose(None, {"MRL_CLUSTER": "one"}, "local") == "one"
-    assert many.choose(None, {}, "local") == LOCAL  # the demo stays here
-    assert many.choose(None, {"MRL_CLUSTER": ""}, "h100") == "h100"
-    assert many.choose(None, {}, None) == "two"
-    assert write(f"only: {MINIMAL}").choose(None, {}, None) == "only"
-    assert write(f"one: {MINIMAL}\ntwo: {MINIMAL}").choose(None, {}, None) == LOCAL
+    text = f"default: two\nclusters:\n  one: {MINIMAL}\n  two: {MINIMAL}\n"
+    many = write(text)
+    assert write(text, {**HOME, "MRL_CLUSTER": "two"}).choose("one", "local") == "one"
+    assert write(text, {**HOME, "MRL_CLUSTER": "one"}).choose(None, "local") == "one"
+    assert many.choose(None, "local") == LOCAL  # the demo stays here
+    assert write(text, {**HOME, "MRL_CLUSTER": ""}).choose(None, "h100") == "h100"
+    assert many.choose(None, None) == "two"
+    assert write(f"only: {MINIMAL}").choose(None, None) == "only"
+    assert write(f"one: {MINIMAL}\ntwo: {MINIMAL}").choose(None, None) == LOCAL
 
 
 def test_an_own_profile_goes_before_a_shipped_one_of_its_name(write):
@@ -105,12 +106,11 @@ def test_an_own_profile_goes_before_a_shipped_one_of_its_name(write):
 
 
 def test_an_unknown_cluster_is_refused_with_the_names_and_the_file(write, tmp_path):
-    clusters = write(f"lab: {MINIMAL}")
     yours = f"h100, lab, plain, local (yours: {tmp_path / 'clusters.yaml'})"
-    assert problems(clusters.choose, "lap", {}, None) == [
+    assert problems(write(f"lab: {MINIMAL}").choose, "lap", None) == [
         f"--cluster: no cluster is called 'lap'; did you mean lab? There are {yours}"
     ]
-    assert problems(clusters.choose, None, {"MRL_CLUSTER": "xyzzy"}, None) == [
+    assert problems(write(f"lab: {MINIMAL}", {**HOME, "MRL_CLUSTER": "xyzzy"}).choose, None, None) == [
         f"MRL_CLUSTER: no cluster is called 'xyzzy'; there are {yours}"
     ]
 

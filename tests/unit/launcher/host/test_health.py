@@ -20,6 +20,7 @@ from launcher.host.health import (
     within,
 )
 from launcher.host.judge.nodes import NodeReports, unfit_nodes
+from launcher.host.record import evidence
 from launcher.host.record.evidence import read_node_reports
 from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
 from megatron_rl.contract.paths import RunDir
@@ -163,7 +164,8 @@ def test_the_oldest_python_checks_a_node(tmp_path):
     assert read(NodeHealth, report).ok
 
 
-def test_reports_are_read_where_they_are_written(tmp_path):
+def test_reports_are_read_where_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "PATIENCE_S", 0.0)
     attempt = RunDir(tmp_path).attempt(1)
     assert read_node_reports(attempt) == NodeReports({})
     attempt.health("a").parent.mkdir(parents=True)

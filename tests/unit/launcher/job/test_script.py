@@ -19,7 +19,7 @@ import pytest
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Mail, Profile
 from launcher.errors import BadInput
-from launcher.job.script import Job, header, render
+from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import place, rank_rows
 from launcher.recipe.load import load_recipe, shipped_recipes
 from megatron_rl.contract.attempt_records import AttemptStart
@@ -39,12 +39,14 @@ def profile(name: str = "h100", **changes: object) -> Profile:
     return shipped.model_copy(update=fixed | changes)
 
 
-def a_job(recipe: str = "demo", *overrides: str, on: Profile | None = None, run_dir: str = "/shared/runs/it") -> Job:
+def a_job(
+    recipe: str = "demo", *overrides: str, on: Profile | None = None, run_dir: str = "/shared/runs/it"
+) -> PlannedJob:
     asked = load_recipe(recipe, overrides)
     cluster = on or profile()
     plan = place(asked.config.job, asked.config.placement, cluster.gpus_per_node, asked.config.model)
     steps = [asdict(step) for step in plan.steps]
-    return Job(
+    return PlannedJob(
         recipe=asked,
         plan=plan,
         plan_json={"mode": plan.mode, "nodes": plan.nodes, "steps": steps, "ranks": rank_rows(plan)},
@@ -201,7 +203,7 @@ def test_the_ranks_of_a_range_are_counted_when_they_start():
     geometry = re.search(r"--nodes=.* --nodelist=\"\$nodes\" --ntasks=.*(?= \\)", train)[0]
     ask = f"nodes=n1,n2,n5; IFS=, read -ra hosts <<<$nodes; echo {geometry}"
     shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout
-    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24\n"
+    assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24 --ntasks-per-node=8 --gpus-per-node=8\n"
 
 
 def test_processes_on_cpus_ask_for_no_gpus_and_see_none():

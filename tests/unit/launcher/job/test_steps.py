@@ -34,6 +34,8 @@ def in_bash(script: str, function: str, name: str) -> list[str]:
     """The words of a step's srun, with the attempt's values, up to the command of the ranks."""
     (text,) = re.findall(rf"^{function}\(\) {{\n(.*?)^}}$", script, re.MULTILINE | re.DOTALL)
     srun = text[text.index("srun ") :].partition("sh -c")[0].replace("\\\n", " ")
+    container = re.search(r"^    container=\(\n(.*?)^    \)$", script, re.MULTILINE | re.DOTALL)
+    srun = srun.replace('"${container[@]}"', container[1] if container else "")
     hosts = '"${#hosts[@]}"'
     srun = srun.replace(f'"$(({hosts[1:-1]} * 8))"', KNOWN[TASKS]).replace(hosts, KNOWN[NODES])
     values = {'"$nodes"': HOSTS, '"$image"': IMAGE, '"$PWD"': CODE}

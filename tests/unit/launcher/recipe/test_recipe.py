@@ -71,6 +71,12 @@ def test_a_key_of_another_section_is_found(write):
     assert problems("my.yaml")[0].endswith("group_size: unknown key (did you mean grpo.group_size?)")
 
 
+def test_a_misspelt_section_is_told_from_others_with_such_a_key():
+    assert problems("demo", "trainin.steps=3") == [
+        "override 'trainin.steps=3': trainin.steps: unknown key (did you mean training.steps?)"
+    ]
+
+
 def test_a_wrong_value_says_what_was_expected(write):
     line = write("num_layers: 2", "num_layers: two")
     assert problems("my.yaml") == [f"my.yaml:{line}: model.num_layers: expected an integer > 0, got 'two'"]

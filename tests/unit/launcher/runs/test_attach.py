@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launcher.runs.attach import DEAF, SHELL, command_line, completed, host_of
+from launcher.runs.attach import IGNORING_DRAIN, SHELL, command_line, completed, host_of
 from megatron_rl.contract.attempt_records import NodeAssignment
 from megatron_rl.contract.run_records import CODE, IMAGE, PlanRecord, PlanStep
 
@@ -51,5 +51,5 @@ def test_the_step_overlaps_with_the_ranks_and_has_a_terminal_only_where_there_is
     line = command_line("7", "n3", ["--container-env=A"], [], terminal=True)
     assert line[:3] == ["srun", "--jobid=7", "--overlap"]
     assert "--nodelist=n3" in line
-    assert line[line.index("--pty") + 1 :] == ["--container-env=A", "sh", "-c", DEAF, "attach", *SHELL]
+    assert line[line.index("--pty") + 1 :] == ["--container-env=A", "sh", "-c", IGNORING_DRAIN, "attach", *SHELL]
     assert "--pty" not in command_line("7", "n3", [], ["nvidia-smi"], terminal=False)

@@ -135,7 +135,7 @@ def test_an_ended_job_is_what_its_ledger_says(tmp_path, outcome, facts, state, r
             "job 7 ended as FAILED with exit code 2; see the bat",
         ),
         (
-            {"then": "here", "why": "goes on with the nodes that are left"},
+            {"then": "stays", "why": "goes on with the nodes that are left"},
             GONE,
             "job 7 is gone, and Slurm does not rem",
         ),

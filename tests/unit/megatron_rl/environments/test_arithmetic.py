@@ -1,7 +1,8 @@
 """The arithmetic environment: reasoning-gym's sums, each once, split for good, and strictly scored."""
 
-import subprocess
+import importlib.util
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_rl.environments.arithmetic import ArithmeticConfig, ArithmeticEnvironment
+from megatron_rl.environments.arithmetic import ArithmeticConfig, ArithmeticEnvironment, _chain_sum
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
 
-chain_sum = pytest.importorskip("reasoning_gym.arithmetic.chain_sum")
-VERIFIER = chain_sum.ChainSumDataset(chain_sum.ChainSumConfig(seed=0, size=1))
+if importlib.util.find_spec("reasoning_gym") is None:
+    pytest.skip("there is no reasoning-gym", allow_module_level=True)
+CHAIN_SUM = _chain_sum()
+VERIFIER = CHAIN_SUM.ChainSumDataset(CHAIN_SUM.ChainSumConfig(seed=0, size=1))
 
 
 def environment(alphabet: str = "0123456789+-=", **args: Any) -> ArithmeticEnvironment:
@@ -113,17 +116,18 @@ def test_alphabet_that_lacks_a_character_is_refused_at_start() -> None:
         environment(alphabet="0123456789+=")
 
 
-def test_its_tasks_come_without_the_package_around_them_which_can_still_be_imported() -> None:
+def test_its_tasks_come_without_the_package_around_them_which_can_still_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All tasks of reasoning-gym import matplotlib, among others: most of a second of every start of a rank."""
-    program = """
-import sys
-from megatron_rl.environments.arithmetic import _chain_sum
-alone = _chain_sum()
-assert not {"matplotlib", "reasoning_gym", "reasoning_gym.arithmetic"} & set(sys.modules)
-from reasoning_gym.arithmetic import chain_sum
-assert chain_sum is not alone and _chain_sum() is chain_sum
-drawn = [[task["question"] for task in module.ChainSumDataset(module.ChainSumConfig(seed=3, size=20))]
-         for module in (alone, chain_sum)]
-assert drawn[0] == drawn[1]
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    packages = ("reasoning_gym", "reasoning_gym.arithmetic")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("reasoning_gym", "matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    alone = _chain_sum()
+    assert not {"matplotlib", *packages} & set(sys.modules)
+    found = importlib.util.find_spec("reasoning_gym")
+    assert found is not None
+    assert found.origin is not None, "the package, not what stood in its place"
+    for name, module in [*((name, ModuleType(name)) for name in packages), (alone.__name__, alone)]:
+        monkeypatch.setitem(sys.modules, name, module)
+    assert _chain_sum() is alone, "that of the package, where somebody has imported it"

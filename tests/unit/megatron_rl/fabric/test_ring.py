@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.fabric.ring import culprits, ring, rounds
+from megatron_rl.fabric.findings import culprits, ring, rounds
 
 NODES = st.integers(min_value=2, max_value=40)
 

@@ -127,7 +127,7 @@ def test_answers_do_not_depend_on_neighbours_order_or_batch_size(policy: Policy)
     assert [tokens_of(completions) for completions in reversed(backwards)] == alone
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     max_batch=st.integers(1, 12),
     prefill_tokens=st.integers(1, 40),

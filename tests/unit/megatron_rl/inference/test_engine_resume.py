@@ -86,7 +86,7 @@ def test_an_interrupted_answer_goes_on_to_the_one_it_would_have_been(policy: Pol
     assert_same(answers(engine_of(policy), resumed(asked, found)), undisturbed)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     cuts=st.lists(st.integers(0, 12), min_size=9, max_size=9),
     max_batch=st.integers(1, 12),

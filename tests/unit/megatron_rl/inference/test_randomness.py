@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.inference.randomness import uniforms
+from megatron_rl.inference.sampling import uniforms
 
 KEYS = st.integers(0, 2**64 - 1)
 

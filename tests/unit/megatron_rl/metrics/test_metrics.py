@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rl.contract import files
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
-from megatron_rl.metrics.names import STEP_METRICS, TIMED, Step, check_name, metrics_of
-from megatron_rl.metrics.report import AllAnswersLost, StepReport
+from megatron_rl.metrics.names import STEP_METRICS, TIMED, StepReport, check_name, metrics_of
+from megatron_rl.metrics.report import AllAnswersLost, step_lines
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats, reductions
 from megatron_rl.metrics.tally import Reduction, Tally
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.metrics.writer import MetricsWriter, NoMetrics, Writer, cut_back
+from megatron_rl.metrics.writer import MetricsWriter, Writer, cut_back
 
 
 def line(**metrics: Any) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def test_samples_and_histograms_are_written_now_and_then(tmp_path: Path) -> None
 
 def test_the_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    record: Writer = NoMetrics()
+    record = Writer()
     record.step(1, line())
     record.evaluation(1, {})
     record.rollouts(1, View())
@@ -192,20 +193,10 @@ LOSS = LossStats(
 UPDATE = UpdateStats(updates=2, applied=2, grad_norm=4.0, learning_rate=2e-3)
 
 
-def metrics(loss: LossStats | None = LOSS, update: UpdateStats = UPDATE, **others: Any) -> dict[str, Any]:
+def metrics(loss: LossStats | None = LOSS, update: UpdateStats = UPDATE) -> dict[str, Any]:
     """Of a step that was so."""
-    facts = {
-        "generation_rounds": 1,
-        "first_ordinal": 8,
-        "next_ordinal": 10,
-        "policy_version": 4,
-        "dropped": {},
-        "failures": {"timeout": 1},
-        "ranks": 2,
-        "seconds": dict.fromkeys(TIMED, 0.5),
-        **others,
-    }
-    return metrics_of(Step(stats=StepStats(BATCH, loss, update), **facts))
+    one = StepReport(3, StepStats(BATCH, loss, update), 1, 8, 10, 4, dropped={}, failures={"timeout": 1})
+    return metrics_of(replace(one, ranks=2, seconds=dict.fromkeys(TIMED, 0.5)))
 
 
 def test_batch_metrics_are_means_over_the_answers() -> None:
@@ -274,7 +265,7 @@ def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:
     timeline = Timeline()
     with timeline.phase("train"):
         time.sleep(0.01)
-    found, _ = report(replace(BATCH, dropped=1), dropped, failures).lines(timeline, groups.control)
+    found, _ = step_lines(report(replace(BATCH, dropped=1), dropped, failures), timeline, groups.control)
     assert found["dropped_ordinals"] == {"9": "prompt too long"}
     assert found["failed_rollouts_by_reason"] == failures
 
@@ -296,7 +287,7 @@ def test_a_step_without_answers_ends_the_run(
     groups: Any, batch: BatchStats, dropped: Any, failures: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        report(batch, dropped, failures).lines(Timeline(), groups.control)
+        step_lines(report(batch, dropped, failures), Timeline(), groups.control)
 
 
 def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
@@ -313,16 +304,17 @@ def test_an_evaluation_says_how_it_was_asked(tmp_path: Path) -> None:
 
 
 def test_the_record_waits_for_room_and_what_is_only_looked_at_is_left_out(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
+    small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that fills the disk gives the space back a moment later."""
+    """A save that fills the disk gives the space back while the record waits."""
     record = writer(small_disk)
     record.step(1, line())
     ballast = small_disk / "ballast"
     with ballast.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
-    threading.Timer(1.5, ballast.unlink).start()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: ballast.unlink())
+    monkeypatch.setattr(files, "time", clock)
     record.rollouts(2, View())
     record.timeline(TimelineLine(1.0, 2, {}))
     record.step(2, line(mean_reward=0.75, reward_std="x" * 5000))

@@ -11,6 +11,7 @@ from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 
 ALPHABET = "0123456789+-="
+PADDING = len(ALPHABET) + 1
 
 
 def characters() -> Tokenizer:
@@ -20,7 +21,7 @@ def characters() -> Tokenizer:
 def test_characters_are_numbered_in_order_then_end_then_padding() -> None:
     tokenizer = characters()
     assert tokenizer.encode(ALPHABET) == list(range(13))
-    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (13, 14, 15)
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (13, 15)
 
 
 @given(st.text(alphabet=ALPHABET))
@@ -32,7 +33,7 @@ def test_decoding_undoes_encoding(text: str) -> None:
 @given(st.text(alphabet=ALPHABET), st.integers(0, 3), st.integers(0, 3))
 def test_special_tokens_leave_no_trace_in_the_text(text: str, ends: int, pads: int) -> None:
     tokenizer = characters()
-    tokens = tokenizer.encode(text) + [tokenizer.eos_id] * ends + [tokenizer.pad_id] * pads
+    tokens = tokenizer.encode(text) + [tokenizer.eos_id] * ends + [PADDING] * pads
     assert tokenizer.decode(tokens) == text
 
 
@@ -64,10 +65,10 @@ def test_hugging_face_text_is_encoded_as_it_stands(hugging_face_folder: Path) ->
     assert tokenizer.decode([0, 3, 4, 5, 1]) == "one and two"
 
 
-def test_hugging_face_ids_count_added_tokens_and_pad_with_the_end_token(hugging_face_folder: Path) -> None:
+def test_hugging_face_ids_count_added_tokens(hugging_face_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
     assert tokenizer.vocab_size == 7
-    assert (tokenizer.eos_id, tokenizer.pad_id) == (1, 1)
+    assert tokenizer.eos_id == 1
 
 
 def test_missing_folder_is_one_clear_error(tmp_path: Path) -> None:

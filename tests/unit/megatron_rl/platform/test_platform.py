@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import run_ranks
+from megatron.core.optimizer import clip_grads
 
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform import cpu
 from megatron_rl.platform.api import UnsupportedPlatform
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.select import check_megatron_version, select
@@ -75,34 +75,10 @@ def test_all_of_torch_stays_as_it_was(platform: Any) -> None:
             torch.zeros(1, device="cuda")
 
 
-def _without_a_symbol(rank: int, world_size: int) -> str:
-    import megatron.core.optimizer.clip_grads
-
-    from megatron_rl.platform import cpu
-
-    del megatron.core.optimizer.clip_grads.torch
-    try:
-        cpu.CpuPlatform(threads=1)
-    except UnsupportedPlatform as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_patched_symbol_that_is_gone_is_one_clear_error(tmp_path: Path) -> None:
-    """In a process of its own: the patches stay for good."""
-    (message,) = run_ranks(tmp_path, 1, _without_a_symbol)
-    assert message.startswith("megatron.core.optimizer.clip_grads.torch, which the CPU platform patches, is gone")
-    assert "install a supported version" in message
-
-
-def _patched_modules(rank: int, world_size: int) -> list[str]:
-    import sys
-
-    before = "megatron_rl.platform.cpu" in sys.modules
-    import megatron_rl.run  # noqa: F401
-
-    return [str(before), str("megatron_rl.platform.cpu" in sys.modules)]
-
-
-def test_no_patch_is_imported_before_the_recipe_asks_for_a_cpu(tmp_path: Path) -> None:
-    assert run_ranks(tmp_path, 1, _patched_modules) == [["False", "False"]]
+def test_a_patched_symbol_that_is_gone_is_one_clear_error(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_MODULES_NAMING_CUDA", {"megatron.core.optimizer.clip_grads": "the gradient norm"})
+    monkeypatch.delattr(clip_grads, "torch")
+    with pytest.raises(UnsupportedPlatform, match="install a supported version") as refused:
+        cpu.install_patches.__wrapped__()  # that of this process has long been done, and is done once
+    gone = "megatron.core.optimizer.clip_grads.torch, which the CPU platform patches, is gone"
+    assert str(refused.value).startswith(gone)

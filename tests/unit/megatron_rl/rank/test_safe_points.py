@@ -19,6 +19,7 @@ from megatron_rl.contract.codes import MARGIN_S, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.rank import drain as drain_module
+from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.drain import FIT, DrainListener, fits
 from megatron_rl.rank.safe_points import PHASES, LeaveAgreed
 
@@ -76,10 +77,9 @@ def test_merely_waiting_is_no_sign_of_life(gets_on: bool, monkeypatch: pytest.Mo
     safe_points = quiet_safe_points()
     beats: list[float] = []
     monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
-    assert (
-        asyncio.run(safe_points.run_until_asked(asyncio.sleep(0.65, "done"), time.monotonic if gets_on else lambda: 0))
-        == "done"
-    )
+    monkeypatch.setattr(safe_points_module, "LOOK_EVERY_S", 0.02)
+    waiting = safe_points.run_until_asked(asyncio.sleep(0.15, "done"), time.monotonic if gets_on else lambda: 0)
+    assert asyncio.run(waiting) == "done"
     assert len(beats) > 3 if gets_on else len(beats) == 1
 
 
@@ -95,7 +95,7 @@ def test_work_is_given_up_soon_after_the_request() -> None:
             raise
 
     async def main() -> Any:
-        asyncio.get_running_loop().call_later(0.2, setattr, safe_points.drain, "asked", True)
+        asyncio.get_running_loop().call_later(0.02, setattr, safe_points.drain, "asked", True)
         return await safe_points.run_until_asked(work(), lambda: 0)
 
     began = time.monotonic()

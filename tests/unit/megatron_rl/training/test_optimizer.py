@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer, world
+from checkpoint_helpers import checkpointer, load, world
 from core_helpers import tiny_model, tiny_policy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.checkpoint.load import load
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training.config import OptimizerConfig

@@ -32,9 +32,9 @@ class Shop:
 supervised.Demonstrator.register(Shop)
 
 
-def recipe(**model: Any) -> RunConfig:
-    taught = {"steps": 60, "batch_size": 8, "learning_rate": 3e-3, "seed": 1}
-    return tiny_run(model=tiny_model(init="supervised", supervised=taught).model_dump() | model)
+def recipe(steps: int = 6) -> RunConfig:
+    taught = {"steps": steps, "batch_size": 8, "learning_rate": 3e-3, "seed": 1}
+    return tiny_run(model=tiny_model(init="supervised", supervised=taught).model_dump())
 
 
 def taught_policy(config: RunConfig, platform: Any, environment: object, *, writer: bool) -> Policy:
@@ -88,7 +88,7 @@ def test_cached_or_not_the_bits_are_the_same(platform: Any, groups: Any, teachin
 
 
 def test_it_teaches(platform: Any, groups: Any) -> None:
-    config = recipe()
+    config = recipe(steps=60)
     tokenizer = build_tokenizer(config.tokenizer)
     policy = taught_policy(config, platform, Shop(), writer=True)
     engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)

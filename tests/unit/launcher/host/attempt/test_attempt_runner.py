@@ -29,7 +29,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 SILENT = SlurmSilent("no answer")
 
 
-class Asked(Steps):
+class AskedToLeave(Steps):
     """Steps, and a job around them, that only note what they were asked."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Asked(Steps):
 class Job(Surroundings):
     takes_nodes = True
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: AskedToLeave) -> None:
         self.asked = asked
         self.knows: dict[str, Any] = {}
 
@@ -71,7 +71,7 @@ class Watched:
     """An attempt of two ranks, of which one has hung for 2000 s of its 1800."""
 
     def __init__(self, root: Path) -> None:
-        self.asked = Asked()
+        self.asked = AskedToLeave()
         self.job = Job(self.asked)
         self.attempt = RunDir(root).attempt(1)
         self.attempt.heartbeats.mkdir(parents=True)

@@ -68,9 +68,9 @@ TABLE = [
     ([(RECENT, "n1", "requeue")],                                         "n2", "",         "n2"),
     ([(LONG_AGO, "n1", "requeue"), (LONG_AGO, "", "held")],               "",   "n1",       "n1"),
     # Slurm was not asked again before an attempt in the same allocation, nor told of what failed there.
-    ([(RECENT, "n1", "here")],                                            "",   "",         "n1"),
-    ([(RECENT, "n1", "here"), (RECENT, "n2", "here")],                    "n3", "",         "n1 n2 n3"),
-    ([(RECENT, "n1", "here"), (RECENT, "n2", "requeue")],                 "n3", "n2",       "n2 n3"),
+    ([(RECENT, "n1", "stays")],                                            "",   "",         "n1"),
+    ([(RECENT, "n1", "stays"), (RECENT, "n2", "stays")],                    "n3", "",         "n1 n2 n3"),
+    ([(RECENT, "n1", "stays"), (RECENT, "n2", "requeue")],                 "n3", "n2",       "n2 n3"),
     # Six have to remain: first all old ones are given up, then those of this end too.
     ([(RECENT, "n1 n2 n3", "requeue")],                                   "n4", "n1 n2 n3", "n4"),
     ([(RECENT, "n1 n2", "requeue")],                                      "n4", "n1 n2",    "n1 n2 n4"),

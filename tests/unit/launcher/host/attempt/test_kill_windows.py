@@ -427,13 +427,13 @@ class TestFaultBeforeAnAttempt:
     @pytest.mark.parametrize(
         ("owner", "name"),
         [
-            (own, "find"),
+            (own, "read_or_raise"),
             (own, "read_ledger"),
             (conclude, "read_ledger"),
             (own, "conclude_lost"),
             (own, "write_owner"),
             (slurm_run, "create"),
-            (begin_module, "read_ledger"),
+            (begin_module, "newest_line"),
             (begin_module, "write_line"),
         ],
     )

@@ -132,7 +132,7 @@ def test_the_zone_of_somebodys_shell_is_not_that_of_slurms_daemons(tmp_path: Pat
     program = """
 import time
 from launcher.host.job import _use_zone_of_host
-from launcher.host.slurm.words import time_of
+from launcher.host.slurm.formats import time_of
 print(time_of("2026-11-21T14:45:00"))
 _use_zone_of_host()
 print(time_of("2026-11-21T14:45:00"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.host.attempt import own
+from launcher.host.attempt import runner as runner_module
 from launcher.host.attempt.begin import begin_attempt
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.prepare import Checks, Preparation
@@ -16,7 +17,7 @@ from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_run import without_dead_nodes
 from launcher.host.attempt.slurm_steps import Script, SlurmSteps
 from launcher.host.judge.nodes import NotEnoughNodes
-from launcher.host.judge.policy import BY_US, HERE
+from launcher.host.judge.policy import BY_US, STAYS
 from launcher.host.process.signals import Signals
 from launcher.host.slurm import ask, call
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
@@ -44,7 +45,7 @@ def end(context: JobContext, then: str, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked_at", "then", "leaves"), [(21.0, HERE, True), (19.0, HERE, False), (21.0, BY_US, False)]
+    ("asked_at", "then", "leaves"), [(21.0, STAYS, True), (19.0, STAYS, False), (21.0, BY_US, False)]
 )
 def test_a_request_between_two_attempts_of_an_allocation_is_for_the_second(
     context: JobContext, asked_at: float, then: str, leaves: bool
@@ -84,8 +85,8 @@ def test_a_node_that_slurm_was_not_told_to_avoid_is_not_used(context: JobContext
 
 
 def test_nor_is_one_that_failed_an_earlier_attempt_of_the_allocation(context: JobContext) -> None:
-    end(context, HERE, excluded=["n1"], attempt=0)
-    end(context, HERE)
+    end(context, STAYS, excluded=["n1"], attempt=0)
+    end(context, STAYS)
     assert set(assigned(context).bad) == {"n1"}
 
 
@@ -110,7 +111,10 @@ def test_a_node_is_not_held_against_a_job_for_ever(context: JobContext, by: str)
     assert assigned(context).bad == {}
 
 
-def test_reports_of_the_health_check_decide_and_none_at_all_blames_nobody(context: JobContext) -> None:
+def test_reports_of_the_health_check_decide_and_none_at_all_blames_nobody(
+    context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "SIGNAL_S", 0.0)
     attempt = begin_attempt(context)
     runner, assignment = prepare(context, attempt, health=True)
     assert (assignment, read(NodeAssignment, attempt.nodes).bad) == (None, {})

@@ -10,7 +10,7 @@ import pytest
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.slurm import ask
-from launcher.host.slurm.words import text_of
+from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.paths import RunDir
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from launcher.host.judge.causes import Cause, cause_of, completed, is_complete, is_truer
-from launcher.host.slurm.words import parse_fields
+from launcher.host.slurm.formats import parse_fields
 from megatron_rl.contract.attempt_records import Drain
 
 NOW = time.mktime(time.strptime("2026-11-21T08:00:00", "%Y-%m-%dT%H:%M:%S"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, unfit_nodes
-from launcher.host.slurm.words import is_dead
+from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
 

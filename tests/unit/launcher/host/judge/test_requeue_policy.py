@@ -136,7 +136,7 @@ def asked(cause: str | None) -> Drain | None:
 
 
 BAD = ended(EMPTY, 40, "bad nodes")
-HERE = ended(LOST, 40, "node failure", then="here")
+STAYS = ended(LOST, 40, "node failure", then="stays")
 
 # fmt: off
 NODES: list[tuple[Verdict, str, list[AttemptEnd], Facts, str, str | None, str, str]] = [
@@ -152,9 +152,9 @@ NODES: list[tuple[Verdict, str, list[AttemptEnd], Facts, str, str | None, str, s
     (hang(),  "-",         [],        Facts(40, dead=["n9"]),  "crashed", None,           "requeue", "n9"),
     (hang(48, "n9"), "-",  [],        Facts(40, dead=["n9"]),  "lost",    "node failure", "requeue", "n9"),
     # Where the other nodes of the allocation suffice, they go on at once; but not for ever, and not against a wish.
-    (crash(), "-",         [],        Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
-    (LOST,    "-",         [HERE] * 4, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "here", "n9"),
-    (crash(), "-",         [HERE] * 5, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "requeue", "n9"),
+    (crash(), "-",         [],        Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "stays", "n9"),
+    (LOST,    "-",         [STAYS] * 4, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "stays", "n9"),
+    (crash(), "-",         [STAYS] * 5, Facts(40, dead=["n9"], suffice=True), "lost", "node failure", "requeue", "n9"),
     (crash(), "-",         [],        Facts(40, suffice=True), "crashed", None,           "requeue", ""),
     (EMPTY,   "requeue",   [],        Facts(40, dead=["n9"], suffice=True), "drained", "node failure", "requeue", "n9"),
     (LOST,    "-",  [], Facts(40, dead=["n9"], suffice=True, returning=True), "lost", "node failure", "slurm", "n9"),

@@ -100,7 +100,7 @@ def test_what_ranks_report_after_they_were_ended_came_of_that(attempt):
 def test_what_cannot_be_read_is_there_all_the_same(attempt, content):
     for file in (attempt.outcome, attempt.hang, attempt.error(3), attempt.drain, attempt.heartbeat(0)):
         file.write_bytes(content)
-    drain = read_drain(attempt)
+    drain = read_drain(attempt, patience=0.0)
     assert drain is not None and drain.cause == SIGNALLED
     evidence = read_evidence(attempt, Observed(code=1), drain)
     assert set(evidence.unreadable_errors) == {3}

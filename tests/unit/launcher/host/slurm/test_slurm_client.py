@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.host.slurm import call as call_module
 from launcher.host.slurm import tell
 from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, call, patiently, run
-from launcher.host.slurm.words import expand_hosts, seconds_of, text_of, time_of
+from launcher.host.slurm.formats import expand_hosts, seconds_of, text_of, time_of
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def test_a_time_comes_back(at):
 
 def test_limits_and_what_is_no_time():
     assert seconds_of("1-02:00:30") == 93630
-    assert seconds_of("UNLIMITED") is seconds_of(None) is time_of("Unknown") is time_of(None) is None
+    assert seconds_of("UNLIMITED") is seconds_of(None) is None
+    assert {time_of(text) for text in ("Unknown", "N/A", "", "None", "(null)", None)} == {None}
 
 
 @pytest.fixture

@@ -36,7 +36,8 @@ def parse_fields(line: str) -> Dict[str, str]:
 
 def parse_config(text: str) -> Dict[str, str]:
     """Key -> value of `scontrol show config`."""
-    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+    pairs = (line.partition(" = ") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
 def expand_hosts(node_list: str) -> List[str]:
