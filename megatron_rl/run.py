@@ -219,6 +219,7 @@ def build_models(
     if not resumes or penalised:
         digest = load_initial_weights(policy, config, environment, tokenizer, platform, groups, safe_points)
     safe_points.agree()
+    share_weights(policy, groups.data)  # before anything is copied from them
     reference = frozen_copy(policy, config, tokenizer, platform) if penalised else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
@@ -251,6 +252,13 @@ def load_initial_weights(
         raise ConfigurationError(f"model.checkpoint: {error}") from error
     policy.load_state_dict(state["model"])
     return checkpoint.manifest.digest
+
+
+def share_weights(policy: Policy, data: dist.ProcessGroup) -> None:
+    """Give all ranks of `data`, which hold the same part of the model, the weights of the first. Each may have made its
+    own, and a GPU adds up in any order: what differs at the beginning would differ for ever. Collective."""
+    for weight in policy.parameters():
+        dist.broadcast(weight.detach(), group=data, group_src=0)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:

@@ -14,6 +14,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+FP32_BYTES = 4
 GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""
 ADAM_BYTES = {"bf16": 12, "fp32": 8}
@@ -169,19 +170,21 @@ def _adam(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
 
 
 def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
-    """A layer keeps of its two norms the input, normalised and scaled; queries, keys and values and, unless recomputed,
-    what attention makes of them; of the feed-forward network its first output, gate, value and their product."""
-    model, size, recompute = config.model, WEIGHT_BYTES[config.model.dtype], config.training.recompute
+    """A layer keeps of its two norms the input and what is normalised, both in fp32, and the output; queries, keys and
+    values, what attention makes of them before and after it is packed again, and its sums, in fp32; of the feed-forward
+    network its first output, the activated gate and the product. `selective` keeps of the norms input and output, as
+    they are, and not the activated gate."""
+    model, recompute = config.model, config.training.recompute
     tokens = _tokens(config, sizes)
     kept = _kept(model, sizes, recompute)
     layers, in_flight = model.num_layers // sizes.pp, sizes.pp - stage
-    whole = f"{_count(tokens)} tokens x {layers} layers x {_count(size * kept)} bytes"
-    total = tokens * layers * size * kept * in_flight
+    whole = f"{_count(tokens)} tokens x {layers} layers x {_count(kept)} bytes"
+    total = tokens * layers * kept * in_flight
     if in_flight > 1:
         whole += f" x {in_flight} micro-batches under way"
     if recompute != "none":
-        total += tokens * size * (again := _kept(model, sizes, "none") - kept * (recompute == "selective"))
-        whole += f" + {_count(size * again)} bytes a token of the layer being recomputed ({recompute})"
+        total += tokens * (again := _kept(model, sizes, "none") - kept * (recompute == "selective"))
+        whole += f" + {_count(again)} bytes a token of the layer being recomputed ({recompute})"
     return Term("activations", total, whole)
 
 
@@ -193,18 +196,21 @@ def _tokens(config: RunConfig, sizes: Sizes) -> int:
 
 
 def _kept(model: ModelConfig, sizes: Sizes, recompute: str) -> int:
-    """Numbers that one layer keeps of one token on one rank."""
-    split = sizes.tp if sizes.sequence_parallel else 1
+    """Bytes that one layer keeps of one token on one rank."""
+    size, split = WEIGHT_BYTES[model.dtype], sizes.tp if sizes.sequence_parallel else 1
     if recompute == "full":
-        return model.hidden_size // split
+        return size * model.hidden_size // split
+    selective = recompute == "selective"
+    norms = 2 * (2 * size if selective else 2 * FP32_BYTES + size) * model.hidden_size
     heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
-    attention = (2 if recompute == "selective" else 3) * heads * head + 2 * groups * head
+    attention = size * (3 * heads + 2 * groups) * head + FP32_BYTES * heads
+    activations = 3 if selective else 4
     if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
         routed = model.experts_per_token
-        feed_forward = routed * (2 * model.hidden_size + 5 * model.expert_ffn_hidden_size // sizes.tp)
+        feed_forward = routed * (2 * model.hidden_size + activations * model.expert_ffn_hidden_size // sizes.tp)
     else:
-        feed_forward = 5 * model.ffn_hidden_size // sizes.tp
-    return 6 * model.hidden_size // split + attention // sizes.tp + feed_forward
+        feed_forward = activations * model.ffn_hidden_size // sizes.tp
+    return norms // split + attention // sizes.tp + size * feed_forward
 
 
 def _logits(config: RunConfig, sizes: Sizes, vocab: int) -> Term:

@@ -1,17 +1,23 @@
 """Executes the scheduler's plans on one rank: the training weights themselves, a key/value cache, sampling.
 
-All per-token state lives in tensors; Python sees a row twice, when it is filled and when it ends. A row that begins
-with an answer's known tokens has prompt and tokens prefilled together, and draws its next token by the random number
-that belongs to it.
+All per-token state lives in tensors; Python sees a row twice, when it is filled and when it has ended. To see it the
+host waits for the device, so it looks only every `Platform.tokens_between_looks` tokens; meanwhile a row that has ended
+is computed with the others, and keeps nothing of it. What the host must know of every token (how long sequences are at
+most, which sampling parameters occur) it counts by itself.
+
+A row that begins with an answer's known tokens has prompt and tokens prefilled together, and draws its next token by
+the random number that belongs to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
@@ -49,31 +55,51 @@ class ModelRunner:
         self._position = torch.zeros(rows, **integers)  # its position
         self._count = torch.zeros(rows, **integers)  # answer tokens so far
         self._limit = torch.zeros(rows, **integers)
+        self._ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self._sampling = SamplingRows.empty(rows, self.device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros(rows, max_length, **integers)
         self._logprobs = torch.zeros(rows, max_length, device=self.device)
         self._first_place = torch.arange(rows, device=self.device) * max_length
+        # The host's own counts, exact for rows that have not ended, else the most it can be.
+        self._most_positions = np.zeros(rows, dtype=np.int64)
+        self._most_tokens = np.zeros(rows, dtype=np.int64)
+        self._tokens_until_look = policy.tokens_between_looks
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[RowAnswer]:
-        """Sample the next token of the plan's rows. Returns the rows that end with it."""
+        """Sample the next token of the plan's rows. Returns the rows that have been seen to have ended."""
         if plan.moves:
             self._move(plan.moves)
         rows = slice(plan.rows.start, plan.rows.stop)
         logits = self._prefill(rows, plan.prefills) if plan.prefills else self._decode(rows)
-        ended = self._sample(rows, logits)
-        return self.answers((ended.nonzero().squeeze(1) + rows.start).tolist()) if bool(ended.any()) else []
+        self._sample(rows, logits)
+        self._tokens_until_look -= 1
+        if self._tokens_until_look:
+            return []
+        self._tokens_until_look = self.policy.tokens_between_looks
+        return self.answers(np.flatnonzero(_read(self._ended[: rows.stop])).tolist())
 
     def answers(self, rows: Sequence[int]) -> list[RowAnswer]:
         """What these rows have sampled so far."""
         if not rows:
             return []
-        index = torch.tensor(rows, device=self.device)
-        counts = self._count[index].tolist()
-        longest = max(counts)
-        tokens = self._tokens[index, :longest].tolist()
-        logprobs = self._logprobs[index, :longest].tolist()
+        index = _tensor(rows, self.device)
+        longest = min(int(self._most_tokens[rows].max()), self._cache.length)
+        # One array, because to read one is to wait for the device.
+        read = _read(
+            torch.cat(
+                (
+                    self._count[index, None].int(),
+                    self._tokens[index, :longest].int(),
+                    self._logprobs[index, :longest].view(torch.int32),
+                ),
+                dim=1,
+            )
+        )
+        counts = read[:, 0].tolist()
+        tokens = read[:, 1 : 1 + longest].tolist()
+        logprobs = read[:, 1 + longest :].view(np.float32).tolist()
         return [
             RowAnswer(row, row_tokens[:count], row_logprobs[:count])
             for row, count, row_tokens, row_logprobs in zip(rows, counts, tokens, logprobs, strict=True)
@@ -95,30 +121,33 @@ class ModelRunner:
         layout = PrefillLayout(
             packed=self.policy.layout(whole_sequences(map(len, sequences))),
             cache=self._cache,
-            source=source.to(self.device),
-            target=target.to(self.device),
+            source=source.to(self.device, non_blocking=True),
+            target=target.to(self.device, non_blocking=True),
         )
         logits = self.policy(
-            torch.tensor(tokens, device=self.device),
-            torch.tensor([position for tokens in sequences for position in range(len(tokens))], device=self.device),
+            _tensor(tokens, self.device),
+            _tensor([position for tokens in sequences for position in range(len(tokens))], self.device),
             layout,
-            (ends - 1).to(self.device),
+            (ends - 1).to(self.device, non_blocking=True),
         )
-        self._position[rows] = (length - 1).to(self.device)
+        self._position[rows] = (length - 1).to(self.device, non_blocking=True)
+        self._most_positions[rows] = length.numpy() - 1
+        self._ended[rows] = False
         self._set_answers(rows, prefills)
         self._set_sampling(rows, prefills)
-        return logits.index_select(0, sequence.to(self.device))
+        return logits.index_select(0, sequence.to(self.device, non_blocking=True))
 
     def _set_answers(self, rows: slice, prefills: Sequence[Prefill]) -> None:
         """Answer tokens and log-probs that rows begin with."""
         self._count[rows] = 0
+        self._most_tokens[rows] = 0
         first = rows.start
         for prefill in prefills:
             same = slice(first, first + len(prefill.samples))
             if count := len(prefill.answer_tokens):
-                self._count[same] = count
-                self._tokens[same, :count] = torch.tensor(prefill.answer_tokens, device=self.device)
-                self._logprobs[same, :count] = torch.tensor(prefill.answer_logprobs, device=self.device)
+                self._count[same] = self._most_tokens[same] = count
+                self._tokens[same, :count] = _tensor(prefill.answer_tokens, self.device)
+                self._logprobs[same, :count] = _tensor(prefill.answer_logprobs, self.device)
             first = same.stop
 
     def _set_sampling(self, rows: slice, prefills: Sequence[Prefill]) -> None:
@@ -131,13 +160,14 @@ class ModelRunner:
             same = slice(first, first + len(numbers))
             self._limit[same] = limit
             self._sampling.set(same, sampling)
-            self._uniforms[same, :limit] = torch.from_numpy(numbers).to(self.device)
+            self._uniforms[same, :limit] = torch.from_numpy(numbers).to(self.device, non_blocking=True)
             first = same.stop
 
     def _decode(self, rows: slice) -> Tensor:
         """[rows, vocab] logits of the next tokens of the first rows."""
         positions = self._position[rows]
-        shortest, longest = (int(x) + 1 for x in positions.aminmax())
+        most = self._most_positions[rows]
+        shortest, longest = int(most.min()) + 1, min(int(most.max()) + 1, self._cache.length)
         visible = None
         if shortest < longest:
             visible = (torch.arange(longest, device=self.device) <= positions[:, None])[:, None, None]
@@ -145,23 +175,41 @@ class ModelRunner:
         logits: Tensor = self.policy(self._token[rows], positions, layout)
         return logits
 
-    def _sample(self, rows: slice, logits: Tensor) -> Tensor:
-        """Draw the next tokens from logits [rows, vocab]. Returns which rows end with it, [rows] bool."""
-        count = self._count[rows]
+    def _sample(self, rows: slice, logits: Tensor) -> None:
+        """Draw the next tokens from logits [rows, vocab]. A row that has ended does not move on: it draws again what
+        would have followed its last token, and nobody reads that."""
+        count, goes_on = self._count[rows], ~self._ended[rows]
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
         token, log_prob = sample(logits, self._sampling[rows], uniform)
         self._tokens[rows].scatter_(1, count[:, None], token[:, None])
         self._logprobs[rows].scatter_(1, count[:, None], log_prob[:, None])
         self._token[rows] = token
-        self._position[rows] += 1
-        self._count[rows] += 1
-        return (token == self._end_token) | (self._count[rows] == self._limit[rows])
+        self._position[rows] += goes_on
+        count += goes_on
+        self._ended[rows] |= (token == self._end_token) | (count == self._limit[rows])
+        self._most_positions[rows] += 1
+        self._most_tokens[rows] += 1
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        source, target = torch.tensor(moves, device=self.device).unbind(1)
-        self._cache.move(source, target, length=int(self._position[source].max()))
-        self._sampling.move(source, target)
+        sources, targets = (list(rows) for rows in zip(*moves, strict=True))
+        source, target = _tensor(moves, self.device).unbind(1)
+        longest = min(int(self._most_positions[sources].max()), self._cache.length)
+        self._cache.move(source, target, length=longest)
+        self._sampling.move(sources, targets)
         for column in (
-            self._token, self._position, self._count, self._limit, self._uniforms, self._tokens, self._logprobs
+            self._token, self._position, self._count, self._limit, self._ended, self._uniforms, self._tokens,
+            self._logprobs,
         ):  # fmt: skip
             column[target] = column[source]
+        for counts in (self._most_positions, self._most_tokens):
+            counts[targets] = counts[sources]
+
+
+def _read(tensor: Tensor) -> NDArray[Any]:
+    """The only place where the host waits for the device."""
+    return tensor.numpy(force=True)
+
+
+def _tensor(values: Sequence[object], device: torch.device) -> Tensor:
+    """Values on the device, without waiting for what it computes."""
+    return torch.tensor(values).to(device, non_blocking=True)

@@ -21,12 +21,17 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Sampling parameters of every row of a batch, each [rows]."""
+    """Sampling parameters of every row of a batch, each [rows], and which cuts they ask for, on the host: it need not
+    wait for the device to know what to compute."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    cuts_order: NDArray[np.bool_]
+    """Whether top-k or top-p cut anything away."""
+    cuts_floor: NDArray[np.bool_]
+    """Whether min-p does."""
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> SamplingRows:
@@ -35,20 +40,35 @@ class SamplingRows:
             top_k=torch.zeros(rows, dtype=torch.long, device=device),
             top_p=torch.ones(rows, device=device),
             min_p=torch.zeros(rows, device=device),
+            cuts_order=np.zeros(rows, dtype=np.bool_),
+            cuts_floor=np.zeros(rows, dtype=np.bool_),
         )
 
-    def __getitem__(self, rows: slice | Tensor) -> SamplingRows:
-        return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+    def __getitem__(self, rows: slice) -> SamplingRows:
+        return SamplingRows(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.cuts_order[rows],
+            self.cuts_floor[rows],
+        )
 
-    def set(self, rows: slice | Tensor, sampling: Sampling) -> None:
+    def set(self, rows: slice, sampling: Sampling) -> None:
         self.temperature[rows] = sampling.temperature
         self.top_k[rows] = sampling.top_k
         self.top_p[rows] = sampling.top_p
         self.min_p[rows] = sampling.min_p
+        self.cuts_order[rows] = sampling.top_k > 0 or sampling.top_p < 1
+        self.cuts_floor[rows] = sampling.min_p > 0
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the rows `sources` to the rows `targets`."""
+        source, target = (torch.tensor(rows).to(self.top_k.device, non_blocking=True) for rows in (sources, targets))
         for column in (self.temperature, self.top_k, self.top_p, self.min_p):
             column[target] = column[source]
+        for cuts in (self.cuts_order, self.cuts_floor):
+            cuts[targets] = cuts[sources]
 
 
 def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +94,7 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor,
 def keep_likely(probs: Tensor, rows: SamplingRows) -> Tensor:
     """Zero what top-k, then top-p, then min-p cut away; [rows, vocab]. The likeliest token always stays."""
     vocab = probs.shape[1]
-    if bool(((rows.top_k > 0) | (rows.top_p < 1)).any()):
+    if rows.cuts_order.any():
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(vocab, device=probs.device)
         top_k = torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None]
@@ -83,7 +103,7 @@ def keep_likely(probs: Tensor, rows: SamplingRows) -> Tensor:
         cut = mass_before >= rows.top_p[:, None] * ordered.sum(-1, keepdim=True)
         cut &= (rows.top_p < 1)[:, None]
         probs = torch.zeros_like(probs).scatter_(1, order, ordered.masked_fill(cut, 0.0))
-    if bool((rows.min_p > 0).any()):
+    if rows.cuts_floor.any():
         probs = probs.masked_fill(probs < rows.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
     return probs
 

@@ -5,7 +5,7 @@
                                      +------------------ retire(): freed rows --------------+
 
 Rows 0..n-1 are being decoded. Where no waiting request takes the row of an ended sample, the last row moves into its
-place with the next plan, so a step never computes on a dead row.
+place with the next plan, so a step computes on no row that is known to have ended.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.config import Recompute
@@ -27,9 +28,9 @@ from megatron_rl.platform.attention import Layout
 def packed_layer_spec(config: TransformerConfig, recompute: Recompute, platform: Platform) -> Any:
     """What GPTModel builds each of its layers from."""
     spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    spec.module = RecomputedLayer if recompute == "full" else PackedLayer
+    spec.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
     attention, mlp = spec.submodules.self_attention, spec.submodules.mlp
-    attention.module = RecomputedAttention if recompute == "selective" else PackedAttention
+    attention.module = PackedAttention
     attention.submodules.core_attention = NoCoreAttention
     if linears := platform.linears(config):
         # A ModuleSpec in 0.16.1, a partial builder in 0.19.2.
@@ -66,22 +67,39 @@ class PackedLayer(TransformerLayer):
 
         The names are those under which megatron-core's TransformerBlock hands things on to its layers.
         """
-        attended = self.self_attention(self.input_layernorm(hidden_states), rotary_pos_emb, packed_seq_params)
-        hidden_states = hidden_states + attended
-        out, _bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        normed = self.elementwise(self.input_layernorm, hidden_states)
+        hidden_states = hidden_states + self.self_attention(normed, rotary_pos_emb, packed_seq_params)
+        normed = self.elementwise(self.pre_mlp_layernorm, hidden_states)
+        gate_and_value, _bias = self.mlp.linear_fc1(normed)
+        out, _bias = self.mlp.linear_fc2(self.elementwise(swiglu, gate_and_value))
         return hidden_states + out, None
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+        """What costs memory to keep and next to nothing to compute."""
+        return function(tensor)
+
+
+def swiglu(gate_and_value: Tensor) -> Tensor:
+    """[..., 2 * ffn] -> [..., ffn] (arXiv 2002.05202)."""
+    gate, value = gate_and_value.chunk(2, dim=-1)
+    return silu(gate) * value
 
 
 class PackedAttention(SelfAttention):
     def forward(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         """[tokens, 1, hidden] -> the same."""
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
-        out, _bias = self.linear_proj(self.attend(query, key, value, rotation, layout)[:, None])
+        query, key = rotation.turn(query, key)
+        out, _bias = self.linear_proj(layout.attend(self.layer_number, query, key, value)[:, None])
         return out
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
-        query, key = rotation.turn(query, key)
-        return layout.attend(self.layer_number, query, key, value)
+
+class SelectiveLayer(PackedLayer):
+    """Computes norms and activations again in the backward pass: they keep most of the memory, in fp32 some of it, and
+    take the least time. Attention keeps little beside its input."""
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+        return _recomputed(function, tensor)
 
 
 class RecomputedLayer(PackedLayer):
@@ -89,13 +107,6 @@ class RecomputedLayer(PackedLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return _recomputed(super().forward, *args, **kwargs)
-
-
-class RecomputedAttention(PackedAttention):
-    """Keeps queries, keys and values for the backward pass, not what attention makes of them."""
-
-    def attend(self, *args: Any) -> Tensor:
-        return _recomputed(super().attend, *args)
 
 
 def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

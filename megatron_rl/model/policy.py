@@ -43,6 +43,11 @@ class Policy(GPTModel):
     def device(self) -> torch.device:
         return self._platform.device
 
+    @property
+    def tokens_between_looks(self) -> int:
+        """See `Platform.tokens_between_looks`."""
+        return self._platform.tokens_between_looks
+
     def layout(self, packed: PackedSequences) -> Layout:
         """The attention layout of whole sequences on the policy's device."""
         return self._platform.attention_layout(packed)

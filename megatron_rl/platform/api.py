@@ -23,6 +23,9 @@ class Platform(Protocol):
     """torch.distributed backend."""
     transformer_overrides: dict[str, Any]
     """Fields of TransformerConfig that this device dictates."""
+    tokens_between_looks: int
+    """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
+    has done all it was told."""
 
     def attention_layout(self, packed: PackedSequences) -> Layout:
         """How this device's kernels attend within packed sequences."""

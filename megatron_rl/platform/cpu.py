@@ -35,6 +35,7 @@ _MODULES_NAMING_CUDA = {
 
 class CpuPlatform:
     backend = "gloo"
+    tokens_between_looks = 1
     transformer_overrides: dict[str, Any] = {
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,46 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class FanOut:
+    """How packed tokens that several branches share go to all of them, and their gradients come back."""
+
+    rows: Tensor
+    """[places] index of the packed token at each place of all buckets."""
+    order: Tensor
+    """[places] the places sorted by their packed token."""
+    counts: Tensor
+    """[tokens] at how many places each packed token stands."""
+
+    @classmethod
+    def of(cls, rows: Tensor, tokens: int) -> FanOut:
+        return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=tokens))
+
+    def to(self, device: torch.device) -> FanOut:
+        return FanOut(self.rows.to(device), self.order.to(device), self.counts.to(device))
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """[tokens, ...] -> [places, ...]"""
+        gathered: Tensor = _Gather.apply(tokens, self)
+        return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """index_select, whose own backward on a GPU would add up a shared token's gradients in the tensor's type, in bf16
+    so, and in any order. This one adds them in fp32 and in that of the places."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, fan_out: FanOut) -> Tensor:
+        ctx.fan_out = fan_out
+        return tokens.index_select(0, fan_out.rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        sorted_ = gradient.index_select(0, ctx.fan_out.order).flatten(1).float()
+        summed = torch.segment_reduce(sorted_, "sum", lengths=ctx.fan_out.counts, initial=0.0, unsafe=True)
+        return summed.to(gradient.dtype).view(-1, *gradient.shape[1:]), None
+
+
+@dataclass(frozen=True, slots=True)
 class DenseLayout:
     """Causal attention within sequences that may share packed tokens.
 
@@ -40,17 +81,23 @@ class DenseLayout:
     buckets: tuple[Bucket, ...]
     outputs: Tensor
     """[tokens] where, in the concatenated bucket outputs, the result for each packed token stands."""
+    fan_out: FanOut | None = None
+    """Where branches share tokens that are gathered for each of them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `Layout.attend`."""
+        gathered = zip(*(self._gathered(x) for x in (query, key, value)), strict=True)
         parts = []
-        for bucket in self.buckets:
-            q, k, v = (
-                x.index_select(0, bucket.rows).view(-1, bucket.length, x.shape[1], x.shape[2])
-                for x in (query, key, value)
-            )
+        for bucket, qkv in zip(self.buckets, gathered, strict=True):
+            q, k, v = (x.view(-1, bucket.length, x.shape[1], x.shape[2]) for x in qkv)
             parts.append(_attend(q, k, v, bucket.visible).reshape(bucket.rows.shape[0], -1))
         return torch.cat(parts).index_select(0, self.outputs)
+
+    def _gathered(self, tokens: Tensor) -> Sequence[Tensor]:
+        """For each bucket its [rows, heads, head_size] of [tokens, heads, head_size]."""
+        if self.fan_out is None:
+            return [tokens.index_select(0, bucket.rows) for bucket in self.buckets]
+        return self.fan_out.gather(tokens).split([len(bucket.rows) for bucket in self.buckets])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
@@ -77,12 +124,14 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
     edges, ends = packed.cu_seqlens.tolist(), packed.subtree_ends.tolist()
     by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
     trees: list[range] = []
+    shares = False
     for first, stop in pairwise(edges):
         if min(ends[first:stop]) == stop:
             by_length[bucket_length(stop - first)].append(range(first, stop))
         elif stop - first <= LONGEST_MASKED_TREE:
             trees.append(range(first, stop))
         else:
+            shares = True
             for branch in branches(packed.subtree_ends, first, stop):
                 by_length[bucket_length(len(branch))].append(branch)
     dense: list[tuple[int, Sequence[Sequence[int]], Tensor | None]] = [
@@ -94,6 +143,7 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
     buckets = []
     read: list[int] = []  # packed tokens ...
     places_read: list[int] = []  # ... and where their results stand
+    all_rows: list[int] = []
     start = 0
     for length, members, visible in dense:
         flat: list[int] = []
@@ -104,10 +154,12 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
             flat.extend(places)
             flat.extend([places[0]] * (length - len(places)))
         buckets.append(Bucket(torch.tensor(flat, dtype=torch.long, device=device), length, visible))
+        all_rows.extend(flat)
         start += len(flat)
     outputs = torch.empty(len(ends), dtype=torch.long)
     outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(places_read, dtype=torch.long)
-    return DenseLayout(tuple(buckets), outputs.to(device))
+    fan_out = FanOut.of(torch.tensor(all_rows), len(ends)).to(device) if shares else None
+    return DenseLayout(tuple(buckets), outputs.to(device), fan_out)
 
 
 def branches(subtree_ends: Tensor, first: int, stop: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -58,14 +58,24 @@ class JobConfig(Section):
     threads_per_rank: PositiveInt = 1
     """Threads of OMP, MKL and torch in every rank. Part of what makes a run reproducible, so never derived
     from the machine."""
-    collective_timeout_s: PositiveInt = 600
-    """Longest wait for the other ranks in one collective, in seconds."""
+    collective_timeout_s: PositiveInt = 3600
+    """Longest wait for the other ranks in one collective, in seconds; on GPUs more than `silence_limit_s`."""
     backoff_s: PositiveFloat = 30.0
     """Seconds before a run that crashed starts again, doubled with every crash without a new checkpoint, up to 15
     minutes (Slurm). After three of those, or the same error at the same step twice, it waits for `mrl resume`."""
     silence_limit_s: PositiveInt = 1800
     """After this many seconds without a sign of life from a rank, or without any rank getting on, the run hangs: the
     attempt ends as a crash that names the rank that the others wait for."""
+
+    @model_validator(mode="after")
+    def _a_hang_is_seen_before_nccl_aborts(self) -> JobConfig:
+        if self.device == "cuda" and self.collective_timeout_s <= self.silence_limit_s:
+            raise ValueError(
+                f"collective_timeout_s {self.collective_timeout_s} must be more than silence_limit_s "
+                f"{self.silence_limit_s}: a collective of NCCL that times out ends its rank without a word, before it "
+                "is known which rank the others waited for"
+            )
+        return self
 
     @property
     def fewest_nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,12 +55,21 @@ def connect(world: World, job: JobConfig, backend: str, address: Path) -> Groups
     Every collective is bounded by `job.collective_timeout_s`.
     """
     timeout = timedelta(seconds=job.collective_timeout_s)
+    record_collectives(address.parent)
     store = meet(address, world.rank, world.size, timeout)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     parallel_state.initialize_model_parallel(
         distributed_timeout_minutes=max(1, -(-job.collective_timeout_s // 60)),
     )
     return Groups.from_megatron(timeout)
+
+
+def record_collectives(folder: Path) -> None:
+    """Have NCCL's flight recorder keep the last collectives, and write them into `folder` when one times out, a file a
+    rank: its watchdog says nothing else. What the environment asks for already stays."""
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "collectives."))
 
 
 def disconnect() -> None:

@@ -43,4 +43,4 @@ class TrainingConfig(Section):
     sequence_length: PositiveInt | None = None
     """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
     recompute: Recompute = "none"
-    """What the backward pass computes again instead of keeping it: nothing, attention, or whole layers."""
+    """What the backward pass computes again instead of keeping it: nothing, norms and activations, or whole layers."""

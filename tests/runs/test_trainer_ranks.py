@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_helpers import run_ranks
-from core_helpers import batch_of, build_run, random_groups, tiny_run
+from core_helpers import batch_of, build_run, quiet_safe_points, random_groups, tiny_run
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.stream import shares
+from megatron_rl.run import set_up
 
 STEPS = 3
 
@@ -98,3 +102,31 @@ def test_the_two_ranks_hold_the_same_bits(name: str, on_two_ranks: Any) -> None:
     (one_tally, one_weights), (other_tally, other_weights) = on_two_ranks[name]
     assert one_tally == other_tally
     assert torch.equal(one_weights, other_weights)
+
+
+def initial_weights(rank: int, ranks: int, dtype: str, distributed: bool) -> list[Tensor]:
+    """Policy, fp32 weights of the optimizer, and reference, of ranks that made weights of their own."""
+    parallel_state.initialize_model_parallel()
+    groups = Groups.from_megatron(timedelta(seconds=60))
+    platform = select(JobConfig(device="cpu"))
+    platform.seed = lambda seed: type(platform).seed(platform, seed + rank)  # type: ignore[method-assign]
+    config = tiny_run(
+        model={"dtype": dtype}, grpo={"kl_beta": 0.1}, optimizer={"learning_rate": 1e-3, "distributed": distributed}
+    )
+    run_dir = RunDir(tempfile.mkdtemp())
+    models = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points()).models
+    main = [getattr(weight, "main_param", None) for weight in models.policy.parameters()]
+    assert models.reference is not None
+    weights = [
+        *models.policy.parameters(),
+        *models.reference.parameters(),
+        *(each for each in main if each is not None),
+    ]
+    return [weight.detach().clone() for weight in weights]
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), [("fp32", True), ("bf16", False)])
+def test_ranks_that_made_different_weights_begin_with_the_same(tmp_path: Path, dtype: str, distributed: bool) -> None:
+    one, other = run_ranks(tmp_path, 2, initial_weights, dtype, distributed)
+    assert len(one) == len(other) > 10
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))

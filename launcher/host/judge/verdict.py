@@ -117,7 +117,21 @@ def _left_in_order(evidence: AttemptEvidence) -> Optional[Verdict]:
 
 def _died(evidence: AttemptEvidence) -> Optional[Verdict]:
     bad = [ended for ended in evidence.exits if ended.bad]
-    return _by_exit(evidence, bad[0]) if bad else None
+    return (_waited_for(evidence, bad[0]) or _by_exit(evidence, bad[0])) if bad else None
+
+
+def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Optional[Verdict]:
+    """NCCL's watchdog aborts a rank whose collective timed out, which can then write no error file: it is the one that
+    waited, and the heartbeats tell for whom."""
+    if -ended.code != signal.SIGABRT:
+        return None
+    aborted = {each.rank for each in evidence.exits if -each.code == signal.SIGABRT}
+    absent = absent_rank(evidence.heartbeats, aborted)
+    if absent is None:
+        return None
+    error = "silent for {:.0f} s before rank {} {}".format(absent.silent_s, ended.rank, describe_exit(ended.code))
+    error += _stacks(evidence, absent.rank)
+    return Verdict(CRASHED, absent.step, error, absent.rank, absent.host, absent.phase, hung=True)
 
 
 def _unrecorded(evidence: AttemptEvidence) -> Verdict:

@@ -140,12 +140,13 @@ def test_another_inference_layout_costs_a_copy_of_the_weights():
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("fields", [{}, {"num_query_groups": 4, "ffn_hidden_size": 160}], ids=["narrow", "wide"])
-def test_activations_are_what_autograd_keeps(recompute, fields, platform, groups):
+def test_activations_are_what_autograd_keeps(recompute, dtype, fields, platform, groups):
     """Bytes of distinct storages saved for the backward pass: those of eight layers less those of four."""
     tokens, kept = 256, {}
     for layers in (4, 8):
-        model = tiny_model(num_layers=layers, max_position_embeddings=tokens, **fields)
+        model = tiny_model(num_layers=layers, max_position_embeddings=tokens, dtype=dtype, **fields)
         policy = build_policy(model, VOCAB, platform, recompute)
         own = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
         saved: dict[int, Any] = {}
@@ -161,7 +162,7 @@ def test_activations_are_what_autograd_keeps(recompute, fields, platform, groups
             policy(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), layout).sum()
         kept[layers] = sum(storage.nbytes() for storage in saved.values())
     estimate, again = (activations(model, layers, tokens, recompute) for layers in (8, 4))
-    assert estimate - again == pytest.approx(kept[8] - kept[4], rel=0.1)
+    assert estimate - again == pytest.approx(kept[8] - kept[4], rel=0.02)
 
 
 def activations(model: ModelConfig, layers: int, tokens: int, recompute: str) -> int:
@@ -171,6 +172,15 @@ def activations(model: ModelConfig, layers: int, tokens: int, recompute: str) ->
     )
     (found,) = rank_memories(config, Sizes.of(config.job, config.placement, 1), 16)
     return next(term.bytes for term in found.terms if term.name == "activations")
+
+
+@pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"])
+def test_the_largest_recipes_for_this_cluster_fit_its_gpus(recipe):
+    config = load_recipe(recipe).config
+    rows = vocabulary(config)
+    assert rows is not None
+    for memory in rank_memories(config, Sizes.of(config.job, config.placement, config.job.most_nodes), rows):
+        assert memory.total < 75 * 2**30, memory
 
 
 def test_recomputing_keeps_less():

@@ -227,3 +227,9 @@ def test_what_is_no_time_limit_is_told_what_one_is(written):
 def test_text_that_yaml_takes_for_a_number_wants_quotes_where_null_would_do_too():
     (problem,) = problems("demo", "image.reference=5")
     assert problem.endswith("image.reference: expected text or null, got 5 (put it in quotes)")
+
+
+def test_on_gpus_a_hang_must_be_seen_before_nccl_aborts():
+    (problem,) = problems("qwen2.5-32b-dapo", "job.silence_limit_s=3600")
+    assert "collective_timeout_s 3600 must be more than silence_limit_s 3600" in problem
+    load_recipe("demo", ["job.silence_limit_s=36000"])

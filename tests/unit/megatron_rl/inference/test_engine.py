@@ -153,6 +153,35 @@ def test_any_amount_of_work_goes_through_any_batch(
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [2, 5, 16])
+def test_answers_do_not_depend_on_how_often_the_host_looks_which_have_ended(
+    policy: Policy, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of rows that end between two looks, nor those that take over their rows; asked in between, a row says
+    no more than its answer."""
+    requests = [
+        ask(prompt, 2 + key, CUT if key % 2 else Sampling(max_new_tokens=1 + key), key)
+        for key, prompt in enumerate(PROMPTS)
+    ]
+    expected = [tokens_of(completions) for completions in answer(engine_of(policy, max_batch=5), *requests)]
+    monkeypatch.setattr(type(policy), "tokens_between_looks", tokens)
+    found = answer(engine_of(policy, max_batch=5), *requests)
+    assert [tokens_of(completions) for completions in found] == expected
+    whole = {
+        (request.id, sample): answered
+        for request, answers in zip(requests, expected, strict=True)
+        for sample, answered in enumerate(answers)
+    }
+    engine = engine_of(policy, max_batch=5)
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        engine.step()
+        for part in engine.partial_answers():
+            so_far = part.beginning.tokens
+            assert so_far == whole[part.request_id, part.sample][: len(so_far)]
+
+
 def test_keys_and_samples_differ_and_a_key_comes_again(policy: Policy) -> None:
     plain = Sampling(max_new_tokens=12)
     engine = engine_of(policy)

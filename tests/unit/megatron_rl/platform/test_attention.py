@@ -85,6 +85,28 @@ def test_what_is_shared_serves_every_branch(
     assert all(any(beginning[: len(row) - 1] == tuple(row[:-1]) for beginning in beginnings) for row in rows)
 
 
+def test_gradients_of_shared_tokens_are_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 64 branches of a prompt, of two lengths, in bf16: the sum of what each branch gives, rounded once."""
+    prompt = [3] * 40
+    answers = [[i % 3, i // 3 % 3, i // 9 % 3, *([1] * 60 if i % 2 else [5, 5])] for i in range(64)]
+    rows = [prompt + answer for answer in answers]
+    (micro,) = pack(rows, [[False] * 40 + [True] * len(answer) for answer in answers], range(len(rows)), 10**6)
+    monkeypatch.setattr(dense_attention, "LONGEST_MASKED_TREE", 0)
+    layout = dense_layout(micro, CPU)
+    assert len(layout.buckets) > 1
+    tokens = torch.ones(len(micro.tokens), KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16, requires_grad=True)
+    of_places = [
+        torch.randn(bucket.rows.shape[0], KV_HEADS, HEAD_SIZE, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i, bucket in enumerate(layout.buckets)
+    ]
+    (gradient,) = torch.autograd.grad(layout._gathered(tokens), [tokens], of_places)
+    exact = torch.zeros(len(micro.tokens), KV_HEADS, HEAD_SIZE, dtype=torch.float64)
+    for bucket, each in zip(layout.buckets, of_places, strict=True):
+        exact.index_add_(0, bucket.rows, each.double())
+    assert gradient.dtype is torch.bfloat16
+    torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform)

@@ -125,6 +125,17 @@ def test_a_rank_that_died_while_all_showed_their_stacks_is_not_the_one_that_did_
     assert blamed(errors=[TIMED_OUT], heartbeats=beats, exits=exits({2: -9}))[0] == 2
 
 
+def test_ranks_that_nccl_aborted_waited_for_the_one_that_did_not_come():
+    """Its watchdog leaves no error file."""
+    beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 300.0, "generate", 3), beat(2, 400.0, HEARTBEAT_WAIT, 3)]
+    verdict = judge(AttemptEvidence(heartbeats=beats, exits=exits({0: -6, 2: -6, 1: -15})))
+    assert (verdict.rank, verdict.node, verdict.phase, verdict.hung) == (1, "node01", "generate", True)
+    assert verdict.error.startswith("silent for 700 s before rank 0 was killed by SIGABRT")
+    nobody = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
+    assert judge(AttemptEvidence(heartbeats=nobody, exits=exits({0: -6}))).rank == 0
+    assert judge(AttemptEvidence(exits=exits({0: -6}))).rank == 0
+
+
 def test_it_stays_with_the_rank_that_reported_it_where_nobody_stands_out():
     beats = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
     verdict = judge(AttemptEvidence(errors=[TIMED_OUT], heartbeats=beats, exits=exits({0: 1})))

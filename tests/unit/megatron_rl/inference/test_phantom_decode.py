@@ -1,0 +1,93 @@
+"""Prefill, decoding and sampling on a GPU that is not there: every tensor on the right device, and a host that waits
+for the device at most once in eight tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_helpers import END, tiny_model, tiny_policy
+from phantom_gpu import GPU, PhantomGpu
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
+from megatron_rl.inference import model_runner
+from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.scheduler import Scheduler
+
+TOKENS_PER_WAIT = 8
+"""The promise of platform/cuda.py."""
+
+LONGEST = 400
+SAMPLINGS = [
+    Sampling(max_new_tokens=200),
+    Sampling(max_new_tokens=200, temperature=0.0),
+    Sampling(max_new_tokens=200, top_k=4, top_p=0.9, min_p=0.05),
+]
+
+
+class Reads:
+    """Stands in for `model_runner._read`. The first row has ended whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, tensor: Any) -> Any:
+        assert isinstance(tensor, FakeTensor) and tensor.device == GPU
+        self.count += 1
+        if tensor.dtype is torch.bool:
+            return np.arange(len(tensor)) == 0
+        read = np.full(tuple(tensor.shape), END, dtype=np.int32)
+        read[:, 0] = 1
+        return read
+
+
+def test_the_host_waits_at_most_once_in_eight_tokens(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rows of all kinds of sampling end, are moved together and are filled again. What looks at a number
+    elsewhere than in `_read` raises here."""
+    reads = Reads()
+    monkeypatch.setattr(model_runner, "_read", reads)
+    model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
+    policy = tiny_policy(platform, model)
+    with PhantomGpu() as gpu:
+        gpu.move(policy)
+        config = InferenceConfig(max_batch=3)
+        scheduler, runner = Scheduler(config, END), ModelRunner(policy, model, config, END, LONGEST)
+        for key, sampling in enumerate(SAMPLINGS):
+            scheduler.submit(GenerationRequest([1, 2, 3 + key], 1 + key // 2, sampling, key))
+        decoded, moved, synchronous = 0, 0, 0
+        while plan := scheduler.decode() or scheduler.admit():
+            before = gpu.waits
+            scheduler.retire(runner.execute(plan))
+            if plan.prefills:
+                continue
+            decoded, moved = decoded + 1, moved + len(plan.moves)
+            synchronous += gpu.waits - before
+            if admission := scheduler.admit():
+                scheduler.retire(runner.execute(admission))
+    assert len(scheduler.answered) == len(SAMPLINGS)
+    assert decoded > 60 and moved
+    assert 8 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
+
+
+def test_a_look_elsewhere_would_be_noticed(platform: Any, groups: Any) -> None:
+    """The witness itself: the phantom tells nobody a number, and minds tensors of the CPU."""
+    with PhantomGpu() as gpu:
+        number = torch.zeros(2, dtype=torch.long, device=GPU)
+        for look in (lambda: number[0].item(), number.tolist, lambda: bool(number.any()), lambda: int(number[1])):
+            with pytest.raises(DataDependentOutputException):
+                look()
+        with pytest.raises(Exception, match="nonzero"):
+            number.nonzero()
+        with pytest.raises(Exception, match="two devices"):
+            number + torch.zeros(2, dtype=torch.long)
+        assert gpu.waits == 0
+        torch.zeros(2).to(GPU)
+        number.cpu()
+        torch.zeros(2).to(GPU, non_blocking=True)
+        assert gpu.waits == 2
