@@ -198,7 +198,8 @@ def test_the_json_has_what_an_attempt_with_fewer_nodes_needs():
 
 
 def test_memory_is_warned_about_for_the_fewest_nodes_which_share_the_optimizer_among_fewer():
-    (warning,) = warnings(json.loads(mrl_plan(RECIPE, "--cluster", "h100", "job.nodes=4-8", "--json").output))
+    larger = ("job.nodes=4-8", "training.tokens_per_microbatch=16000")
+    (warning,) = warnings(json.loads(mrl_plan(RECIPE, "--cluster", "h100", *larger, "--json").output))
     assert warning.startswith("with 4 nodes one colocated GPU needs about")
 
 
