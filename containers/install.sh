@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Inside nvcr.io/nvidia/pytorch: add what mrl needs. Run by the Dockerfile and by build.sbatch, nowhere else.
 #
-#   install.sh WHEEL
+#   install.sh WHEEL...   the newest of them
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 
@@ -10,11 +10,14 @@ versions() {
 print(*(f"{name}=={m.version(name)}" for name in ("torch", "transformer-engine", "apex", "numpy")))'
 }
 
+wheel=$(printf '%s\n' "$@" | sort -V | tail -n 1)
 before=$(versions)
-pip install --no-cache-dir -c "$here/constraints.txt" "$1[train,huggingface,math,wandb]"
+pip install --no-cache-dir -c "$here/constraints.txt" "${wheel}[train,huggingface,math,wandb]"
 after=$(versions)
 if [[ $before != "$after" ]]; then
     echo "pip replaced packages that were built for this image: $before -> $after" >&2
     exit 1
 fi
+# What the ranks import first, or the image would be found wanting by a job.
+python3 -c 'import megatron.core, megatron_rl.attempt, transformers, math_verify'
 echo "added mrl and its libraries to $before"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import IO, Any
 
@@ -22,6 +23,21 @@ class BadInput(click.ClickException):
     def show(self, file: IO[Any] | None = None) -> None:
         for problem in self.problems:
             click.echo(f"error: {problem}", file=file, err=file is None)
+
+
+def show(error: click.ClickException, as_json: bool) -> None:
+    """Say on stderr what is wrong.
+
+    Args:
+        as_json: also as one JSON object on stdout, {error: [...], exit_code}, for whoever has asked for JSON there.
+    """
+    problems = list(error.problems) if isinstance(error, BadInput) else [error.format_message()]
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        problems[-1] += f"; see {error.ctx.command_path} --help"
+    if as_json:
+        click.echo(json.dumps({"error": problems, "exit_code": error.exit_code}))
+    for problem in problems:
+        click.echo(f"error: {problem}", err=True)
 
 
 class Unsure(BadInput):

@@ -41,6 +41,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     """Open a shell, or run COMMAND, on a node of RUN's job: in the ranks' container image, with their GPUs, files and
     environment but for what the profile's prolog sets.
 
+    Where containers have names (named: of the profile), it is the ranks' own container, as long as they run.
     It is a step of its own that overlaps with theirs (srun --overlap) and ends with the job.
 
     \b
@@ -51,7 +52,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     from launcher.runs.state import read_statuses
     from megatron_rl.contract.attempt_records import NodeAssignment
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
-    from megatron_rl.contract.run_records import CODE, IMAGE, CodeSnapshot, PlanRecord
+    from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot, PlanRecord, container_name
 
     (status,) = read_statuses([find(run)])
     job, found, attempt = status.job, status.run, status.run.attempt(status.attempt)
@@ -75,9 +76,10 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         image = attempt.image.read_text(encoding="utf-8").strip() if attempt.image.exists() else ""
     except OSError as error:
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
-    container = completed(plan.container, {IMAGE: image, CODE: str(code)})
+    name = container_name(job.job_id, str(attempt.number)) + ":exec"
+    container = completed(plan.container, {IMAGE: image, CODE: str(code), CONTAINER: name})
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    line = command_line(job.job_id, host, container, context.meta[COMMAND], terminal)
+    line = command_line(job.job_id, host, container, plan.rank_environment, context.meta[COMMAND], terminal)
     if as_json:
         click.echo(json.dumps({"run": status.name, "job_id": job.job_id, "host": host, "command": line}))
         return

@@ -11,14 +11,15 @@ from click.shell_completion import CompletionItem, get_completion_class
 PROGRAMS = ("mrl", "mrl-submit")
 
 
-@click.command("completion", short_help="Print what bash or zsh need to complete mrl.")
-@click.argument("shell", type=click.Choice(["bash", "zsh"]))
+@click.command("completion", short_help="Print what bash, zsh or fish need to complete mrl.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
     """Print the completion of mrl and mrl-submit: commands, options, recipes, their keys, and runs.
 
     \b
     In ~/.bashrc:  eval "$(mrl completion bash)"
     In ~/.zshrc:   eval "$(mrl completion zsh)"     (after compinit)
+    In ~/.config/fish/config.fish:  mrl completion fish | source
     Exit codes: 0 printed  2 bad usage
     """
     kind = get_completion_class(shell)

@@ -18,6 +18,7 @@ from rich.text import Text
 from launcher.backends import local
 from launcher.backends.probe import disk, software
 from launcher.backends.probe import node as compute_node
+from launcher.backends.probe import rank as one_rank
 from launcher.backends.slurm import facts as slurm_facts
 from launcher.backends.slurm.parse import settings
 from launcher.cluster.choice import load_clusters
@@ -38,8 +39,9 @@ STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", 
 HELP = """Say what will happen to RECIPE on a cluster: how it is preempted and with how much notice, which limits it
 meets, whether nodes, GPUs, containers, python and disk are there. Without RECIPE: for a run of one node.
 
-SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, but --deep runs a step of a few seconds on one
-node. Levels: ok; note: good to know; warning: runs, but may lose work or time; error: will not run.
+SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, but --deep runs two steps on one node; the
+second unpacks the image and starts a rank in it. Levels: ok; note: good to know; warning: runs, but may lose work or
+time; error: will not run.
 
 \b
 Exit codes:
@@ -53,7 +55,7 @@ Exit codes:
 @click.argument("recipe", required=False)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")
-@click.option("--deep", is_flag=True, help="Look at a compute node too; waits up to a minute for a free one.")
+@click.option("--deep", is_flag=True, help="Start a rank on a compute node too; waits up to a minute for a free one.")
 @click.option("--json", "as_json", is_flag=True, help="Print {recipe, cluster, findings, counts} as JSON.")
 @click.pass_context
 def command(
@@ -91,15 +93,19 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         disk_asked = pool.submit(disk.inspect, Path(profile.run_root))
         slurm, run_root = slurm_asked.result(), disk_asked.result()
     plugstack = settings(slurm.config.text).get("PlugStackConfig")
-    node = None
+    node = rank = None
     if deep and slurm.config.known and run_root.measured:
         gpus = config is None or config.job.device == "cuda"
-        node = compute_node.probe(profile, Path(run_root.measured.directory), gpus)
+        directory = Path(run_root.measured.directory)
+        node = compute_node.probe(profile, directory, gpus)
+        if not node.failure:
+            rank = one_rank.probe(profile, config.image.reference if config else None, directory, gpus)
     facts = ClusterFacts(
         slurm=slurm,
         software=software.inspect(profile.host_python, Path(plugstack) if plugstack else None),
         run_root=run_root,
         node=node,
+        rank=rank,
         missing_secrets=tuple(name for name in profile.secrets if not os.environ.get(name)),
         missing_files=tuple(missing_files(config, profile)) if config and run_root.measured else (),
         checkpoint_bytes=checkpoint_size(config),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
-EXIT_INTERRUPTED = 130  # as in contract.codes, which takes too long to import before there is a guard
+EXIT_LOST, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+"""As in contract.codes, which takes too long to import before there is a guard."""
 
 
 def mrl() -> NoReturn:
@@ -21,6 +24,11 @@ def mrl_submit() -> NoReturn:
 
 def _run(module: str) -> NoReturn:
     """Run the click command `main` of a module; click's own way to end would call Ctrl-C a failure."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("error: the current directory was removed; cd to another one", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
     gc.set_threshold(50_000)  # loading makes many objects and drops few: looking for garbage takes a twentieth of it
     try:
         from importlib import import_module
@@ -30,12 +38,29 @@ def _run(module: str) -> NoReturn:
         try:
             sys.exit(import_module(module).main(standalone_mode=False))
         except click.ClickException as error:
-            error.show()
+            from launcher.errors import show
+
+            show(error, as_json="--json" in sys.argv[1:])
             sys.exit(error.exit_code)
         except click.Abort:
             sys.exit(_interrupted())
     except KeyboardInterrupt:
         sys.exit(_interrupted())
+    except OSError as error:
+        if not _output_is_lost():
+            raise
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_LOST)
+
+
+def _output_is_lost() -> bool:
+    """Whether stdout takes nothing any more; what is still said there goes nowhere."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _interrupted() -> int:

@@ -11,13 +11,13 @@ from megatron_rl.agent.registry import GROUP
 
 
 @click.command("environments", short_help="List the registered environments.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list, for programs: {name, value, package}.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: {environments: [{name, value, package}]}.")
 def command(as_json: bool) -> None:
     """List the registered environments and where each one comes from."""
     found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
     if as_json:
         rows = [{"name": one.name, "value": one.value, "package": one.dist and one.dist.name} for one in found]
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps({"environments": rows}, indent=2))
         return
     width = max((len(entry.name) for entry in found), default=0)
     for entry in found:

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import click
 
+from launcher.cli.arguments import RunDirectory
 from launcher.cli.completion import complete_override, complete_run
 
 
 @click.command("fork", short_help="Start a new run from a checkpoint of another.")
 @click.argument("run_at_step", metavar="RUN[@STEP]", shell_complete=complete_run)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Of the new run. [default: NAME-DATE-TIME beside RUN]")
+@click.option("--run-dir", type=RunDirectory(), help="Of the new run. [default: NAME-DATE-TIME beside RUN]")
 @click.option("--cluster", help="Run it there instead of where RUN ran.")
 @click.option("--update-code", is_flag=True, help="Run today's code instead of RUN's snapshot.")
+@click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")
 @click.option("--dry-run", is_flag=True, help="Say what would differ; writes nothing.")
 @click.option("--detach", is_flag=True, help="Return as soon as a local run has started.")
 @click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
@@ -28,6 +30,7 @@ def command(
     run_dir: Path | None,
     cluster: str | None,
     update_code: bool,
+    trust: bool,
     dry_run: bool,
     detach: bool,
     follow: bool,
@@ -38,6 +41,9 @@ def command(
     The new run has everything of the old one up to that step: weights, optimizer, place in the prompt stream, metrics.
     Any value may change but those that the weights fix (model.*, tokenizer.*); what changed is in its fork.json.
 
+    The new run runs RUN's snapshot of the code (or today's, with --update-code) and unpickles parts of its checkpoint,
+    as you: a run of another user is refused without --trust.
+
     \b
     Exit codes: as of mrl-submit
     """
@@ -46,7 +52,7 @@ def command(
     from launcher.job.fork import forked, plan_fork
     from launcher.recipe.changes import as_json as changes_json
 
-    fork = plan_fork(run_at_step, overrides)
+    fork = plan_fork(run_at_step, overrides, trust)
     where = f"{fork.source.root.name} after step {fork.step}" + "".join(f"\n  {one}" for one in fork.changes)
     if dry_run:
         answer = {"from": str(fork.source.root.absolute()), "step": fork.step, "changes": changes_json(fork.changes)}
@@ -63,6 +69,7 @@ def command(
             follow=follow,
             as_json=as_json,
             update_code=update_code,
+            trust=trust,
         )
         code = launch(request)
     context.exit(code)

@@ -51,16 +51,16 @@ def command(
     from launcher.runs.find import find
 
     found = find(run)
-    if attempt is not None and attempt > found.last_attempt():
-        count = found.last_attempt()
-        there = f"there {'is' if count == 1 else 'are'} {count}" if count else "there is none yet"
-        raise BadInput(f"{found.root.name}: no attempt {attempt}; {there}")
-    if listing:
-        files = log_files(found, attempt)
-        click.echo(json.dumps({"files": [str(path) for path in files]}) if as_json else "\n".join(map(str, files)))
-        return
-    log = LogFollower(found, role, rank, attempt, lines)
     try:
+        if attempt is not None and attempt > found.last_attempt():
+            count = found.last_attempt()
+            there = f"there {'is' if count == 1 else 'are'} {count}" if count else "there is none yet"
+            raise BadInput(f"{found.root.name}: no attempt {attempt}; {there}")
+        if listing:
+            files = log_files(found, attempt)
+            click.echo(json.dumps({"files": [str(path) for path in files]}) if as_json else "\n".join(map(str, files)))
+            return
+        log = LogFollower(found, role, rank, attempt, lines)
         seen = _print(log, as_json)
         if follow:
             _follow(log, as_json)
@@ -72,6 +72,8 @@ def command(
         click.echo()
     except BrokenPipeError:  # `mrl logs | head`
         sys.stderr.close()
+    except PermissionError as error:  # a run of somebody else
+        raise Failed(f"{found.root.name}: {error.filename}: {error.strerror}") from error
 
 
 def _follow(log: LogFollower, as_json: bool) -> None:

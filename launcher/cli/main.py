@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -13,6 +14,7 @@ COMMANDS = (
     "doctor",
     "environments",
     "fork",
+    "help",
     "logs",
     "ls",
     "plan",
@@ -34,6 +36,17 @@ class _Commands(click.Group):
             return None
         command: click.Command = import_module(f"launcher.cli.{name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(COMMANDS))}"
+            if "submit".startswith(args[0][:3]):
+                hint = "mrl-submit starts a run"
+            raise click.UsageError(f"no command is called {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

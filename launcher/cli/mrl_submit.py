@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from launcher.cli.arguments import RunDirectory
 from launcher.cli.completion import complete_override, complete_recipe, complete_run
 from launcher.recipe.changes import CHANGEABLE
 
@@ -44,10 +45,11 @@ Exit codes:
 @click.option("--cluster", help="Where to run; local is this machine.")
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=RunDirectory(),
     help="Directory of the run; of a sweep, that of its runs. [default: NAME-DATE-TIME in ./runs, or in run_root]",
 )
 @click.option("--change", is_flag=True, help="Resume with other values than before, where that is allowed.")
+@click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")
 @click.option(
     "--dry-run", is_flag=True, help="Check everything, show what would be submitted, start and write nothing."
 )
@@ -69,6 +71,7 @@ Exit codes:
     metavar="N",
     help="Of a sweep's jobs at most N run at a time: each waits for the one N places before it.",
 )
+@click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large sweep is meant.")
 @click.option("--in-allocation", is_flag=True, help="Run the script in the salloc or job that this shell is in.")
 @click.version_option(package_name="mrl", message="%(prog)s %(version)s")
 @click.pass_context
@@ -79,6 +82,7 @@ def main(
     cluster: str | None,
     run_dir: Path | None,
     change: bool,
+    trust: bool,
     dry_run: bool,
     script: bool,
     as_json: bool,
@@ -87,6 +91,7 @@ def main(
     follow: bool,
     after: tuple[str, ...],
     max_running: int | None,
+    yes: bool,
     in_allocation: bool,
 ) -> None:
     from launcher.cli.submit.launch import launch  # not needed to complete a command line
@@ -98,6 +103,7 @@ def main(
         cluster=cluster,
         run_dir=run_dir,
         change=change,
+        trust=trust,
         dry_run=dry_run,
         script=script,
         as_json=as_json,
@@ -106,6 +112,7 @@ def main(
         follow=follow,
         after=after,
         max_running=max_running,
+        yes=yes,
         in_allocation=in_allocation,
     )
     context.exit(launch(request))

@@ -11,12 +11,12 @@ from launcher.recipe.load import Recipe, load_recipe, shipped_recipes
 
 
 @click.command("recipes", short_help="List the recipes that can be submitted by name.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: {recipes: [...]}.")
 def command(as_json: bool) -> None:
     """List the recipes that can be submitted by name: model, nodes x GPUs, mode and what each is for."""
     rows = [row(load_recipe(name)) for name in shipped_recipes()]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps({"recipes": rows}, indent=2))
         return
     table = [[line["name"], line["model"].rpartition("/")[2], _ranks(line), line["mode"]] for line in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -7,25 +7,25 @@ import json
 import click
 
 from launcher.cli.completion import complete_run
+from launcher.cli.confirm import certain_run
 
 
 @click.command("requeue", short_help="Save, give the nodes back, queue again.")
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--now", is_flag=True, help="Do not save first.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask whether it is the run that is meant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: {run, run_dir, job_id, done}.")
-def command(run: str | None, now: bool, as_json: bool) -> None:
+def command(run: str | None, now: bool, yes: bool, as_json: bool) -> None:
     """Have RUN save, give its nodes back and wait in the queue again under the same job id.
 
-    RUN is a run's name, its directory, its job id, or nothing for the newest. A run that has ended needs `mrl resume`.
+    RUN is named as for `mrl cancel`. A run that has ended needs `mrl resume`.
 
     \b
-    Exit codes: 0 asked for  1 could not be done  2 there is no such run
+    Exit codes: 0 asked for  1 could not be done  2 there is no such run, or more than one
     """
     from launcher.runs.control import requeue
-    from launcher.runs.find import find
-    from launcher.runs.state import read_statuses
 
-    (status,) = read_statuses([find(run)])
+    status = certain_run(run, "requeue", yes)
     done = requeue(status, now)
     job_id = status.job.job_id if status.job else None
     answer = {"run": status.name, "run_dir": str(status.run.root.absolute()), "job_id": job_id, "done": done}

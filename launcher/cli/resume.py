@@ -23,6 +23,7 @@ Exit codes: as of mrl-submit; 2 also where a live job owns the run
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
 @click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from where it came from.")
 @click.option("--cluster", help="Go on there instead of where the run was.")
+@click.option("--trust", is_flag=True, help="Also where the run is another user's: its code and pickles act as you.")
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted; writes nothing.")
 @click.option("--detach", is_flag=True, help="Return as soon as a local run has started.")
 @click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
@@ -34,6 +35,7 @@ def command(
     overrides: tuple[str, ...],
     update_code: bool,
     cluster: str | None,
+    trust: bool,
     dry_run: bool,
     detach: bool,
     follow: bool,
@@ -53,6 +55,7 @@ def command(
         cluster=cluster or str(resolved_values(found).get("cluster") or "local"),
         run_dir=found.root,
         change=bool(overrides),
+        trust=trust,
         dry_run=dry_run,
         as_json=as_json,
         detach=detach,

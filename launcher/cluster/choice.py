@@ -111,7 +111,11 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
     file = asked or _config_home(environ) / "mrl" / "clusters.yaml"
     entries = (entry.name for entry in files("launcher.cluster.shipped").iterdir())
     shipped = tuple(sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml")))
-    if asked is None and not file.exists():
+    try:
+        there = asked is not None or file.exists()
+    except OSError as error:
+        raise BadInput(f"{file}: cannot be read: {error.strerror}; MRL_CLUSTERS names another file") from error
+    if not there:
         return Clusters(str(file), None, {}, shipped, environ, lambda path: (str(file), False))
     document = read_mapping(str(file), read_text(file), "cluster profiles, such as lab: {partition: gpu, ...}")
     locate = locator(str(file), document)
@@ -197,6 +201,12 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate) -> P
         container: dict[str, Any] = {
             "mounts": [expanded(mount, "container", "mounts", str(i)) for i, mount in enumerate(mounts)]
         }
+        problems += [
+            f"{locate(('container', 'mounts', str(i)))[0]}: container.mounts: enroot takes no white space: {mount!r}; "
+            "mount a link without any, or choose another directory"
+            for i, mount in enumerate(container["mounts"])
+            if re.search(r"\s", mount)
+        ]
         # A reference may hold a dollar of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
         if re.match(r"~?/|\$(\w+|\{\w+\})/", image):
             container["image"] = expanded(image, "container", "image")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from launcher.backends.local import Machine
 from launcher.backends.probe.disk import Disk
 from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
@@ -29,6 +30,8 @@ class ClusterFacts:
     run_root: Disk
     node: NodeFacts | None
     """None: not asked for."""
+    rank: RankFacts | None
+    """Of one in the container; None: not asked for."""
     missing_secrets: tuple[str, ...]
     """Names of the profile's secrets that are not set in this shell."""
     missing_files: tuple[Need, ...]
@@ -55,6 +58,8 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found += software.containers(facts.slurm, facts.software, demand)
     if facts.node is not None:
         found += software.compute_node(facts.node, profile, demand)
+    if facts.rank is not None and profile.container is not None:
+        found.append(software.first_rank(facts.rank, demand))
     found += software.host_python(facts.software, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)
     found += storage.shared(facts.run_root, facts.node, demand)

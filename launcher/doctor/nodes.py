@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster, Node, Target
@@ -27,9 +28,11 @@ def nodes(cluster: Cluster, target: Target, profile: Profile, demand: Demand) ->
             "correct constraint: in the profile",
         )
         return
+    if profile.gres is None:  # Slurm is not asked for any
+        demand = replace(demand, gpus=0)
     if demand.gpus:
         yield from _gpus(target, profile, demand, featured)
-    fitting = [node for node in featured if not demand.gpus or node.gpus(profile.gres) >= demand.gpus]
+    fitting = [node for node in featured if not demand.gpus or node.gpus(profile.gpu_type) >= demand.gpus]
     if fitting:
         yield from _enough(target, demand, fitting)
         yield from _cpus(profile, demand, fitting)
@@ -44,21 +47,21 @@ def _gpus(target: Target, profile: Profile, demand: Demand, there: list[Node]) -
             f"the nodes of {target.name} have no GPUs that Slurm knows of, {demand.who} asks for {demand.gpus} a node",
             "choose another partition, or job.device=cpu",
         )
-    elif not any(node.gpus(profile.gres) for node in there):
+    elif not any(node.gpus(profile.gpu_type) for node in there):
         types = ", ".join(sorted({kind for kind, _ in kinds if kind != "gpu"})) or "only gpu"
         yield error(
             "gpus",
-            f"none is called {profile.gres} in {target.name}; there are: {types}",
+            f"none is called {profile.gpu_type} in {target.name}; there are: {types}",
             "correct gres: in the profile",
         )
-    elif max(node.gpus(profile.gres) for node in there) < demand.gpus:
+    elif max(node.gpus(profile.gpu_type) for node in there) < demand.gpus:
         yield error(
             "gpus",
             f"{demand.gpus} GPUs a node are asked for, the nodes of {target.name} have: {known}",
             "lower job.gpus_per_node",
         )
     else:
-        most = max(node.gpus(profile.gres) for node in there)
+        most = max(node.gpus(profile.gpu_type) for node in there)
         yield ok(
             "gpus",
             f"{target.name} has {known}; each node of {demand.who} gets {demand.gpus} ({_flag(profile, demand)})",
@@ -72,8 +75,7 @@ def _gpus(target: Target, profile: Profile, demand: Demand, there: list[Node]) -
 
 
 def _flag(profile: Profile, demand: Demand) -> str:
-    kind = "" if profile.gres == "gpu" else f"{profile.gres}:"
-    return f"--gpus-per-node={kind}{demand.gpus}"
+    return " ".join(f"--{name}={value}" for name, value in profile.gpus(demand.gpus).items())
 
 
 def _enough(target: Target, demand: Demand, fitting: list[Node]) -> Iterator[Finding]:

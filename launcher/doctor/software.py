@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.backends.slurm.parse import number
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster
 from launcher.doctor.demand import Demand
-from launcher.doctor.finding import Finding, error, note, ok, span, warning
+from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
 from launcher.host.image.reference import ImageError, is_path, parse
 
 OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
@@ -123,6 +124,19 @@ def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[
         yield ok("enroot", f"{node.enroot or 'there'} on {node.host}")
 
 
+def first_rank(rank: RankFacts, demand: Demand) -> Finding:
+    """What one rank did in the container: import, form a communicator, write to the run root."""
+    if rank.unasked:
+        return note("container", f"not started: {rank.unasked}", "mrl prefetch imports the image")
+    if rank.failure:
+        fix = "see containers/README.md: how the image of the ranks is built, and what enroot's errors mean"
+        return error("container", f"a rank in it came to nothing: {rank.failure}", fix)
+    if demand.gpus and not rank.gpus:
+        return error("container", f"{rank.versions}, and torch sees no GPU", "enroot's hook 98-nvidia.sh brings it in")
+    gpus = f", {count(rank.gpus, 'GPU')}" if rank.gpus else ""
+    return ok("container", f"a rank of it communicates and writes to run_root: {rank.versions}{gpus}, CPUs {rank.cpus}")
+
+
 def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
     """Whether jobs can be looked up after they ended."""
     if facts.sacct.known:
@@ -137,7 +151,7 @@ def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
 
 def _credentials(software: Software, image: str) -> Finding:
     try:
-        host = parse(image).registry or DOCKER_HUB
+        host = (parse(image).registry or DOCKER_HUB).partition(":")[0]  # enroot looks it up without the port
     except ImageError as bad:
         return error("image", str(bad), "correct container.image or image.reference")
     if software.registries is None:

@@ -2,15 +2,17 @@
 
     python3 -m launcher.host.health --run-dir DIR --attempt N --gpus 8
 
-Looks at the GPUs, their errors, shared memory, and whether the shared file system takes a file and gives it back;
-writes Attempt.health(HOST) and leaves with 0 whatever it found. launcher.host.judge.nodes turns the reports of all
-nodes, and what the all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not be used.
+Looks at the GPUs, their errors, state and links, limits, shared memory, and whether the shared file system takes a file
+and gives it back; writes Attempt.health(HOST) and leaves with 0 whatever it found. launcher.host.judge.nodes turns the
+reports of all nodes, and what the all-reduce between them said (megatron_rl.fabric.check), into the nodes that must not
+be used.
 """
 
 import argparse
 import glob
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -19,11 +21,13 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from xml.etree import ElementTree
 
+from launcher.host.gpu_state import gpu_problems, limit_problems, network_gbps, nvlink_problems
 from launcher.host.process.processes import Fork
 from megatron_rl.contract.attempt_records import NodeHealth
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 
+RDMA = "/sys/class/infiniband"
 TOOL_LIMIT = 60.0  # seconds for nvidia-smi: with a sick driver it never answers
 CANARY_LIMIT = 30.0  # seconds for a megabyte to the shared file system and back
 CANARY_BYTES = 1 << 20
@@ -81,6 +85,14 @@ def check_ecc(document: str) -> CheckResult:
     return CheckResult(problems)
 
 
+def check_state(document: str) -> CheckResult:
+    """Pure: what else `nvidia-smi -q -x` says against the GPUs; where it cannot be read, check_ecc says so."""
+    try:
+        return CheckResult(gpu_problems(document))
+    except ElementTree.ParseError:
+        return CheckResult()
+
+
 def check_xids(kernel_log: str, uptime: float) -> CheckResult:
     """Pure: fatal GPU errors in the last hour of `dmesg`, whose lines begin with seconds since boot."""
     problems = []
@@ -133,7 +145,7 @@ def within(limit: float, work: Callable[[], None]) -> Optional[str]:
 
 def examine(folder: Path, host: str, gpus: int) -> Tuple[NodeHealth, bool]:
     """(the report of this node, whether the shared file system takes it)."""
-    results = [_shared_memory(gpus)]
+    results = [_shared_memory(gpus), _limits_and_network(gpus)]
     if gpus:
         results += _gpus(gpus)
     began = time.monotonic()
@@ -160,7 +172,10 @@ def _gpus(wanted: int) -> List[CheckResult]:
     if problem:
         return [CheckResult(["nvidia-smi: {}".format(problem)])]
     results = [check_gpus(wanted, listing, [])]
+    links, _ = _output("nvidia-smi", "nvlink", "-s")
+    results.append(CheckResult(nvlink_problems(links or "")))
     document, problem = _output("nvidia-smi", "-q", "-x")
+    results.append(check_state(document or ""))
     results.append(
         check_ecc(document) if document else CheckResult(skipped=["ECC: nvidia-smi -q -x: {}".format(problem)])
     )
@@ -171,6 +186,25 @@ def _gpus(wanted: int) -> List[CheckResult]:
         with open("/proc/uptime") as file:
             results.append(check_xids(kernel_log, float(file.read().split()[0])))
     return results
+
+
+def _limits_and_network(gpus: int) -> CheckResult:
+    ports = [_port(folder) for folder in glob.glob("{}/*/ports/*".format(RDMA)) if gpus]
+    memlock, files = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    facts = {"network_gbps": network_gbps(ports)} if ports else {}
+    return CheckResult(limit_problems(memlock, files, bool(ports)), facts=facts)
+
+
+def _port(folder: str) -> Tuple[str, str]:
+    """(state, rate) of a port of an RDMA adapter; empty where the kernel does not say."""
+    said = []
+    for name in ("state", "rate"):
+        try:
+            with open(os.path.join(folder, name)) as file:
+                said.append(file.read().strip())
+        except OSError:
+            said.append("")
+    return said[0], said[1]
 
 
 def _shared_memory(gpus: int) -> CheckResult:

@@ -46,11 +46,11 @@ def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals)
     from launcher.host.attempt.slurm_steps import Script
     from megatron_rl.contract.codes import EXIT_USAGE
 
-    checks = Checks(options.image, options.image_cache, options.forget, options.health, options.fabric)
+    checks = Checks(options.image, options.image_cache, options.unpack, options.health, options.fabric)
     script = Script(os.path.abspath(options.script))
     settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks)
     try:
-        context = context_of(environ)
+        context = context_of(environ)._replace(run_mode=int(options.run_mode, 8))
     except Refused as error:
         print("error: {}".format(error), file=sys.stderr)
         return EXIT_USAGE
@@ -78,10 +78,11 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     run.add_argument("--script", required=True, help="the sbatch script: what is started, and documents")
     run.add_argument("--notice", type=float, required=True, help="seconds of --signal before the time limit")
     run.add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
+    run.add_argument("--run-mode", default="700", help="of a run directory that has to be made")
     run.add_argument("--outlives-nodes", action="store_true", help="the job goes on without nodes that die (--no-kill)")
     run.add_argument("--image", help="reference of the container image")
     run.add_argument("--image-cache", default="", help="shared directory of imported images")
-    run.add_argument("--forget", action="store_true", help="remove the named containers of earlier attempts")
+    run.add_argument("--unpack", action="store_true", help="have each node unpack it first, once for all steps")
     run.add_argument("--health", action="store_true", help="check the nodes first")
     run.add_argument("--fabric", action="store_true", help="and that they reach each other, fast")
     return parser.parse_args(arguments)

@@ -10,10 +10,32 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 
+PRIVATE = 0o700  # mode of a run directory: it holds the user's code and whatever the ranks wrote to their logs
+
 
 def run_name(name: str, now: time.struct_time) -> str:
     """NAME-DATE-TIME."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+
+
+def refuse_unusable(path: Path) -> None:
+    """Refuse a place where no directory is and none can be made: below a file, at a link that leads nowhere.
+
+    Raises:
+        BadInput
+    """
+    if not str(path.absolute()).isprintable():
+        raise BadInput(f"--run-dir {str(path)!r}: a path with control characters, or that is not UTF-8, is not taken")
+    for place in (path, *path.absolute().parents):
+        with disk_errors(place):
+            try:
+                place.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if place.is_dir():
+                return
+            what = "is a link that leads nowhere" if place.is_symlink() and not place.exists() else "is a file"
+            raise BadInput(f"--run-dir {path}: {place} {what}, and a run needs a directory")
 
 
 @contextmanager
@@ -32,7 +54,7 @@ def run_directory(given: Path | None, name: str, parent: Path) -> Iterator[Path]
 def _claim(stem: Path) -> Path:
     for path in [stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))]:
         try:
-            path.mkdir()
+            path.mkdir(mode=PRIVATE)
             return path
         except FileExistsError:
             continue
@@ -40,11 +62,11 @@ def _claim(stem: Path) -> Path:
 
 
 @contextmanager
-def made(path: Path) -> Iterator[None]:
-    """Make a directory and those above it."""
+def made(path: Path, mode: int = 0o777) -> Iterator[None]:
+    """Make a directory, with this mode, and those above it."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     with _empty_ones_removed(missing):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
         yield
 
 

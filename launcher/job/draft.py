@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -101,6 +102,12 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
             f"logging.wandb: WANDB_API_KEY is not among the secrets of {job.cluster}: "
             "the job has no key, unless the nodes' ~/.netrc has one"
         )
+    image = _image(job)
+    if image and re.match(r"(?:docker://)?(?:[^@#/]+@)?nvcr\.io[#/]nvidia/pytorch:", image):
+        notes.append(
+            f"image: {image} is NVIDIA's own, which has no megatron-core: the ranks would end at their first import; "
+            "build yours from it (containers/README.md) and name it in container.image"
+        )
     if not job.run_dir.parent.is_dir():
         notes.append(f"{job.run_dir.parent} does not exist here; Slurm writes the job's log there before it starts")
     fresh = update_code or read(CodeSnapshot, RunDir(job.run_dir).code_record) is ABSENT
@@ -119,13 +126,18 @@ def _obstacles(job: PlannedJob) -> list[str]:
             f"job.time_limit {limit} s: the run is told to save {profile.signal_s} s before it (signal_s of "
             f"{job.cluster}), so there is no time to train; a longer limit or a smaller signal_s"
         )
-    container = job.profile.container
-    image = job.recipe.config.image.reference or (container.image if container else None)
-    if container and image and image.startswith("/") and not Path(image).is_file():
+    image = _image(job)
+    if image and image.startswith("/") and not Path(image).is_file():
         found.append(
             f"image: {image} does not exist (image.reference of the recipe, or container.image of {job.cluster})"
         )
     return found
+
+
+def _image(job: PlannedJob) -> str | None:
+    """The reference of the image that the ranks run in; None where they run in none."""
+    container = job.profile.container
+    return (job.recipe.config.image.reference or container.image) if container else None
 
 
 def default_root(profile: Profile, name: str) -> Path:

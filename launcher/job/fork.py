@@ -17,6 +17,7 @@ from launcher.job.run_directory import opened
 from launcher.recipe.changes import Change, as_json, changes
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
 from launcher.runs.find import find
+from launcher.runs.trust import refuse_others
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
@@ -43,11 +44,12 @@ class PlannedFork:
         return Fork(source, self.step, as_json(self.changes), at, by)
 
 
-def plan_fork(run_at_step: str, overrides: Sequence[str]) -> PlannedFork:
+def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> PlannedFork:
     """What `mrl fork` was asked for.
 
     Args:
         run_at_step: `RUN@STEP`, or RUN for its newest checkpoint.
+        trusted: it may be a run of another user.
 
     Raises:
         BadInput: there is no such run or checkpoint, or it does not fit these values.
@@ -56,6 +58,7 @@ def plan_fork(run_at_step: str, overrides: Sequence[str]) -> PlannedFork:
     if at and not number.isdigit():
         raise BadInput(f"{run_at_step}: expected RUN@STEP with the number of a step, such as {name}@400")
     source = find(name if at else run_at_step)
+    refuse_others(source, trusted)
     step = checkpoint_of(source, int(number) if at else None)
     recipe = load_recipe(str(source.resolved), overrides)
     changed = changes(read_resolved(source.resolved), recipe.config)
@@ -75,12 +78,12 @@ def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
     """
     found_there = given is not None and given.exists()
     name = run_name(fork.recipe.config.name, time.localtime())
+    if found_there and RunDir(str(given)).resolved.exists():
+        raise BadInput(f"{given}: holds a run already; give a new directory")
     with run_directory(given, name, fork.source.root.absolute().parent) as root:
-        with opened(fork.recipe, root.absolute(), False) as found:
-            if found.run.checkpoints.exists():
-                raise BadInput(f"{root}: holds a run already; give a new directory")
-            with disk_errors(root, "the checkpoint may have been removed meanwhile (save.keep), or the disk be full"):
-                fill(fork, found.run)
+        gone = "the checkpoint may have been removed meanwhile (save.keep), or the disk be full"
+        with opened(fork.recipe, root.absolute(), False) as found, disk_errors(root, gone):
+            fill(fork, found.run)
         try:
             yield found.run
         except Unsure:

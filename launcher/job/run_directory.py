@@ -12,14 +12,17 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.host.process.lock import RunIsOwned, RunLock
-from launcher.job.directories import clear, disk_errors, made
+from launcher.host.record.identity import identify
+from launcher.host.record.reading import UnreadableRecord
+from launcher.job.directories import PRIVATE, clear, disk_errors, made
 from launcher.recipe.changes import CHANGEABLE, Change, as_json, changes
 from launcher.recipe.load import Recipe, asked_text, dump_resolved, read_resolved
+from launcher.recipe.located_yaml import read_text
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import ABSENT, Unreadable, append, read
-from megatron_rl.contract.run_records import Owner, RecipeChange
+from megatron_rl.contract.records import ABSENT, Unreadable, append
+from megatron_rl.contract.run_records import RecipeChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Opened:
     """There is nothing to do."""
     changes: tuple[Change, ...]
     """What `change` altered."""
+    run_id: str = ""
     handed_over: bool = False
     """Set once somebody else may use the directory: from then on a failure leaves it as it is."""
 
@@ -75,7 +79,7 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
     """
     run = RunDir(root)
     _refuse_foreign(run)
-    with disk_errors(root), made(root), _locked(run):
+    with disk_errors(root), made(root, PRIVATE), _locked(run):
         found = Opened(run, False, ())
         with _put_back_on_failure(found):
             _refuse_owned(run, my_job)
@@ -84,6 +88,7 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
                 altered = _accept_changes(run, recipe.config, change)
             found.finished = run.done.exists() and not altered
             found.changes = tuple(altered)
+            found.run_id = _run_id(run)
             if not found.finished:
                 if altered:
                     _record_changes(run, altered, run.last_attempt() + 1)
@@ -94,8 +99,8 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
 @contextmanager
 def _put_back_on_failure(found: Opened) -> Iterator[None]:
     run = found.run
-    files = (run.recipe, run.resolved, run.plan, run.script, run.changes, run.done)
-    before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+    files = (run.recipe, run.resolved, run.plan, run.script, run.changes, run.done, run.identity, run.job, run.wandb)
+    before = {path: read_text(path) if path.exists() else None for path in files}
     there = {path.name for path in run.root.iterdir()}
     code = _snapshot_of(run)
     succeeded = False
@@ -150,21 +155,23 @@ def _refuse_foreign(run: RunDir) -> None:
     with disk_errors(run.root):
         if run.root.exists() and not run.root.is_dir():
             raise BadInput(f"{run.root}: is a file, not a directory")
-        ours = any(path.exists() for path in (run.lock, run.resolved, run.job))
+        ours = any(path.exists() for path in (run.lock, run.resolved, run.job, run.identity))
         if run.root.is_dir() and any(run.root.iterdir()) and not ours:
             raise BadInput(f"{run.root}: is not empty and not a run directory; give a new or an empty one")
 
 
 def _refuse_owned(run: RunDir, my_job: str | None) -> None:
     """A run belongs to the Slurm job that it was submitted as, until Slurm itself says that the job has ended."""
-    owner = read(Owner, run.job)
-    if isinstance(owner, Unreadable):
-        raise BadInput(f"{owner}: which job owns the run cannot be told; remove the file if none does (squeue --me)")
-    if owner is ABSENT or owner.job_id == my_job:
+    if not run.job.exists():
         return
     from launcher.backends.slurm.jobs import read_owners  # a new run asks nobody
-    from launcher.runs.state import has_left, last_line
+    from launcher.runs.state import Copy, has_left, last_line, recorded_owner
 
+    owner = recorded_owner(run)
+    if isinstance(owner, Unreadable):
+        raise BadInput(f"{owner}: which job owns the run cannot be told; remove the file if none does (squeue --me)")
+    if isinstance(owner, Copy) or owner is ABSENT or owner.job_id == my_job:
+        return
     (job,) = read_owners([owner])
     if has_left(job, last_line(run)):
         return
@@ -176,6 +183,13 @@ def _refuse_owned(run: RunDir, my_job: str | None) -> None:
         if job.word == "COMPLETING":
             what = "Slurm is ending what is left of it there; try again in a moment"
         raise BadInput(f"{run.root}: belongs to job {job.job_id}, which is {job.word.lower()}{nodes}; {what}")
+
+
+def _run_id(run: RunDir) -> str:
+    try:
+        return identify(run).id
+    except UnreadableRecord as error:
+        raise BadInput(f"{error}: which run this is cannot be told; remove the file if it is no copy") from error
 
 
 def _accept_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:

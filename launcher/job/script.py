@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from launcher.cluster.profile import Profile
+from launcher.cluster.profile import RUN_MODES, Profile
 from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
 from launcher.host.judge.policy import HOST_TRIES
@@ -23,9 +23,11 @@ from launcher.job.steps import (
     INFERENCE,
     TRAINING,
     Lines,
+    binding,
     container,
     geometry,
     gpus_per_node,
+    in_front_of_ranks,
     per_node,
     rank_python,
     shell_lines,
@@ -38,6 +40,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import CodeSource
 from megatron_rl.supported import not_yet
 
+UNPACK_S = 1800  # that a node has to unpack an image
 END_S = 30  # seconds that an srun has to leave in order
 
 
@@ -73,7 +76,7 @@ def render(job: PlannedJob) -> str:
     documents = _documents(job)
     _refuse_unwritable(job, documents)
     config, profile = job.recipe.config, job.profile
-    asked = profile.container
+    image = profile.container
     return (
         _templates()
         .get_template("job.sbatch.j2")
@@ -90,12 +93,14 @@ def render(job: PlannedJob) -> str:
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
             container=_shell(container(config, profile, job.run_dir)),
-            in_container=Shell('"${container[@]}" ' if asked else ""),
-            container_name=asked and asked.name and f"pyxis_{asked.name}",
+            in_container=Shell('"${container[@]}" ' if image else ""),
+            unpack=_shell([per_node(config, profile, 1)])[0] if image is not None and image.named else None,
             health=_health(job),
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,
             exit_drained=EXIT_DRAINED,
+            in_front=in_front_of_ranks(config, profile),
+            unpack_s=UNPACK_S,
             steps=list(_steps(job)),
             limited=_limited,
             documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
@@ -107,12 +112,13 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
     """Options of the process that decides (launcher.host.job), by lines."""
     config, profile = job.recipe.config, job.profile
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
-    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}")
+    shared = f" --run-mode {RUN_MODES[profile.readable_by]:o}" if profile.readable_by != "me" else ""
+    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}{shared}")
     if profile.container is not None:
         reference = config.image.reference or profile.container.image
-        forget = " --forget" if profile.container.name else ""
         cache = f"{profile.run_root}/cache/images"
-        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{forget}")
+        unpack = " --unpack" if profile.container.named else ""
+        yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{unpack}")
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 
@@ -131,7 +137,7 @@ def header(job: PlannedJob) -> list[str]:
         "nodes": _asked_nodes(job),
         # Slurm keeps the number of tasks over a requeue, and with it the number of nodes (seen on 22.05).
         "ntasks-per-node": None if job.plan.smaller else config.gpus_per_node,
-        "gpus-per-node": gpus_per_node(job.recipe.config, profile),
+        **gpus_per_node(job.recipe.config, profile),
         "time": config.time_limit or profile.time_limit,
         "signal": f"B:USR1@{profile.signal_s}",
         "output": log,
@@ -180,19 +186,22 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
     if _all_reduce(job):
         limit = job.profile.all_reduce_gbps
         slow = f" --slower-than {limit}" if limit else ""
+        # A named container has been unpacked before; else each node unpacks its own now.
+        named = job.profile.container is None or job.profile.container.named
+        slow += "" if named else f" --meet-s {UNPACK_S}"
         tasks = f'--ntasks="$((${{#hosts[@]}} * {config.job.gpus_per_node}))"'
-        (each,) = shell_lines([per_node(config, job.profile, config.job.gpus_per_node)])
+        (each, bound) = shell_lines([per_node(config, job.profile, config.job.gpus_per_node), binding(job.profile)])
         yield _Step(
             function=Shell("fabric"),
             name=Shell("fabric"),
             options=[
                 Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {tasks} {each}'),
                 # A rank of a bad node may die: the others have to find out whose it was.
-                Shell('--time=10 --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'),
+                Shell(f'{bound} --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'.strip()),
             ],
             command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
             comment=Shell("The nodes must also reach each other, and fast."),
-            limit_s=900,
+            limit_s=900 if named else 900 + UNPACK_S,
         )
     train = next(step for step in plan.steps if step.replica is None)
     yield _Step(
@@ -265,6 +274,8 @@ def _refuse_unwritable(job: PlannedJob, documents: dict[str, str]) -> None:
         for path in (job.profile.run_root, str(job.run_dir)):
             if set(path) & set(":,"):
                 problems.append(f"{path}: pyxis cannot mount a path with a colon or a comma; choose another one")
+            if any(character.isspace() for character in path):
+                problems.append(f"{path!r}: enroot cannot mount a path with white space; choose another one")
     for path in (str(job.run_dir), str(job.installed), job.profile.run_root):
         if not path.isprintable():
             problems.append(f"{path!r}: a path with a line break or control character cannot stand in a script")

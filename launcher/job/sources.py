@@ -9,12 +9,14 @@ from socket import gethostname
 
 from launcher.errors import BadInput
 from launcher.host.code.git import GitError, work_tree
-from launcher.host.code.listing import SnapshotError
+from launcher.host.code.listing import SECRET, SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.agent.registry import registered
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.run_records import CodeSource
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import if_readable, read
+from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
 OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # code seldom is; data that git does not ignore is
@@ -51,6 +53,17 @@ def heavy(snapshot: Path) -> str | None:
         f"code: the snapshot is {total / 1e6:.0f} MB; the biggest file is {biggest.relative_to(snapshot)} "
         f"({sizes[biggest] / 1e6:.0f} MB). Have git ignore what is data, or name smaller directories in code.include"
     )
+
+
+def left_out(run: RunDir) -> str | None:
+    """A note where a snapshot leaves out files whose names say credentials: which."""
+    record = if_readable(read(CodeSnapshot, run.code_record))
+    notes = [note for source in record.sources for note in source.notes] if record else []
+    files = [note.removeprefix("left out: ").partition(" (")[0] for note in notes if note.endswith(f"({SECRET})")]
+    if not files:
+        return None
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return f"code: not taken along, as their names say credentials: {', '.join(files[:3])}{more} ({run.code_record})"
 
 
 def _included(recipe: Recipe, here: Path) -> list[Path]:

@@ -6,6 +6,7 @@ shell (`"$image"`), and as argv into plan.json, where it is a placeholder (`{ima
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from typing import Any
 from launcher.cluster.profile import Container, Profile
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SILENCE_VARIABLE
-from megatron_rl.contract.run_records import ATTEMPT, CODE, HOSTS, IMAGE, LOGS, NODES, TASKS
+from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SILENCE_VARIABLE
+from megatron_rl.contract.run_records import ATTEMPT, CODE, CONTAINER, HOSTS, IMAGE, LOGS, NODES, TASKS, container_name
 
 OURS = (
     "MRL_RUN_DIR",
@@ -27,12 +28,14 @@ OURS = (
     "PYTHONPATH",
     "PYTHONNOUSERSITE",
     "PYTHONUNBUFFERED",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
 """Variables of the ranks that come from the script. Named to pyxis, or a value that the image sets would win."""
+
+LIMITS = 'for of in l n; do ulimit -S -$of "$(ulimit -H -$of)"; done 2>/dev/null'
+"""Shell that raises the limits of locked memory, which NCCL's network needs, and of open files as far as the node lets
+it: Slurm brings those of the login node along."""
 
 TRAINING = "megatron_rl.rank_main"
 INFERENCE = "megatron_rl.server.inference"
@@ -83,21 +86,36 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
     # Slurm counts the CPUs of a node that several replicas share as taken by the first.
     shared = [Option("overlap")] if step.tasks_per_node < plan.gpus_per_node else []
-    return [[*counts, *per_node(config, profile, step.tasks_per_node)], [*ending, *shared]]
+    return [[*counts, *per_node(config, profile, step.tasks_per_node)], [*binding(profile), *ending, *shared]]
 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
     """Ranks and GPUs of each node."""
-    gpus = gpus_per_node(config, profile)
-    return [Option("ntasks-per-node", str(tasks)), *([Option("gpus-per-node", gpus)] if gpus else [])]
+    asked = gpus_per_node(config, profile)
+    return [Option("ntasks-per-node", str(tasks)), *(Option(name, value) for name, value in asked.items())]
 
 
-def gpus_per_node(config: RunConfig, profile: Profile) -> str | None:
-    """What --gpus-per-node asks for; None for processes on CPUs."""
-    if config.job.device == "cpu":
-        return None
-    count = str(config.job.gpus_per_node)
-    return count if profile.gres == "gpu" else f"{profile.gres}:{count}"
+def binding(profile: Profile) -> list[Option]:
+    """Which CPUs of a node each rank has, and what else the profile says of the ranks' steps."""
+    asked = {"distribution": profile.distribution, "cpu-bind": profile.cpu_bind}
+    flags = [flag for flag in profile.srun if not _is_of_container(flag)]
+    return [*(Option(name, value) for name, value in asked.items() if value), *map(_flag, flags)]
+
+
+def _is_of_container(flag: str) -> bool:
+    """Whether a flag of srun is for pyxis: then it is for every step in the container, that of `mrl attach` too."""
+    return re.match(r"--(no-)?container-", flag) is not None
+
+
+def _flag(text: str) -> Option:
+    """A flag of srun as the profile writes it: --name or --name=value."""
+    name, equals, value = text.removeprefix("--").partition("=")
+    return Option(name, value if equals else None)
+
+
+def gpus_per_node(config: RunConfig, profile: Profile) -> dict[str, str]:
+    """The option that asks for the GPUs of a node, by name; none for processes on CPUs."""
+    return {} if config.job.device == "cpu" else profile.gpus(config.job.gpus_per_node)
 
 
 def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
@@ -109,7 +127,10 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
     workdir = (asked.workdir, None) if asked.workdir else (CODE, '"$PWD"')
     flags = [Option("no-container-mount-home"), Option("container-workdir", *workdir)]
     flags += [Option("container-writable")] if asked.writable else []
-    flags += [Option("container-name", asked.name)] if asked.name else []
+    flags += [_flag(flag) for flag in profile.srun if _is_of_container(flag)]
+    if asked.named:  # a step has namespaces of its own, but for `mrl attach`
+        name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
+        flags.append(Option("container-name", CONTAINER, f'"{name}:no_exec"'))
     return [
         [Option("container-image", IMAGE, '"$image"'), Option("container-mounts", _mounts(asked, profile, run_dir))],
         flags,
@@ -119,19 +140,46 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
 
 def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
     """What the script exports for everything that it starts, beside the names of run and cluster."""
-    threads = str(config.job.threads_per_rank)
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.job.device == "cpu" else {}
+    # void: enroot's hook would end with an error on a node without a driver
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"} if config.job.device == "cpu" else {}
     return {
         "PYTHONNOUSERSITE": "1",  # packages in a home directory would come before those of the image
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
         SILENCE_VARIABLE: str(config.job.silence_limit_s),
         "HF_HOME": f"{profile.run_root}/cache/huggingface",
         "HF_HUB_OFFLINE": "1",
         **hidden,
         **profile.environment,
     }
+
+
+def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
+    """What only the ranks have, set inside the container. Of the container's tools, enroot would unpack an image with
+    as many processors as OMP_NUM_THREADS says, and would look for its configuration in HOME."""
+    threads = str(config.job.threads_per_rank)
+    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if profile.container is not None:  # its root is read-only, and no home directory is mounted
+        cache = f"{profile.run_root}/cache"
+        values |= {"HOME": f"{cache}/home", CACHE_VARIABLE: f"{cache}/mrl", "XDG_CACHE_HOME": cache}
+        values |= {"TRITON_CACHE_DIR": f"{cache}/triton", "MPLCONFIGDIR": f"{cache}/matplotlib"}
+    return {**values, **{name: value for name, value in profile.environment.items() if name in values}}
+
+
+def in_front_of_ranks(config: RunConfig, profile: Profile) -> str:
+    """What `sh` does before it becomes a rank, which ignores the signals until it has handlers of its own."""
+    values = rank_variables(config, profile)
+    home = [f"mkdir -p {shlex.quote(values['HOME'])}"] if "HOME" in values else []
+    exports = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+    return "; ".join(['trap "" USR1 USR2 QUIT', LIMITS, *home, exports, *_wrapping(profile), 'exec "$@"'])
+
+
+def _wrapping(profile: Profile) -> list[str]:
+    """Shell that puts the profile's wrapper in front of the command of the ranks that it is for."""
+    wrapper = profile.wrapper
+    if wrapper is None:
+        return []
+    of = "train:*|infer-*" if wrapper.ranks is None else "|".join(f"train:{rank}" for rank in wrapper.ranks)
+    return [f'case $MRL_STEP:$SLURM_PROCID in {of}) set -- {shlex.join(wrapper.command)} "$@" ;; esac']
 
 
 def rank_python(profile: Profile) -> str:
@@ -152,6 +200,7 @@ def with_argv(
     return {
         **record,
         "environment": exported,
+        "rank_environment": rank_variables(config, profile),
         "container": _argv(container(config, profile, run_dir)),
         "steps": _steps(config, profile, plan, plan.steps, run_dir),
         "alternatives": [

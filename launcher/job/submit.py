@@ -13,11 +13,13 @@ from tempfile import TemporaryDirectory
 from launcher.backends.slurm import submit as sbatch
 from launcher.backends.slurm.jobs import cluster_name
 from launcher.backends.slurm.refusal import translate
+from launcher.cluster.profile import RUN_MODES
 from launcher.errors import BadInput, Unsure
 from launcher.fetch import prefetch
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.record import submissions
+from launcher.host.record.identity import comment_of
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
@@ -81,7 +83,7 @@ def submit(
             fresh = read(CodeSnapshot, run.code_record) != before
             found.handed_over = True  # from here on there may be a job that needs it
             try:
-                job_id = _hand_over(job, run, after)
+                job_id = _hand_over(job, run, found.run_id, after)
             except sbatch.SubmissionRefused as error:
                 found.handed_over = False
                 reason = translate(str(error), flags_by_name(header(job)))
@@ -91,7 +93,7 @@ def submit(
     return SubmittedJob(run, job_id, found.changes, notes, fresh)
 
 
-def _hand_over(job: PlannedJob, run: RunDir, after: Sequence[str]) -> str:
+def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) -> str:
     """Submit the script and record its job; the job's id.
 
     Raises:
@@ -99,10 +101,12 @@ def _hand_over(job: PlannedJob, run: RunDir, after: Sequence[str]) -> str:
         Unsure: there may be one.
     """
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+    flags.append(f"--comment={comment_of(run_id, flags_by_name(header(job)).get('comment', ''))}")
     by, slurm_cluster = os.environ.get("USER", ""), cluster_name()
     try:
         job_id = str(sbatch.submit(run.script, flags).job_id)
-        write(run.job, Owner(job_id, job.cluster, time.time(), by, slurm_cluster))
+        owner = Owner(job_id, job.cluster, time.time(), by, slurm_cluster, run_id=run_id, name=job.run_dir.name)
+        write(run.job, owner)
     except (SlurmSilent, OSError, KeyboardInterrupt) as error:
         raise Unsure(
             f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "
@@ -113,6 +117,8 @@ def _hand_over(job: PlannedJob, run: RunDir, after: Sequence[str]) -> str:
 
 def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
     """All that the job's first attempt would otherwise make from its script."""
+    if not run.script.exists() and job.profile.readable_by != "me":
+        run.root.chmod(RUN_MODES[job.profile.readable_by])
     write(run.plan, from_json(PlanRecord, job.plan_json))
     write_atomic(run.script, render(job))
     try:

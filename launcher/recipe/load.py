@@ -116,8 +116,10 @@ def read_resolved(path: Path) -> RunConfig:
 
 
 def _read_text(asked: str) -> tuple[str, str]:
+    if not asked.strip():
+        raise BadInput("RECIPE is empty; name a shipped one (`mrl recipes`) or a YAML file")
     path = Path(asked)
-    if not path.exists() and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
+    if not _exists(path) and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         names = shipped_recipes()
         if asked not in names:
             close = difflib.get_close_matches(asked, names, n=1)
@@ -125,6 +127,13 @@ def _read_text(asked: str) -> tuple[str, str]:
             raise BadInput(f"no recipe is called {asked!r} and no file either; {hint}")
         return f"{asked}.yaml", (files("launcher.recipe.shipped") / f"{asked}.yaml").read_text(encoding="utf-8")
     return asked, read_text(path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have; or one that cannot be looked at, as its reader says
+        return False
 
 
 def _locator_of(recipe: Recipe) -> Locate:
@@ -184,7 +193,13 @@ def _with_absolute_code(config: RunConfig, asked: str, locate: Locate) -> RunCon
         return config
     _, overridden = locate(("code", "include"))
     base = Path.cwd() if overridden or not Path(asked).exists() else Path(asked).absolute().parent
-    include = [str((base / Path(path).expanduser()).resolve()) for path in config.code.include]
+    include = []
+    for path in config.code.include:
+        try:
+            include.append(str((base / Path(path).expanduser()).resolve()))
+        except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a zero byte
+            where = locate(("code", "include"))[0]
+            raise BadInput(f"{where}: code.include: {path!r} is no path: {error}") from error
     return config.model_copy(update={"code": config.code.model_copy(update={"include": include})})
 
 

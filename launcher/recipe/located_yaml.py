@@ -18,6 +18,9 @@ from launcher.errors import BadInput
 from launcher.recipe.problems import KeyPath, Locate
 from megatron_rl.contract.files import read_bytes
 
+DEEPEST = 50  # collections in one another
+MOST = 100_000  # values
+
 
 class YamlProblems(Exception):
     """The text cannot be used. `problems` are (line, what); the line is None where YAML gives none."""
@@ -123,6 +126,7 @@ def read(text: str) -> Located:
         YamlProblems: it is not YAML, or has duplicate, non-text or self-referring keys; all of these at once.
     """
     try:
+        _refuse_bombs(text)
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
@@ -137,9 +141,39 @@ def read(text: str) -> Located:
             loader.dispose()
     except yaml.YAMLError as error:
         raise YamlProblems([_explain(error)]) from error
-    except (ValueError, RecursionError) as error:  # !!int with a text that it does not fit, the date 2024-13-01
+    except UnicodeEncodeError as error:
+        raise YamlProblems([(None, "is not UTF-8 text")]) from error
+    except ValueError as error:  # !!int with a text that it does not fit, the date 2024-13-01
         raise YamlProblems([(None, f"not valid YAML: {error}")]) from error
     return Located(value, lines)
+
+
+def _refuse_bombs(text: str) -> None:
+    """Refuse what a few lines can make endless: aliases of aliases, and brackets in brackets. Raises YamlProblems, and
+    yaml.YAMLError."""
+    sizes: dict[str, int] = {}  # of what an anchor stands for
+    open_ones: list[tuple[str | None, int]] = [(None, 0)]  # collections: anchor, size so far
+
+    def add(anchor: str | None, size: int) -> None:
+        if anchor is not None:
+            sizes[anchor] = size
+        around, before = open_ones.pop()
+        open_ones.append((around, before + size))
+
+    for event in yaml.parse(text, Loader=_Fastest):
+        if isinstance(event, yaml.AliasEvent):
+            add(None, sizes.get(str(event.anchor), 1))
+        elif isinstance(event, yaml.ScalarEvent):
+            add(event.anchor, 1)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_ones.append((event.anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            add(*open_ones.pop())
+        line = event.start_mark.line + 1 if event.start_mark else None
+        if len(open_ones) > DEEPEST:
+            raise YamlProblems([(line, f"is nested more than {DEEPEST} deep")])
+        if open_ones[-1][1] > MOST:
+            raise YamlProblems([(line, f"stands for more than {MOST} values, with its aliases written out")])
 
 
 def _walk(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from launcher.errors import BadInput
 
@@ -40,6 +41,11 @@ def variants(overrides: Sequence[str]) -> list[Variant]:
         values = [combination[index].partition("=")[2] for index in several]
         found.append((combination, "_".join(f"{key}={_plain(value)}" for key, value in zip(keys, values, strict=True))))
     return list(_distinct(found))
+
+
+def count(overrides: Sequence[str]) -> int:
+    """How many runs there would be."""
+    return prod(len(split(override.partition("=")[2])) for override in overrides)
 
 
 def split(text: str) -> list[str]:

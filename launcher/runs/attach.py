@@ -44,14 +44,23 @@ def completed(options: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return [name + equals + values.get(value, value) for name, equals, value in parts]
 
 
-def command_line(job_id: str, host: str, container: Sequence[str], command: Sequence[str], terminal: bool) -> list[str]:
+def command_line(
+    job_id: str,
+    host: str,
+    container: Sequence[str],
+    variables: Mapping[str, str],
+    command: Sequence[str],
+    terminal: bool,
+) -> list[str]:
     """The argv of srun.
 
     Args:
         container: its options, completed.
+        variables: that only the ranks have.
         command: what to run there; empty: a shell.
         terminal: whether there is somebody at a terminal.
     """
-    shell = ["sh", "-c", IGNORING_DRAIN, "attach", *(command or SHELL)]
+    inside = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+    shell = ["sh", "-c", IGNORING_DRAIN, "attach", *inside, *(command or SHELL)]
     where = [f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0"]
     return ["srun", *where, "--job-name=attach", *(["--pty"] if terminal else []), *container, *shell]

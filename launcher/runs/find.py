@@ -6,6 +6,7 @@ A run is its directory, nothing else: the index only helps to find it, and may b
 from __future__ import annotations
 
 import difflib
+import errno
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def submissions() -> list[Submission]:
     lines = read_lines(Submission, index_file())
     if isinstance(lines, Unreadable):
         raise BadInput(f"{lines}; name a run by its directory, or remove that file: it only lists runs")
-    return [one for one in lines.records if _is_run(one.run_dir)]
+    return [one for one in lines.records if is_run(one.run_dir)]
 
 
 def newest_first(entries: Sequence[Submission]) -> list[Submission]:
@@ -46,7 +47,7 @@ def find(name: str | None) -> RunDir:
     """
     if name is not None and not name.strip():
         raise BadInput("RUN is empty; give a name, a directory or a job id (`mrl ls` lists the runs)")
-    if name is not None and _is_run(name):
+    if name is not None and is_run(name):
         return RunDir(name)
     entries = submissions()
     if name is None:
@@ -71,14 +72,16 @@ def pasteable_command(words: str, run: str, more: str = "") -> str:
 
 
 def _of_job(job_id: str, entries: Sequence[Submission]) -> RunDir:
-    for entry in reversed(entries):
-        if entry.job_id == job_id:
-            return RunDir(entry.run_dir)
+    paths = list(dict.fromkeys(entry.run_dir for entry in reversed(entries) if entry.job_id == job_id))
+    if len(paths) > 1:  # of two clusters, or an id that was used again
+        raise BadInput(f"job {job_id} was one of {len(paths)} runs; give the name or the path:{_listed(paths)}")
+    if paths:
+        return RunDir(paths[0])
     try:  # it may have been submitted by plain sbatch: its log stands beside its run directory
         log = Path(show_job(job_id).get("StdOut", ""))
     except SlurmRefused:
         log = Path()
-    if log.name.endswith(".log") and _is_run(str(log.with_suffix(""))):
+    if log.name.endswith(".log") and is_run(str(log.with_suffix(""))):
         return RunDir(log.with_suffix(""))
     raise BadInput(f"no run with job {job_id} is known; `mrl ls` lists the runs, a path names any")
 
@@ -89,20 +92,23 @@ def _named(name: str, paths: Sequence[str]) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        shown = "".join(f"\n  {path}" for path in found[:NEAR])
-        more = f"\n  and {len(found) - NEAR} more" if len(found) > NEAR else ""
-        raise BadInput(f"{name!r} means {len(found)} runs; give the whole name or the path:{shown}{more}")
+        raise BadInput(f"{name!r} means {len(found)} runs; give the whole name or the path:{_listed(found)}")
     names = [Path(path).name for path in paths]
     close = difflib.get_close_matches(name, names, n=NEAR)
     hint = f"did you mean {', '.join(close)}?" if close else "`mrl ls` lists them"
     raise BadInput(f"no run is called {name!r}; {hint}")
 
 
-def _is_run(path: str) -> bool:
+def _listed(paths: Sequence[str]) -> str:
+    more = f"\n  and {len(paths) - NEAR} more" if len(paths) > NEAR else ""
+    return "".join(f"\n  {path}" for path in paths[:NEAR]) + more
+
+
+def is_run(path: str) -> bool:
     """Whether a directory is a run's, or may be one that we are not allowed to look into."""
     try:
         return bool(path) and RunDir(path).resolved.is_file()
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in (errno.ENAMETOOLONG, errno.ELOOP)
     except ValueError:  # a name that no file can have
         return False

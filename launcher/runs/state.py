@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.backends.slurm.reasons import wait_of
@@ -14,13 +15,14 @@ from launcher.host.judge.policy import STARTS_AGAIN, SUCCESSOR
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
+from launcher.host.record.identity import copied_from
 from launcher.host.slurm.formats import CLOCK_S
 from launcher.recipe.located_yaml import read_mapping, read_text
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, LedgerLine, Requeued
 from megatron_rl.contract.codes import DRAINED, LOST, STOPPED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, if_readable, read, read_lines
-from megatron_rl.contract.run_records import Owner
+from megatron_rl.contract.run_records import Owner, RunIdentity
 
 State = Literal[
     "new",
@@ -35,15 +37,29 @@ State = Literal[
     "lost",
     "unknown",
     "unreadable",
+    "copy",
 ]
 """new: prepared and never started. queued, requeued: waits in the queue, for the first time or again. saving: asked to
 stop. stopped: saved and left. failed: crashed or wrongly configured. lost: ended without a record. unknown: Slurm
-cannot be asked. unreadable: what the run itself has on record cannot be read."""
+cannot be asked. unreadable: what the run itself has on record cannot be read. copy: of the directory of
+another run, to which the job on record there belongs."""
 
 UNSURE = ("unknown", "unreadable")
 """States in which the run may be going on, for all we know."""
 
 ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
+
+_CLUSTER = re.compile(r"^cluster: (?!null$)([A-Za-z][A-Za-z0-9._-]*)$", re.MULTILINE)
+_STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILINE)
+
+
+class Copy(NamedTuple):
+    """A directory is a copy of that of another run."""
+
+    original: str
+
+    def __str__(self) -> str:
+        return f"a copy of {self.original}, which is another run; mrl resume starts it as a run of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +94,39 @@ class RunStatus:
 
 def read_statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
     """The status of each of these runs; Slurm is asked once for all of them."""
-    owners = [read(Owner, run.job) for run in runs]
+    owners = [recorded_owner(run) for run in runs]
     jobs = iter(read_owners([owner for owner in owners if isinstance(owner, Owner)]))
     return [_status(run, owner, jobs) for run, owner in zip(runs, owners, strict=True)]
 
 
-def _status(run: RunDir, owner: Owner | Absent | Unreadable, jobs: Any) -> RunStatus:
+def recorded_owner(run: RunDir) -> Owner | Copy | Absent | Unreadable:
+    """The Slurm job that owns the run, or was the last to; ABSENT for a local run."""
+    identity = read(RunIdentity, run.identity)
+    if isinstance(identity, Unreadable):
+        return identity
+    if identity is not ABSENT:
+        try:
+            original = copied_from(run, identity)
+        except OSError as error:
+            return Unreadable(str(error.filename or run.root), str(error.strerror))
+        if original is not None:
+            return Copy(original)
+    return read(Owner, run.job)
+
+
+def read_job(run: RunDir) -> JobState | None:
+    """What Slurm says of the run's job; None for a run without one. Raises BadInput where it cannot be told which."""
+    owner = _owner_or_refusal(run)
+    return read_owners([owner])[0] if owner is not None else None
+
+
+def _status(run: RunDir, owner: Owner | Copy | Absent | Unreadable, jobs: Iterator[JobState]) -> RunStatus:
     if isinstance(owner, Unreadable):
         return RunStatus(run, "", "unreadable", str(owner), "", None, 0, 0)
-    return read_status(run, None if owner is ABSENT else next(jobs))
+    status = read_status(run, next(jobs) if isinstance(owner, Owner) else None)
+    if isinstance(owner, Copy) and status.state not in ("finished", "unreadable"):
+        return replace(status, state="copy", reason=str(owner), waits_for="")
+    return status
 
 
 def read_status(run: RunDir, job: JobState | None) -> RunStatus:
@@ -95,9 +135,9 @@ def read_status(run: RunDir, job: JobState | None) -> RunStatus:
     Args:
         job: what Slurm says of the job in RunDir.job; None for a run without one.
     """
-    problem, values, attempt = "", {}, 0
+    problem, cluster, steps, attempt = "", "", 0, 0
     try:
-        values = resolved_values(run)
+        cluster, steps = _cluster_and_steps(run)
     except BadInput as error:
         problem = "\n".join(error.problems)
     try:
@@ -105,27 +145,45 @@ def read_status(run: RunDir, job: JobState | None) -> RunStatus:
         state, reason, waits_for = _state(run, job)
     except OSError as error:
         state, reason, waits_for = "unreadable", f"{error.filename or run.root}: {error.strerror or error}", ""
-    training = values.get("training")
-    steps = training.get("steps") if isinstance(training, dict) else 0
     return RunStatus(
         run=run,
-        cluster="" if problem else str(values.get("cluster") or "local"),
+        cluster=cluster,
         state=state,
         reason=reason or problem,
         waits_for=waits_for,
         job=job,
         attempt=attempt,
-        steps=steps if isinstance(steps, int) else 0,
+        steps=steps,
     )
+
+
+def _cluster_and_steps(run: RunDir) -> tuple[str, int]:
+    """Of the recipe. As mrl writes resolved.yaml they can be read without parsing all of it, which would take half a
+    minute for ten thousand runs. Raises BadInput as `resolved_values`."""
+    text = read_text(run.resolved)
+    cluster, steps = _CLUSTER.search(text), _STEPS.search(text)
+    if cluster and steps:
+        return cluster[1], int(steps[1])
+    values = resolved_values(run)
+    training = values.get("training")
+    count = training.get("steps") if isinstance(training, dict) else 0
+    return str(values.get("cluster") or "local"), count if isinstance(count, int) else 0
 
 
 def job_id_of(run: RunDir) -> str | None:
     """The Slurm job that owns the run, or was the last to; None for a local run. Raises BadInput where job.json cannot
-    be read."""
-    owner = read(Owner, run.job)
+    be read, and for a copy of a run."""
+    owner = _owner_or_refusal(run)
+    return None if owner is None else owner.job_id
+
+
+def _owner_or_refusal(run: RunDir) -> Owner | None:
+    owner = recorded_owner(run)
+    if isinstance(owner, Copy):
+        raise BadInput(f"{run.root}: is {owner}")
     if isinstance(owner, Unreadable):
         raise BadInput(str(owner))
-    return None if owner is ABSENT else owner.job_id
+    return None if owner is ABSENT else owner
 
 
 def resolved_values(run: RunDir) -> dict[str, Any]:
@@ -243,7 +301,7 @@ def _sentence(end: AttemptEnd) -> str:
 def _end_of_job(job: JobState) -> str:
     """How a job ended, in a sentence."""
     if job.kind == "gone":
-        return f"job {job.job_id} is gone, and Slurm does not remember how it ended"
+        return f"job {job.job_id} is gone, and {job.reason or 'Slurm does not remember how it ended'}"
     if job.word == "CANCELLED":
         return f"job {job.job_id} was cancelled"
     if job.exit_code is not None and job.exit_code < 0:

@@ -127,6 +127,7 @@ class NodeHealth(NamedTuple):
     gpus: Optional[int] = None
     shm_free_mib: Optional[int] = None
     canary_s: Optional[float] = None  # a megabyte to the shared file system and back
+    network_gbps: Optional[float] = None  # Gb/s of all active ports of its RDMA adapters
 
 
 @record(version=None)
@@ -136,6 +137,7 @@ class AllReduce(NamedTuple):
     gbps: Optional[float] = None  # bus bandwidth, 1e9 bytes a second
     seconds: Optional[float] = None  # of one all-reduce
     error: Optional[str] = None
+    tflops: Optional[float] = None  # of matrix products on this GPU alone, 1e12 a second; not on CPUs
 
 
 @record(version=None)

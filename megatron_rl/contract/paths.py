@@ -29,6 +29,11 @@ class RunDir:
         return self.root / "resolved.yaml"
 
     @property
+    def identity(self) -> Path:
+        """RunIdentity."""
+        return self.root / "run.json"
+
+    @property
     def changes(self) -> Path:
         """RecipeChange, a line for each `--change` of a resumed run."""
         return self.root / "changes.jsonl"

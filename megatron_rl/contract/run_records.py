@@ -9,6 +9,18 @@ from megatron_rl.contract.shapes import record
 
 
 @record()
+class RunIdentity(NamedTuple):
+    """run.json: which run a directory is. Written by whoever makes the directory, mrl-submit or the first job, and
+    anew for a copy that is started; read by all that act on the run or on its job."""
+
+    id: str  # as in the comment of the run's jobs
+    path: str  # absolute, by which the directory was known when this was written
+    inode: int  # of the directory
+    at: float
+    by: str = ""  # user
+
+
+@record()
 class Owner(NamedTuple):
     """job.json: the Slurm job that owns the run, or was the last to; a local run has none. Written by mrl-submit, and
     by the batch host for a job submitted by plain sbatch and for a successor. Read by both, to refuse a second one."""
@@ -19,16 +31,25 @@ class Owner(NamedTuple):
     by: str = ""  # user
     slurm_cluster: Optional[str] = None  # Slurm's own name: the same id in another Slurm is another job
     succeeds: Optional[str] = None  # id of the job that submitted this one in its place
+    run_id: str = ""  # RunIdentity.id
+    name: str = ""  # of the job
 
 
 # In the argv of a step, what only an attempt knows
 IMAGE = "{image}"  # path of the container image (Attempt.image)
+CONTAINER = "{container}"  # name of the unpacked image on each node (container_name) and how a step enters it
 CODE = "{code}"  # the snapshot of the code, by its own name
 HOSTS = "{hosts}"  # of the step (NodeAssignment), joined by commas
 NODES = "{nodes}"  # their number
 TASKS = "{tasks}"  # ranks of the step
 LOGS = "{logs}"  # folder of the attempt's logs
 ATTEMPT = "{attempt}"  # its number
+
+
+def container_name(job_id: str, attempt: str) -> str:
+    """What the container of an attempt is called on its nodes, where it has a name. An attempt never finds one that an
+    earlier one was killed over."""
+    return "mrl-{}-{}".format(job_id, attempt)
 
 
 @record(version=None, rest="rest")
@@ -74,6 +95,7 @@ class PlanRecord(NamedTuple):
     checkpoint: CheckpointPlan = CheckpointPlan()
     container: List[str] = []  # options of pyxis for each step; empty: no container
     environment: Dict[str, str] = {}  # what the script exports for everything that it starts
+    rank_environment: Dict[str, str] = {}  # what only the ranks have, set inside the container
     rest: Dict[str, Any] = {}
 
 

@@ -35,7 +35,7 @@ from megatron_rl.contract.attempt_records import Address, AllReduce
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Absent, Unreadable, read, write
 from megatron_rl.contract.shapes import from_json, to_json
-from megatron_rl.fabric.findings import Edge, findings, is_bad, rounds, summary, whole_nodes, worst
+from megatron_rl.fabric.findings import Edge, findings, is_bad, rounds, stragglers, summary, whole_nodes, worst
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
 
@@ -43,6 +43,7 @@ logger = logging.getLogger("megatron_rl.fabric.check")
 
 MEASURE_S = 10.0  # of all-reduces that are timed
 BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # of the reduced tensor, in fp32
+PRODUCT, PRODUCTS = 8192, 50  # size and number of the timed matrix products: a tenth of a second on an H100
 FORK = multiprocessing.get_context("fork")  # torch is imported already, and this process has not touched CUDA
 
 
@@ -51,7 +52,7 @@ class Limits:
     """Seconds."""
 
     meet: float = 120.0
-    """From the first rank's arrival to the last one's: containers start at different speeds."""
+    """From the first rank's arrival to the last one's."""
     stage: float = 90.0
     """One group's first communication and its all-reduces."""
     slack: float = 30.0
@@ -79,6 +80,7 @@ def run(
     if rank not in members and rank != 0:  # whose board the others need
         return
     began = time.monotonic()
+    slow: dict[str, str] = {}
 
     def reduce(stages: Sequence[Stage]) -> dict[str, AllReduce]:
         """What stages found that share no rank, the same on every rank."""
@@ -87,6 +89,7 @@ def run(
         key = "+".join(stage.name for stage in stages)
         told = board.exchange(key, found and to_json(found), members, limits.stage + limits.slack)
         answers = [None if one is None else from_json(AllReduce, one) for one in told]
+        slow.update(stragglers(hosts, answers))
         return {stage.name: worst([answers[one] for one in stage.members]) for stage in stages}
 
     whole = reduce([Stage("all", members)])["all"]
@@ -100,7 +103,7 @@ def run(
             found = reduce(list(stages.values()))
             pairs |= {edge: found[stage.name] for edge, stage in stages.items()}
     if rank == 0:
-        report = findings(names, whole, pairs, slower_than, time.monotonic() - began)
+        report = findings(names, whole, pairs, slower_than, time.monotonic() - began, slow)
         write(attempt.fabric, report)
         for line in summary(report):
             logger.info(line)
@@ -204,7 +207,22 @@ def measure(address: Path, job: JobConfig, stage: Stage, rank: int, local_rank: 
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all count alike
     times = max(1, min(200, int(MEASURE_S / slowest.item())))
     seconds = _seconds(tensor, times, platform.synchronize) / times
-    return AllReduce(gbps=2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, seconds=seconds)
+    gbps = 2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9
+    # Ranks share the processors of a CPU node, so there it would tell nothing.
+    tflops = product_tflops(platform.device, PRODUCT, platform.synchronize) if job.device == "cuda" else None
+    return AllReduce(gbps=gbps, seconds=seconds, tflops=tflops)
+
+
+def product_tflops(device: torch.device, size: int, synchronize: Callable[[], None]) -> float:
+    """1e12 operations a second of products of two square matrices of this size in bf16."""
+    left = torch.ones(size, size, dtype=torch.bfloat16, device=device)  # [size, size]
+    product = left @ left
+    synchronize()
+    began = time.monotonic()
+    for _ in range(PRODUCTS):
+        torch.matmul(left, left, out=product)
+    synchronize()
+    return PRODUCTS * 2 * size**3 / (time.monotonic() - began) / 1e12
 
 
 def _seconds(tensor: torch.Tensor, times: int, synchronize: Callable[[], None]) -> float:
@@ -223,12 +241,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--slower-than", type=float, help="GB/s of bus bandwidth below which a group of nodes is slow")
+    parser.add_argument("--meet-s", type=float, default=Limits().meet, help="seconds for all to come")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     run_dir = RunDir(options.run_dir)
     config = RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
     rank, size, local_rank = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-    run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, Limits())
+    limits = Limits(meet=options.meet_s)
+    run(run_dir.attempt(options.attempt), config.job, rank, size, local_rank, options.slower_than, limits)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ The nodes stand in a ring, and each is tried with both neighbours. A node that d
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from statistics import median
 
 from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 
 Edge = tuple[int, int]
+STRAGGLER = 0.8  # of the usual speed: a GPU below it holds all others up
 
 
 def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
@@ -77,17 +79,40 @@ def culprits(nodes: int, bad: Set[Edge]) -> list[int]:
     return sorted(named)
 
 
+def stragglers(hosts: Sequence[str | None], answers: Sequence[AllReduce | None]) -> dict[str, str]:
+    """Host -> which of its GPUs computes slowly beside those of all others.
+
+    Args:
+        hosts: of each rank.
+        answers: of each rank.
+    """
+    known = {rank: one.tflops for rank, one in enumerate(answers) if one is not None and one.tflops is not None}
+    if len(known) < 2:
+        return {}
+    usual = median(known.values())
+    slow = {rank: tflops for rank, tflops in known.items() if tflops < STRAGGLER * usual}
+    return {
+        str(hosts[rank]): f"its GPU of rank {rank} computes at {tflops:.0f} TFLOP/s, the others at {usual:.0f}"
+        for rank, tflops in slow.items()
+    }
+
+
 def findings(
     names: Sequence[str],
     whole: AllReduce,
     pairs: dict[Edge, AllReduce],
     slower_than: float | None,
     seconds: float,
+    slow: Mapping[str, str],
 ) -> FabricReport:
-    """Which nodes of `names` are to blame, by what pairs of them found; an edge is two places in `names`."""
+    """Which nodes of `names` are to blame, by what pairs of them found; an edge is two places in `names`.
+
+    Args:
+        slow: host -> what is slow about it alone.
+    """
     bad_pairs = {edge for edge, found in pairs.items() if is_bad(found, slower_than)}
     named = culprits(len(names), bad_pairs)
-    bad = {}
+    bad = dict(slow)
     for node in named:
         edge = next(edge for edge in sorted(bad_pairs) if node in edge)
         other = names[edge[0] if edge[1] == node else edge[1]]
@@ -96,7 +121,10 @@ def findings(
         hosts=list(names),
         bad=bad,
         whole=whole,
-        pairs=[PairAllReduce([names[a], names[b]], *found) for (a, b), found in sorted(pairs.items())],
+        pairs=[
+            PairAllReduce([names[a], names[b]], found.gbps, found.seconds, found.error)
+            for (a, b), found in sorted(pairs.items())
+        ],
         unexplained=is_bad(whole, slower_than) and not bad,
         slower_than=slower_than,
         seconds=round(seconds, 1),

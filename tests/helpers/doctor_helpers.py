@@ -62,7 +62,7 @@ def software(**changes: Any) -> Software:
 def facts(cluster: str | SlurmFacts, **changes: Any) -> ClusterFacts:
     """A login node where nothing is missing."""
     said = slurm(cluster) if isinstance(cluster, str) else cluster
-    return replace(ClusterFacts(said, software(), disk(), None, (), (), None, ()), **changes)
+    return replace(ClusterFacts(said, software(), disk(), None, None, (), (), None, ()), **changes)
 
 
 def config(cluster: str, **changes: str) -> str:

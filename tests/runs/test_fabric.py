@@ -108,7 +108,7 @@ def test_what_a_child_does_its_parent_survives():
 
 
 def test_two_nodes_that_are_slow_to_each_other_are_said_and_neither_is_blamed():
-    found = findings(["a", "b"], AllReduce(1.0), {(0, 1): AllReduce(1.0)}, 50.0, 12.34)
+    found = findings(["a", "b"], AllReduce(1.0), {(0, 1): AllReduce(1.0)}, 50.0, 12.34, {})
     assert found.bad == {}
     assert found.unexplained
     assert found.pairs == [PairAllReduce(["a", "b"], 1.0)]

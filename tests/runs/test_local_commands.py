@@ -68,21 +68,21 @@ def test_status_cancel_and_resume(call):
     wait_for("the end", lambda: owner_of(run.lock) is None)
     status = json.loads(call("mrl", "status", "--json").stdout)
     assert (status["state"], status["reason"]) == ("stopped", f"saved after step {status['step']} (cancelled)")
-    assert "ended already: stopped" in call("mrl", "cancel").stdout
+    assert "ended already: stopped" in call("mrl", "cancel", "r").stdout
     said = json.loads(call("mrl", "resume", "--detach", "--json").stdout)
     assert (said["run_dir"], said["attempt"]) == (str(run.root), 2)
 
 
 def test_cancel_without_drain_kills(call):
     run = started(call)
-    assert call("mrl", "cancel").stdout == "r: killed\n"
+    assert call("mrl", "cancel", "--yes").stdout == "r: killed\n"
     wait_for("the end", lambda: owner_of(run.lock) is None)
     assert json.loads(call("mrl", "status", "--json").stdout)["state"] in ("failed", "stopped")
 
 
 def test_what_only_slurm_can_do_is_refused_with_the_way_out(call):
     started(call)
-    assert "mrl resume r" in call("mrl", "requeue", code=1).stderr
+    assert "mrl resume r" in call("mrl", "requeue", "r", code=1).stderr
     assert "processes of this machine" in call("mrl", "attach", code=1).stderr
     said = call("mrl-submit", "demo", "--follow", "--after", "7", code=2).stderr
     assert said == "error: --follow, --after: for Slurm clusters only, and this run is local (--cluster chooses)\n"

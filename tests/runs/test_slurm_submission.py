@@ -16,7 +16,7 @@ import pytest
 from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read, write
-from megatron_rl.contract.run_records import Owner
+from megatron_rl.contract.run_records import Owner, RunIdentity
 
 SQUEUE = "exit 0"  # knows no job: they have all ended
 
@@ -55,13 +55,24 @@ def calls(tmp_path: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.parametrize(("readable_by", "mode"), [("me", 0o700), ("group", 0o750), ("all", 0o755)])
+def test_the_profile_says_who_may_read_a_run(cluster, tmp_path, readable_by, mode):
+    clusters = json.loads((tmp_path / "clusters.yaml").read_text())
+    clusters["lab"]["readable_by"] = readable_by
+    (tmp_path / "clusters.yaml").write_text(json.dumps(clusters))
+    submit("--run-dir", "r")
+    assert (tmp_path / "r").stat().st_mode & 0o777 == mode
+
+
 def test_the_script_that_is_shown_is_the_script_that_is_submitted(cluster, tmp_path):
     shown = submit("--run-dir", "r", "--dry-run", "--script").stdout
     assert calls(tmp_path) == []
     said = json.loads(submit("--run-dir", "r", "--json").stdout)
     run = RunDir(tmp_path / "r")
     assert said["job_id"] == "101"
-    assert calls(tmp_path) == [f"--parsable {run.script}"]
+    identity = read(RunIdentity, run.identity)
+    assert calls(tmp_path) == [f"--parsable --comment=mrl:{identity.id} {run.script}"]
+    assert (read(Owner, run.job).run_id, read(Owner, run.job).name) == (identity.id, "r")
     assert run.script.read_text() == shown
     assert (read(Owner, run.job).job_id, read(Owner, run.job).slurm_cluster) == ("101", "east")
     assert run.code_record.exists()
@@ -197,7 +208,7 @@ def test_a_finished_run_is_not_submitted_again(cluster, tmp_path):
 
 def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
     (tmp_path / "r").mkdir()
-    write(tmp_path / "r" / "job.json", Owner("7", "lab", 0.0))
+    write(tmp_path / "r" / "job.json", Owner("7", "lab", 0.0, slurm_cluster="east"))
     submit("--run-dir", "r")
     assert read(Owner, tmp_path / "r" / "job.json").job_id == "101"
 

@@ -60,7 +60,7 @@ def test_a_job_that_can_never_start_says_so(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--hold"]
     login.submit(*STUB)
     assert "it will not start: it is held: scontrol release" in told(login, "status")["reason"]
-    assert "cancelled" in login.call("mrl", "cancel", "--drain").stdout
+    assert "cancelled" in login.call("mrl", "cancel", "--drain", "--yes").stdout
     assert told(login, "status")["state"] == "cancelled"
 
 
@@ -89,6 +89,7 @@ def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
     mine = {key: step[key] for key in ("image", "mounts", "mount_home", "env", "workdir")}
     ranks = [one for one in login.lab.containers()[:before] if one["job"] == step["job"]][-1]
     assert mine == {key: ranks[key] for key in mine}
+    assert (step["name"], ranks["name"]) == (f"mrl-{run.job}-1:exec", f"mrl-{run.job}-1:no_exec")  # their own one
     mounted = [Path(mount.split(":")[1]) for mount in ranks["mounts"].split(",")]
     for path in ranks_have["PYTHONPATH"].split(":"):
         assert any(Path(path).is_relative_to(target) for target in mounted), f"{path} is not in the container"
@@ -105,7 +106,7 @@ def test_a_waiting_run_says_what_it_waits_for(owner: Login, run: Run) -> None:
     assert (status["state"], status["waits_for"]) == ("queued", f"job {run.job} to end")
     listed = {one["run"]: one["state"] for one in told(owner, "ls")["runs"]}
     assert listed == {run.dir.root.name: "running", second.dir.root.name: "queued"}
-    assert "already" in owner.call("mrl", "requeue", code=1).stderr
+    assert "already" in owner.call("mrl", "requeue", second.dir.root, code=1).stderr
     owner.call("mrl", "cancel", run.job)
     second.wait("COMPLETED")
     assert told(owner, "status", run.job)["state"] in ("stopped", "cancelled")  # saved if there was time

@@ -44,11 +44,13 @@ def test_qwen_32b_runs_64_ranks_in_containers_on_8_nodes(login: Login) -> None:
     assert {step["image"] for step in steps} == {str(login.image)}
     for step in steps:
         assert step["mount_home"] == "false"
-        assert "name" not in step  # unnamed: gone with the step
+        assert step["name"] == f"mrl-{run.job}-1:no_exec"  # unpacked once, and never one of an earlier attempt
         assert "writable" not in step
         mounts = [mount.split(":")[:2] for mount in step["mounts"].split(",")]
         assert any(source == target and run.dir.root.is_relative_to(source) for source, target in mounts)
-    assert len([step for step in steps if step["step"] == max(step["step"] for step in steps)]) == 8
+    assert len({step["step"] for step in steps}) == 3  # unpack, fabric, train
+    for number in {step["step"] for step in steps}:
+        assert len([step for step in steps if step["step"] == number]) == 8
 
 
 @together

@@ -91,6 +91,32 @@ def test_an_image_is_built_under_another_name_and_appears_whole(build, tmp_path)
     assert "images are never changed" in again.stderr
 
 
+def test_the_newest_wheel_goes_in_with_all_processors_and_without_a_gpu(build, tmp_path):
+    for version in ("0.9.0", "0.10.0", "0.2.0"):
+        (tmp_path / "dist" / f"mrl-{version}-py3-none-any.whl").touch()
+    said = 'echo "void: $NVIDIA_VISIBLE_DEVICES"; echo whole >"$SAVE"'
+    built = build(said, IMAGE=str(tmp_path / "mrl.sqsh"), SLURM_CPUS_PER_TASK="16").stdout
+    assert "install.sh /opt/checkout/dist/mrl-0.10.0-py3-none-any.whl" in built
+    assert "--cpus-per-task=16" in built  # srun does not take it from the job
+    assert "void: void" in built
+    assert "--container-env=NVIDIA_VISIBLE_DEVICES" in built, "or the image's own value wins"
+
+
+@pytest.mark.parametrize(("imports", "code"), [("exit 0", 0), ("exit 1", 1)])
+def test_the_newest_wheel_is_installed_and_an_image_that_cannot_import_it_is_none(tmp_path, imports, code):
+    (tmp_path / "bin").mkdir()
+    python = f'#!/bin/sh\ncase "$2" in *metadata*) echo torch==2 ;; *megatron.core*) {imports} ;; esac\n'
+    for name, text in {"pip": '#!/bin/sh\necho "$@"\n', "python3": python}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    wheels = ["/d/mrl-0.10.0-py3-none-any.whl", "/d/mrl-0.9.0-py3-none-any.whl"]
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", str(CONTAINERS / "install.sh"), *wheels]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert f"{wheels[0]}[" in done.stdout
+    assert (done.returncode, "added mrl" in done.stdout) == (code, code == 0)
+
+
 @pytest.mark.parametrize("srun", ['echo ha >"$SAVE"', 'echo whole >"$SAVE"; exit 3', "exit 1"])
 def test_a_build_that_fails_leaves_no_image(build, tmp_path, srun):
     (tmp_path / "dist" / "mrl-0.1.0-py3-none-any.whl").touch()

@@ -61,11 +61,19 @@ def probe(profile: Profile, directory: Path, gpus: bool) -> NodeFacts:
     return _read(answer.text) if answer.known else NodeFacts(failure=answer.failure)
 
 
-def _command(profile: Profile, canary: Path, gpus: bool) -> list[str]:
+def placed(profile: Profile, gpus: bool) -> list[str]:
+    """Options of srun: where a small step runs.
+
+    Args:
+        gpus: whether to ask for one, as partitions of GPUs often want.
+    """
     places = ("partition", "account", "qos", "constraint", "reservation")
     flags = [f"--{place}={value}" for place in places if (value := getattr(profile, place))]
-    if gpus:
-        flags.append("--gpus-per-node=" + ("1" if profile.gres == "gpu" else f"{profile.gres}:1"))
+    return flags + ([f"--{name}={value}" for name, value in profile.gpus(1).items()] if gpus else [])
+
+
+def _command(profile: Profile, canary: Path, gpus: bool) -> list[str]:
+    flags = placed(profile, gpus)
     step = ["srun", "--job-name=mrl-doctor", "--nodes=1", "--ntasks=1", "--time=2", f"--immediate={WAIT_S}", "--quiet"]
     script = "\n".join([*profile.prolog, SCRIPT])
     return [*step, *flags, "bash", "-c", script, "bash", profile.host_python, PYTHON_PROBE, str(canary)]

@@ -7,10 +7,11 @@ be asked makes a job "unknown", which is never "gone": its run may still be goin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from launcher.host.record.identity import is_job_of
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, run
 from launcher.host.slurm.formats import ENDED, parse_config, time_of
 from megatron_rl.contract.run_records import Owner
@@ -44,6 +45,7 @@ SQUEUE_FIELDS = {
     "Dependency": 400,
     "NodeList": 2000,
     "Name": 300,
+    "Comment": 400,
     "BatchFlag": 4,
 }
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "JobName")
@@ -60,6 +62,8 @@ class JobState:
     reason: str = ""
     """Slurm's reason for a job that waits or has failed; why Slurm could not be asked (`unknown`)."""
     name: str = ""
+    comment: str = ""
+    """Which run it is for, where mrl submitted it."""
     restarts: int = 0
     """Times it was requeued."""
     nodes: str = ""
@@ -104,16 +108,31 @@ def batched(ids: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def read_owners(owners: Sequence[Owner]) -> list[JobState]:
     """The state of the job that each job.json names. One of another Slurm cluster than the one that answers here is
-    unknown; a job that has its id here is not it."""
+    unknown; a job that has its id, here or since, is not it."""
     here = cluster_name() if any(owner.slurm_cluster for owner in owners) else None
-    foreign = [here is not None and owner.slurm_cluster not in (None, here) for owner in owners]
-    found = read_jobs([owner.job_id for owner, elsewhere in zip(owners, foreign, strict=True) if not elsewhere])
-    return [
-        JobState(owner.job_id, "", "unknown", reason=f"it is a job of {owner.slurm_cluster}, and this is {here}")
-        if elsewhere
-        else found[owner.job_id]
-        for owner, elsewhere in zip(owners, foreign, strict=True)
-    ]
+    ours = [owner.job_id for owner in owners if owner.slurm_cluster in (None, here)]
+    found = read_jobs(ours)
+    return [_job_of(owner, here, found) for owner in owners]
+
+
+def _job_of(owner: Owner, here: str | None, found: Mapping[str, JobState]) -> JobState:
+    """The state of one of these jobs.
+
+    Args:
+        here: name of the cluster that answers; None: it does not say, or nobody has asked.
+    """
+    job_id, theirs = owner.job_id, owner.slurm_cluster
+    if theirs is not None and theirs != here:
+        asked = f"this is {here}" if here else "Slurm does not answer here"
+        return JobState(job_id, "", "unknown", reason=f"it is a job of {theirs}, and {asked}")
+    job = found[job_id]
+    known = job.word and job.kind != "unknown"
+    if known and not is_job_of(owner, job.comment, job.name, job.submitted_at, job.restarts):
+        job = JobState(job_id, "", "gone", reason=f"another job has its id by now ({job.name})")
+    if job.kind == "gone" and theirs is None:
+        why = "which cluster has it is not on record; remove job.json once it has ended"
+        return replace(job, kind="unknown", reason=why)
+    return job
 
 
 def cluster_name() -> str | None:
@@ -166,6 +185,7 @@ def _from_squeue(line: str) -> JobState:
         kind=kind,
         reason=field["Reason"],
         name=field["Name"],
+        comment=field["Comment"],
         restarts=int(field["RestartCnt"] or 0),
         nodes=field["NodeList"],
         dependency=field["Dependency"],

@@ -106,8 +106,10 @@ def newest_line(path: Path) -> MetricsLine | None:
             data = file.read()
     except OSError:
         return None
-    found = decode_lines(MetricsLine, data[: data.rfind(b"\n") + 1]).records
-    return found[-1] if found else None
+    for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")):
+        if line and (found := decode_lines(MetricsLine, line).records):
+            return found[-1]
+    return None
 
 
 def number(line: MetricsLine, name: str) -> float | None:

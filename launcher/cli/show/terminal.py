@@ -33,11 +33,16 @@ class Interruptions:
                 signal.signal(signum, handler)
 
 
+def at_terminal() -> bool:
+    """Whether there is somebody to be asked."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 def tell(text: str, err: bool = False) -> None:
     """Print a line. That nobody reads it any more, as in `mrl-submit demo | head -1`, is no reason for a run to end."""
     try:
         click.echo(text, err=err)
-    except BrokenPipeError:
+    except OSError:  # a closed pipe, a full disk
         discard_output()
 
 

@@ -6,12 +6,19 @@ import click
 
 from launcher.cli.submit.request import Request, plan_runs, why_local
 from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.job.directories import refuse_unusable
+from launcher.runs.trust import refuse_others
+from megatron_rl.contract.paths import RunDir
 
 
 def launch(request: Request) -> int:
     """Start what was asked for, here or there; the exit code. Raises BadInput."""
     clusters = load_clusters()
     cluster, planned = plan_runs(request, clusters)
+    for one in planned:
+        if one.given is not None:
+            refuse_unusable(one.given)
+            refuse_others(RunDir(one.given), request.trust)
     if cluster != LOCAL:
         from launcher.cli.submit.slurm import run_on_slurm  # each of the two imports what the other needs not
 

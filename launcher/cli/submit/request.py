@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import click
+
+from launcher.cli.show.terminal import at_terminal
 from launcher.cluster.choice import LOCAL, Clusters
-from launcher.errors import BadInput
+from launcher.errors import BadInput, Failed
 from launcher.job.directories import run_name
 from launcher.recipe.load import Recipe, load_recipe, place_of
-from launcher.recipe.sweep import variants
+from launcher.recipe.sweep import Variant, count, variants
+
+LARGE_SWEEP = 100  # runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +28,7 @@ class Request:
     cluster: str | None = None
     run_dir: Path | None = None
     change: bool = False
+    trust: bool = False
     dry_run: bool = False
     script: bool = False
     as_json: bool = False
@@ -31,6 +38,8 @@ class Request:
     after: tuple[str, ...] = ()
     max_running: int | None = None
     in_allocation: bool = False
+    yes: bool = False
+    """A large sweep is meant."""
     update_code: bool = False
     """Of `mrl resume` and `mrl fork` only."""
 
@@ -56,8 +65,10 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
         BadInput: the recipe, an override or the cluster cannot be used, or the options contradict one another.
     """
     _refuse_contradictions(request)
+    _confirm_large(count(request.overrides), request.yes)
     found = variants(request.overrides)
     recipes = [load_recipe(request.recipe, variant.overrides) for variant in found]
+    _refuse_twins(recipes, found)
     chosen = {clusters.choose(request.cluster, recipe.config.cluster) for recipe in recipes}
     if len(chosen) > 1:
         raise BadInput(f"cluster: a sweep goes to one cluster, not to {', '.join(sorted(chosen))}")
@@ -70,6 +81,25 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
         name = "_".join(filter(None, (stem, variant.name)))
         planned.append(PlannedRun(placed, name, given, recipe.config.cluster))
     return cluster, planned
+
+
+def _confirm_large(runs: int, yes: bool) -> None:
+    if runs <= LARGE_SWEEP or yes:
+        return
+    if not at_terminal():
+        raise BadInput(f"this is a sweep of {runs} runs; confirm it with --yes")
+    if not click.confirm(f"This is a sweep of {runs} runs: go on?", err=True):
+        raise Failed("nothing was done")
+
+
+def _refuse_twins(recipes: Sequence[Recipe], found: Sequence[Variant]) -> None:
+    """Refuse two runs of a sweep with the same values, however they are written: 1e-3 and 0.001."""
+    seen: dict[str, str] = {}
+    for recipe, variant in zip(recipes, found, strict=True):
+        values = recipe.config.model_dump_json()
+        if values in seen:
+            raise BadInput(f"sweep: {seen[values]} and {variant.name} are the same run twice")
+        seen[values] = variant.name
 
 
 def why_local(request: Request, clusters: Clusters, planned: PlannedRun) -> str | None:

@@ -106,7 +106,7 @@ def _submit_all(
     planned: Sequence[PlannedRun], drafts: Sequence[Draft], after: Sequence[str], request: Request
 ) -> list[SubmittedJob]:
     """One after the other; when Slurm takes one of a sweep no more, those before it stay and are named."""
-    from launcher.job.sources import heavy
+    from launcher.job.sources import heavy, left_out
     from launcher.job.submit import submit
     from launcher.recipe.sweep import chains
 
@@ -123,8 +123,9 @@ def _submit_all(
             left = f"{len(done)} of {len(planned)} jobs are submitted (`mrl ls`), these are not:"
             names = [f"  {draft.job.run_dir.name}" for draft in drafts[len(done) :]]
             raise type(error)([*error.problems, "\n".join([left, *names])]) from error
-        if submitted.fresh_code and (note := heavy(submitted.run.code)):
-            submitted = replace(submitted, notes=(*submitted.notes, note))
+        if submitted.fresh_code:
+            said = (heavy(submitted.run.code), None if done else left_out(submitted.run))
+            submitted = replace(submitted, notes=(*submitted.notes, *(note for note in said if note)))
         done.append(submitted)
         if not request.as_json:
             for note in submitted.notes:

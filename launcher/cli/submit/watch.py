@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from launcher.backends.slurm.jobs import JobState, read_jobs
+from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.panel import View, choose_view
 from launcher.cli.show.terminal import Interruptions, discard_output, tell
 from launcher.errors import BadInput
 from launcher.runs.find import pasteable_command
-from launcher.runs.state import UNSURE, RunStatus, job_id_of, last_line, read_status
+from launcher.runs.state import UNSURE, RunStatus, job_id_of, last_line, read_job, read_status
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, MISCONFIGURED
 from megatron_rl.contract.paths import RunDir
@@ -55,7 +55,7 @@ def _until_the_end(
     while True:
         now = time.monotonic()
         if now >= asked_at + ASK_EVERY_S or run.last_attempt() != reader.attempt.number:
-            asked_at, job = now, read_jobs([job_id])[job_id]
+            asked_at, job = now, read_job(run) or job
         status = read_status(run, job)
         if status.attempt and status.attempt != reader.attempt.number:
             reader = HistoryReader(run, run.attempt(status.attempt), status.steps)

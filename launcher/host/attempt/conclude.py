@@ -11,9 +11,10 @@ from typing import List, Optional
 
 from launcher.host.attempt.interfaces import Surroundings
 from launcher.host.attempt.job_context import JobContext
-from launcher.host.attempt.slurm_job import dead_nodes
+from launcher.host.attempt.slurm_job import dead_nodes, unfit_before
 from launcher.host.judge import policy
 from launcher.host.judge.causes import OF_ENDED
+from launcher.host.judge.nodes import to_exclude
 from launcher.host.judge.policy import Decision, Facts, decide
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import Verdict, judge
@@ -170,7 +171,7 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: Opti
         can_return=came_back or succeeded,
         requeueable=not succeeded,
         returning=came_back,
-        bad=sorted(assignment.bad) if assignment else [],
+        bad=to_exclude(assignment.bad, unfit_before(run, attempt)) if assignment else [],
         dead=dead,
     )
     if verdict.outcome == FINISHED and _was_changed_since(run, attempt):  # to more steps than it had then

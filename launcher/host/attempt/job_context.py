@@ -30,6 +30,7 @@ class JobContext(NamedTuple):
     held_since: Optional[float] = None  # when the allocation began, where Slurm says so
     batch_host: str = ""  # Slurm's name of this host
     faults: int = 0  # of the host side, in a row, in the jobs that this one succeeds
+    run_mode: int = 0o700  # of a run directory that is made here
     environ: Dict[str, str] = {}  # that the job was given
 
 

@@ -10,12 +10,16 @@ from launcher.host.attempt.start_again import bring_back, is_too_early, write_ow
 from launcher.host.judge.policy import HELD, OVER
 from launcher.host.judge.sentence import describe_end
 from launcher.host.process.lock import IsLocked, Lock
+from launcher.host.record.identity import identify, is_job_of
 from launcher.host.record.ledger import newest_line, read_ledger, start_of
 from launcher.host.record.reading import read_or_raise
 from launcher.host.slurm import ask
+from launcher.host.slurm.call import SlurmRefused, patiently
+from launcher.host.slurm.formats import ENDED, time_of
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
 from megatron_rl.contract.files import is_temporary
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import Owner
 
 LEFTOVERS_S = 60.0  # that what an earlier start left behind may hold the lock
@@ -41,11 +45,14 @@ def own(context: JobContext) -> Lock:
     if context.prepared and not run.resolved.exists():
         said = "mrl-submit has made {}, and this host does not have it: not the same file system?"
         raise OSError(said.format(run.root))
-    os.makedirs(str(run.root), exist_ok=True)
+    os.makedirs(str(run.root.parent), exist_ok=True)
+    if not run.root.is_dir():  # of a script that was not submitted by mrl-submit
+        run.root.mkdir(context.run_mode, exist_ok=True)
+        run.root.chmod(context.run_mode)
     owner, last = read_or_raise(Owner, run.job), newest_line(run)
     lock = _lock(context, owner, last)
     try:
-        _take_ownership(context, read_or_raise(Owner, run.job))
+        _take_ownership(context)
     except BaseException:
         lock.release()
         raise
@@ -54,22 +61,30 @@ def own(context: JobContext) -> Lock:
     return lock
 
 
-def _take_ownership(context: JobContext, owner: Optional[Owner]) -> None:
+def _take_ownership(context: JobContext) -> None:
     """Have this job own the run whose lock is ours. Raises as `own`."""
     run = context.run
     if run.done.exists():
         raise NothingToDo("{}: finished already, nothing to do".format(run.root))
     _refuse_foreign(run)
+    identity = identify(run)
+    owner = read_or_raise(Owner, run.job)
     _wait_for_earlier_jobs(context, owner)
     mine = owner is not None and owner.job_id == context.job_id
     if owner is not None and not mine:
         if context.succeeds is not None and owner.job_id != context.succeeds:
             raise NothingToDo("{}: belongs to job {} by now, nothing to do".format(run.root, owner.job_id))
         if not _has_ended(owner, context):
-            raise Refused("{}: belongs to job {}, which is not known to have ended".format(run.root, owner.job_id))
+            raise Refused(
+                "{}: belongs to job {}, which is not known to have ended; remove {} once it has".format(
+                    run.root, owner.job_id, run.job.name
+                )
+            )
     _conclude_earlier_starts(context)
-    if not mine:
-        write_owner(context, context.job_id)  # submitted by plain sbatch: mrl-submit does it itself
+    if not mine:  # submitted by plain sbatch: mrl-submit does it itself
+        write_owner(context, context.job_id, context.environ.get("SLURM_JOB_NAME", ""), identity.id)
+    elif owner is not None and not owner.slurm_cluster and context.slurm_cluster:  # Slurm did not tell mrl-submit
+        write(run.job, owner._replace(slurm_cluster=context.slurm_cluster))
 
 
 def _conclude_earlier_starts(context: JobContext) -> None:
@@ -132,14 +147,23 @@ def _wait_for_earlier_jobs(context: JobContext, owner: Optional[Owner]) -> None:
 
 
 def _has_ended(owner: Owner, context: JobContext) -> bool:
-    """Whether the job of job.json is known to be over; one of another Slurm is unknown here, whatever its number."""
-    theirs, ours = owner.slurm_cluster, context.slurm_cluster
-    return (not theirs or not ours or theirs == ours) and ask.is_alive(owner.job_id) is False
+    """Whether the job of job.json is known to be over. Of another Slurm's, or one of nobody knows which, this one knows
+    nothing: that it has no such job, or one of that number, says nothing about it."""
+    if owner.slurm_cluster and context.slurm_cluster and owner.slurm_cluster != context.slurm_cluster:
+        return False
+    try:
+        job = patiently(lambda: ask.show_job(owner.job_id))
+    except SlurmRefused as error:
+        return bool(owner.slurm_cluster) and "Invalid job id" in str(error)
+    name, submitted_at = job.get("JobName", ""), time_of(job.get("SubmitTime"))
+    if not is_job_of(owner, job.get("Comment", ""), name, submitted_at, int(job.get("Restarts") or 0)):
+        return bool(owner.slurm_cluster)
+    return job.get("JobState") in ENDED
 
 
 def _refuse_foreign(run: RunDir) -> None:
     """A directory with anything in it is ours if it is a run, or if an earlier start got as far as owning it."""
-    ours = run.resolved.exists() or run.job.exists()
+    ours = run.resolved.exists() or run.job.exists() or run.identity.exists()
     known = (run.lock.name, run.job_lock.name)
     strange = [name for name in os.listdir(str(run.root)) if name not in known and not is_temporary(name)]
     if strange and not ours:

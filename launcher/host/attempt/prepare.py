@@ -12,7 +12,7 @@ from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
-from launcher.host.judge.nodes import NotEnoughNodes, assign, unfit_nodes
+from launcher.host.judge.nodes import NotEnoughNodes, assign, skewed_clocks, unfit_nodes
 from launcher.host.process.processes import Child, Fork
 from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark_image, mark_ready
@@ -34,7 +34,7 @@ class Checks(NamedTuple):
 
     image: Optional[str] = None  # reference; None: no container
     image_cache: str = ""
-    forget: bool = False  # named containers of earlier attempts
+    unpack: bool = False  # it, on each node, for all steps
     health: bool = False
     fabric: bool = False
 
@@ -67,19 +67,21 @@ class Preparation:
         """
         if self._checks.image is not None:
             self._import_image(self._checks.image)
-        if self._checks.forget:
-            self.forget_containers()
         assignment = self._check_and_assign("health", self._context.hosts) if self._checks.health else self._assign([])
+        fit = [host for host in self._context.hosts if host not in assignment.bad]
+        if self._checks.image is not None:
+            self.forget_containers(fit)
+        if self._checks.unpack:
+            self._wait_for(self._steps.start("unpack", fit), "unpacking the image on the nodes")
         if self._checks.fabric:
-            fit = [host for host in self._context.hosts if host not in assignment.bad]
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()
         mark_ready(self._attempt, time.time())
         return assignment
 
-    def forget_containers(self) -> None:
-        """Remove named ones from the nodes: they outlive their job, and weeks of attempts would fill the disks."""
-        self._wait_for(self._steps.start("forget", self._context.hosts), "removing the containers of earlier attempts")
+    def forget_containers(self, hosts: List[str]) -> None:
+        """Remove what attempts of this and of other jobs of ours have left on the nodes."""
+        self._wait_for(self._steps.start("forget", hosts), "removing the containers of earlier attempts")
 
     def _import_image(self, reference: str) -> None:
         """Have the image imported once for all jobs and attempts; afterwards this only finds the file."""
@@ -103,8 +105,12 @@ class Preparation:
 
     def _check_and_assign(self, check: str, hosts: List[str]) -> NodeAssignment:
         """Have the nodes checked, and give every step its own."""
+        began = time.time()
         what = {"health": "the health check", "fabric": "the all-reduce between the nodes"}[check]
         self._wait_for(self._steps.start(check, hosts), what)  # a check that is cut short would condemn its nodes
+        if check == "health":
+            for line in skewed_clocks(read_node_reports(self._attempt), began, time.time()):
+                print("warning: {}".format(line))
         return self._assign(self._context.hosts)
 
     def _assign(self, checked: List[str]) -> NodeAssignment:

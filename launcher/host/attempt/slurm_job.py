@@ -16,16 +16,16 @@ from launcher.host.judge.causes import (
     is_returning,
     is_truer,
 )
-from launcher.host.judge.nodes import suffice
+from launcher.host.judge.nodes import suffice, to_exclude
 from launcher.host.judge.policy import Facts
 from launcher.host.record.ledger import newest_known_checkpoint, read_ledger, start_of
 from launcher.host.record.logs import ended_by_slurm
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import is_dead
-from megatron_rl.contract.attempt_records import AttemptEnd, Drain
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
 from megatron_rl.contract.codes import PREEMPTED, REQUEUE, SIGNALLED
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
 
@@ -91,7 +91,7 @@ class SlurmJob(Surroundings):
             returning=is_returning(job, context.restarts),
             slurm=ask.version(),
             preemption_cancels=preempted and ask.preemption_cancels(job),
-            bad=sorted(self.unfit),
+            bad=to_exclude(self.unfit, unfit_before(context.run, attempt)),
             dead=dead,
             suffice=self._outlives_nodes and plan is not None and suffice(plan, left),
             backoff_s=self._backoff,
@@ -117,6 +117,12 @@ class SlurmJob(Surroundings):
             start = None
         told = ended_by_slurm(self.context.run, start) if start is not None else None
         return cause._replace(cause=told or cause.cause)
+
+
+def unfit_before(run: RunDir, attempt: Attempt) -> Dict[str, str]:
+    """The nodes that the attempt before did not use, and why."""
+    assignment = if_readable(read(NodeAssignment, run.attempt(attempt.number - 1).nodes))
+    return assignment.bad if assignment is not None else {}
 
 
 def show_job_or_complain(job_id: str) -> Dict[str, str]:

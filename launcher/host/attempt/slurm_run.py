@@ -89,8 +89,9 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         steps.use_code(code_paths(context))
         assignment = preparation.run()
         code = _train(runner, steps, assignment)
-        if settings.checks.forget and runner.request is None:  # else there is no time left; the next start does it
-            preparation.forget_containers()
+        # Else there is no time left, and the next job of ours on these nodes does it.
+        if settings.checks.image is not None and runner.request is None:
+            preparation.forget_containers(context.hosts)
     except (AskedToLeave, NotEnoughNodes):
         pass
     except NotReady as error:

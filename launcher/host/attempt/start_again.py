@@ -13,13 +13,14 @@ from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
 from launcher.host.judge.policy import BY_SLURM, BY_US, SUCCESSOR
 from launcher.host.record import submissions
+from launcher.host.record.identity import comment_of
 from launcher.host.record.ledger import read_ledger_or_complain
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, SlurmUnclear, patiently
 from megatron_rl.contract.attempt_records import AttemptEnd, Requeued
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.records import ABSENT, read, write
-from megatron_rl.contract.run_records import Owner
+from megatron_rl.contract.records import ABSENT, if_readable, read, write
+from megatron_rl.contract.run_records import Owner, RunIdentity
 
 OUTAGE_S = 1800.0  # a controller that starts again or is updated; meanwhile nobody else gets the nodes either
 LIMIT_S = 25.0  # what a process has left after its own requeue is KillWait, 30 by default
@@ -115,9 +116,11 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
     job = _answer_or(nothing, lambda: ask.show_job(context.job_id), give_up)
     name = job.get("JobName") or context.environ.get("SLURM_JOB_NAME", run.root.name)
     avoid = _answer_or(nobody, lambda: nodes_to_avoid(run, end, ask.avoided_nodes(job), time.time()), give_up)
-    before = set(
-        _answer_or(nobody, lambda: ask.waiting_for(context.job_id, name), give_up)
-    )  # those of a sweep, perhaps
+    before = set(_answer_or(nobody, lambda: ask.waiting_for(context.job_id, name), give_up))  # those of a sweep
+    identity = if_readable(read(RunIdentity, run.identity))
+    comment = job.get("Comment", "")
+    if identity is not None and identity.id not in comment:
+        comment = comment_of(identity.id)
     tried: List[SlurmSilent] = []
 
     def submit() -> str:
@@ -127,14 +130,14 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
         if tried and isinstance(tried[-1], SlurmUnclear):
             raise tried[-1]  # it did as if it had taken it: a second one would be a second job
         try:
-            return tell.submit_successor(context.job_id, script, name, end.not_before, avoid, environment)
+            return tell.submit_successor(context.job_id, script, name, comment, end.not_before, avoid, environment)
         except SlurmSilent as error:
             tried.append(error)
             raise
 
     job_id = patiently(submit, OUTAGE_S)
     print("job {} goes on with the run".format(job_id))
-    write_owner(context, job_id, succeeds=context.job_id)
+    write_owner(context, job_id, name, identity.id if identity else "", succeeds=context.job_id)
 
 
 def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
@@ -147,10 +150,14 @@ def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
         return default
 
 
-def write_owner(context: JobContext, job_id: str, succeeds: Optional[str] = None) -> None:
-    """Enter a job as the one that owns the run, and in the user's index. Raises OSError."""
-    owner = Owner(job_id, context.cluster, time.time(), os.environ.get("USER", ""), context.slurm_cluster, succeeds)
-    write(context.run.job, owner)
+def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succeeds: Optional[str] = None) -> None:
+    """Enter a job as the one that owns the run, and in the user's index. Raises OSError.
+
+    Args:
+        name: of the job.
+    """
+    by, slurm_cluster = os.environ.get("USER", ""), context.slurm_cluster
+    write(context.run.job, Owner(job_id, context.cluster, time.time(), by, slurm_cluster, succeeds, run_id, name))
     submissions.note(context.run, context.cluster, job_id)
 
 

@@ -57,9 +57,19 @@ def dirty(path: str) -> bool:
     return bool(_ask(path, "status", "--porcelain", "--untracked-files=normal", "--", "."))
 
 
-def diff(path: str) -> bytes:
-    """Tracked changes below `path` against the commit, as text."""
-    return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".")
+def changed(path: str) -> List[str]:
+    """Tracked files below `path`, relative to it, that differ from the commit, deleted ones included."""
+    return _names(_ask(path, "diff", "--name-only", "--relative", "-z", "HEAD", "--", "."))
+
+
+def diff(path: str, without: List[str]) -> bytes:
+    """Tracked changes below `path` against the commit, as text.
+
+    Args:
+        without: files, relative to `path`, whose changes are left out.
+    """
+    left_out = [":(exclude,literal)" + name for name in without]
+    return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".", *left_out)
 
 
 def below_a_repository(path: str) -> bool:
@@ -86,7 +96,8 @@ def _ask(path: str, *arguments: str) -> bytes:
 def _run(path: str, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env.update(GIT_OPTIONAL_LOCKS="0", LC_ALL="C")
-    command = ["git", "-c", "core.fsmonitor=false", "-C", path]
+    # Somebody else's repository, such as a shared installation: the run is about to execute what is in it.
+    command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", path]
     command.extend(arguments)
     try:
         return subprocess.run(

@@ -4,14 +4,14 @@ import os
 import shutil
 import socket
 import stat
-from fnmatch import fnmatch
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 
 from launcher.host.code import git
+from launcher.host.code.credentials import holds_credentials
 from megatron_rl.contract.paths import RunDir
 
 T = TypeVar("T")
-CREDENTIALS = (".env", ".env.*", ".netrc", ".credentials", "*.pem", "*.key", "id_rsa", "id_ed25519")
+SECRET = "its name says credentials"
 
 
 class SnapshotError(Exception):
@@ -34,10 +34,14 @@ def list_files(path: str, run: str) -> Listing:
             "{}: no such directory on {}; the code must lie where the compute nodes see it, "
             "or be copied by mrl-submit".format(path, socket.gethostname())
         )
+    refuse_home(path)
     notes: List[str] = []
     tracked, untracked = _names(path, os.path.realpath(run), notes)
+    names = sorted(set(tracked + untracked))
+    secret = [name for name in names if holds_credentials(name)]
+    notes[:0] = ["left out: {} ({})".format(name, SECRET) for name in secret]
     sizes = {}
-    for name in sorted(set(tracked + untracked)):
+    for name in sorted(set(names) - set(secret)):
         try:
             found = os.lstat(os.path.join(path, name))
         except (FileNotFoundError, NotADirectoryError):
@@ -49,6 +53,16 @@ def list_files(path: str, run: str) -> Listing:
             continue
         sizes[name] = found.st_size
     return Listing(sorted(sizes), sizes, sorted(set(untracked) & set(sizes)), notes)
+
+
+def refuse_home(path: str) -> None:
+    """Raise SnapshotError where `path` is the user's home directory, or holds it."""
+    home = os.path.realpath(os.path.expanduser("~"))
+    if (home + "/").startswith(os.path.realpath(path).rstrip("/") + "/"):
+        raise SnapshotError(
+            "{}: is your home directory, which is not copied into a run; name the directories of your code in "
+            "code.include (`[]`: none)".format(path)
+        )
 
 
 def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]:
@@ -95,9 +109,7 @@ def _code_among(path: str, names: List[str], run: str, notes: List[str]) -> List
     for name in names:
         if _is_byte_code(name):
             continue
-        if any(fnmatch(os.path.basename(name), pattern) for pattern in CREDENTIALS):
-            notes.append("left out: {} (its name says credentials)".format(name))
-        elif not _inside_no_code(path, os.path.dirname(name), run, reasons):
+        if not _inside_no_code(path, os.path.dirname(name), run, reasons):
             kept.append(name)
     notes += ["left out: {}/ ({})".format(folder, why) for folder, why in sorted(reasons.items()) if why]
     return kept

@@ -7,7 +7,7 @@
     code-002/                   after `mrl resume --update-code`; the earlier one stays, for the attempts that ran it
 
 Of a git work tree: tracked files as they are on disk, and untracked files that git does not ignore. Of anything
-else: every file. Never byte code, virtual environments and run directories.
+else: every file. Never credentials (credentials.py), byte code, virtual environments and run directories.
 """
 
 import errno
@@ -15,11 +15,13 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import Dict, List
 
 from launcher.host.code import git
+from launcher.host.code.credentials import holds_credentials
 from launcher.host.code.listing import Listing, SnapshotError, ask_git, list_files, tree_of
 from launcher.host.process.processes import start_time
 from launcher.host.record.reading import PATIENCE_S, UnreadableRecord
@@ -147,9 +149,11 @@ def _fill(sources: List[CodeSource], folder: str, number: int) -> None:
     pythonpath = ["."]
     for source, listing in zip(sources, listings):
         goal = os.path.join(folder, source.name)
-        os.mkdir(goal)
+        os.mkdir(goal, 0o700)  # until each folder in it has the mode of its source
         for name in listing.files:
             _copy(os.path.join(source.path, name), os.path.join(goal, name))
+        for name in {os.path.dirname(name) for name in listing.files}:
+            _copy_modes(source.path, goal, name)
         if source.kind in ("git", "directory"):
             pythonpath.append(source.name)
             src = os.path.join(goal, "src")
@@ -164,10 +168,16 @@ def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
     """The record of a source as it was copied; its uncommitted changes are written beside it."""
     tree = tree_of(source.path)
     commit = tree.commit if tree else None
-    text = ask_git(git.diff, source.path) if commit else b""
+    text = b""
+    if commit:
+        names = ask_git(git.changed, source.path)
+        secret = [name for name in names if holds_credentials(name)]
+        text = ask_git(lambda path: git.diff(path, secret), source.path)
     if text:
-        with open(os.path.join(folder, source.name + ".diff"), "wb") as file:
+        private = os.open(os.path.join(folder, source.name + ".diff"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(private, "wb") as file:
             file.write(text)
+            os.fchmod(file.fileno(), _mode_of_all(source.path, sorted(set(names) - set(secret))))
     notes = list(listing.notes)
     if source.commit is not None and commit != source.commit:
         notes.append("was at {} when this was submitted".format(source.commit[:12]))
@@ -180,6 +190,27 @@ def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
         bytes=sum(listing.sizes.values()),
         notes=notes,
     )
+
+
+def _mode_of_all(path: str, names: List[str]) -> int:
+    """What everybody may do who may do it with each of these files; ours where one of them is gone."""
+    mode = 0o644
+    for name in names:
+        try:
+            mode &= os.lstat(os.path.join(path, name)).st_mode | 0o600
+        except OSError:
+            mode &= 0o600
+    return mode
+
+
+def _copy_modes(source: str, goal: str, name: str) -> None:
+    """Give a copied folder, and those that it lies in, the modes of their sources: a file may be hidden by them."""
+    while True:
+        mode = stat.S_IMODE(os.stat(os.path.join(source, name)).st_mode)
+        os.chmod(os.path.join(goal, name), mode | 0o700)
+        if not name:
+            return
+        name = os.path.dirname(name)
 
 
 def _refuse_data(sources: List[CodeSource], listings: List[Listing]) -> None:

@@ -7,7 +7,7 @@ import socket
 from typing import List
 
 from launcher.host.code import git
-from launcher.host.code.listing import SnapshotError, ask_git, tree_of
+from launcher.host.code.listing import SnapshotError, ask_git, refuse_home, tree_of
 from megatron_rl.contract.run_records import CodeSource
 from megatron_rl.contract.shapes import from_json
 
@@ -65,6 +65,7 @@ def _source(path: str, name: str, kind: str) -> CodeSource:
         raise SnapshotError("{}: no such directory on {}".format(path, socket.gethostname()))
     tree = None if kind == "metadata" else tree_of(path)  # starting git takes as long as much of a dry run
     if kind == "included":
+        refuse_home(path)
         kind = "directory" if tree is None else "git"
     dirty = tree is not None and ask_git(git.dirty, path)
     return CodeSource(path, name, kind, tree.commit if tree else None, dirty)

@@ -38,4 +38,5 @@ class AttemptEvidence(NamedTuple):
     code: Optional[int] = None  # what the training step ended with; negative: a signal; None: it never began
     unready: Optional[str] = None  # why it never began
     late: Optional[str] = None  # why ranks had to be ended that should have saved; None: that explains nothing
+    in_container: bool = False
     unseen: Optional[str] = None  # what is said where nobody saw the end, and the ranks left no word; None: it was seen

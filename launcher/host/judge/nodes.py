@@ -1,9 +1,15 @@
 """Pure: which nodes of an allocation are unfit, which plan the others suffice for, and which host does which step."""
 
+import statistics
 from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Union
 
 from megatron_rl.contract.attempt_records import FabricReport, NodeAssignment, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
+
+ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
+
+
+CLOCK_S = 10.0  # by which clocks may differ without a word
 
 
 class NotEnoughNodes(Exception):
@@ -22,6 +28,10 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
     """host -> why it must not be used, of those that must not."""
     unfit = {}
     fabric = reports.fabric
+    networks = [report.network_gbps for report in reports.nodes.values() if report.network_gbps is not None]
+    usual = statistics.median(networks) if networks else 0.0
+    if 4 * sum(gbps < usual for gbps in networks) > len(networks):
+        usual = 0.0  # so many are no accident: the nodes differ
     for host in expected_hosts:
         report = reports.nodes.get(host)
         if host in reports.unreadable:
@@ -32,11 +42,40 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> Dict[str
             )
         elif not report.ok:
             unfit[host] = "; ".join(report.problems)
+        elif report.network_gbps is not None and report.network_gbps < usual:
+            unfit[host] = "its network has {:g} Gb/s, most nodes have {:g}".format(report.network_gbps, usual)
         elif fabric is not None and host in fabric.bad:
             unfit[host] = fabric.bad[host]
         elif fabric is not None and host not in fabric.hosts:
-            unfit[host] = "did not come to the all-reduce between the nodes (see fabric.*.log)"
+            unfit[host] = ABSENT_FROM_FABRIC
     return unfit
+
+
+def skewed_clocks(reports: NodeReports, began: float, now: float) -> List[str]:
+    """A sentence for each node whose clock is not that of this host. Nothing is judged by it; but logs are hard
+    to read, and munge and TLS refuse what is minutes off.
+
+    Args:
+        began: unix time at which the check was started.
+        now: unix time at which it had ended.
+    """
+    said = []
+    for host, report in sorted(reports.nodes.items()):
+        off = max(began - report.at, report.at - now)
+        if off > CLOCK_S:
+            side = "behind" if report.at < began else "ahead of"
+            said.append("the clock of {} is {:.0f} s {} this host's".format(host, off, side))
+    return said
+
+
+def to_exclude(unfit: Dict[str, str], before: Collection[str]) -> List[str]:
+    """Those of the unfit nodes that the job is to avoid from now on. A node that is absent from the all-reduce is not
+    used, but slow containers and a slow file system are no fault of its own: only the second time in a row counts.
+
+    Args:
+        before: hosts that were unfit in the attempt before.
+    """
+    return sorted(host for host, why in unfit.items() if why != ABSENT_FROM_FABRIC or host in before)
 
 
 def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:

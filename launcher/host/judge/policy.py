@@ -130,7 +130,7 @@ def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[st
     crashes = 1 + len([end for end in before if end.checkpoint >= facts.checkpoint])
     last = before[-1] if before else None
     same_node = bool(last and verdict.node and verdict.node == last.node)
-    suspects = {str(verdict.node)} if same_node else set()
+    suspects = {str(verdict.node)} if same_node and not _is_wrong_everywhere(verdict.error) else set()
     decision = Decision(
         verdict.outcome,
         cause,
@@ -164,6 +164,11 @@ def is_crash(end: AttemptEnd) -> bool:
 def found_disk_full(error: Optional[str]) -> bool:
     """Whether this is the error of something that found no room on a disk."""
     return re.search(r"No space left on device|Disk quota exceeded", error or "") is not None
+
+
+def _is_wrong_everywhere(error: Optional[str]) -> bool:
+    """Whether this is the error of a mount that the container could not have: the profile asks for it on every node."""
+    return re.search(r"enroot-mount:|--container-mounts:", error or "") is not None
 
 
 def who_starts_it(cause: Optional[str], facts: Facts) -> str:

@@ -5,6 +5,7 @@ drained ranks can look like 75. So a rank that was killed without a word is the 
 else error files are believed first, then rank 0's outcome, and the codes only say what went wrong when neither exists.
 """
 
+import re
 import signal
 from typing import NamedTuple, Optional
 
@@ -20,6 +21,12 @@ MUTE_ENDS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 # What a rank dies of, once in a while, that is asked for the stacks of threads which go on meanwhile (seen).
 ASKED_FOR_STACKS = signal.SIGSEGV
+
+
+# Of the shell that becomes the rank, or of its Python; our own code is on the shared file system.
+_NOT_IN_IMAGE = re.compile(
+    r"exec: [^/\s]+: not found$|ModuleNotFoundError: No module named '(?!(?:megatron_rl|launcher)\b)"
+)
 
 
 class Verdict(NamedTuple):
@@ -80,7 +87,7 @@ def _reported(evidence: AttemptEvidence) -> Optional[Verdict]:
             silent = "silent for {:.0f} s while rank {} waited for it: {}"
             error = silent.format(absent.silent_s, first.rank, first.error) + _stacks(evidence, absent.rank)
             return Verdict(CRASHED, absent.step, error, absent.rank, absent.host, absent.phase, hung=True)
-        kind = MISCONFIGURED if first.exit_code == EXIT_CONFIG else CRASHED
+        kind = _kind(evidence, first.exit_code, first.error)
         return Verdict(kind, first.step, first.error, first.rank, first.host, first.phase)
     for rank, why in sorted(evidence.unreadable_errors.items()):
         beat = _beat(evidence, rank)
@@ -131,13 +138,20 @@ def _unrecorded(evidence: AttemptEvidence) -> Verdict:
 
 
 def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:
-    kind = MISCONFIGURED if ended.code == EXIT_CONFIG else CRASHED
+    kind = _kind(evidence, ended.code, evidence.last_lines.get(ended.rank, ""))
     error = "it {} without an error report".format(describe_exit(ended.code))
     line = evidence.last_lines.get(ended.rank)  # it may have died before it could do more: of an import, for example
     error += "; its log ends: {}".format(line) if line else ""
     beat = _beat(evidence, ended.rank)
     host = ended.host or (beat.host if beat else None)
     return Verdict(kind, beat.step if beat else None, error, ended.rank, host, beat.phase if beat else None)
+
+
+def _kind(evidence: AttemptEvidence, code: int, text: str) -> str:
+    """Whether the configuration is to blame: the rank says so, or what it needs is not in the image, which is the same
+    on every node. Elsewhere a library that is missing may be a file system that is."""
+    lacking = evidence.in_container and _NOT_IN_IMAGE.search(text) is not None
+    return MISCONFIGURED if code == EXIT_CONFIG or lacking else CRASHED
 
 
 def _beat(evidence: AttemptEvidence, rank: int) -> Optional[Heartbeat]:

@@ -68,6 +68,7 @@ def read_evidence(attempt: Attempt, observed: Observed, drain: Optional[Drain]) 
         unready=observed.unready,
         late=observed.late,
         unseen=observed.unseen,
+        in_container=attempt.image.exists(),
     )
 
 

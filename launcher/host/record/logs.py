@@ -3,7 +3,7 @@
 import re
 import signal
 from pathlib import Path
-from typing import Optional
+from typing import List, Optional
 
 from launcher.host.judge.causes import cause_in_log
 from launcher.host.judge.evidence import RankExit
@@ -19,6 +19,14 @@ SIGNAL_BASE = 128  # a shell reports a process that a signal ended as this plus 
 _TASK = re.compile(r"^srun: error: (\S+): tasks? (\d+)[-,0-9]*: (.*?)(?: \(core dumped\))?$", re.MULTILINE)
 # Lines after which tasks end through no fault of theirs.
 _ENDED_BY_SLURM = re.compile(r"Node failure|Force Terminated|CANCELLED|Job step aborted", re.IGNORECASE)
+# How every failure of pyxis ends, and its lines before that which say no more: the cause stands among the others.
+_NO_CONTAINER = re.compile(r"Failed to invoke spank plugin stack|spank: required plugin")
+_PYXIS = re.compile(r"^(?:\S+: )*(?:error: )?pyxis: (.*)$")
+_EMPTY_WORDS = re.compile(
+    r"^\[(?:INFO|WARN)\]|^(?:printing|import(?:ing|ed)|reusing|removing|couldn't start container|container start failed"
+    r"|failed to (?:start|create|import) |child \d+ failed|if the image has|container was not started)"
+    r"|exited with return code|^a previous task terminated"
+)
 _SIGNALS = {
     "Killed": signal.SIGKILL,
     "Out Of Memory": signal.SIGKILL,
@@ -42,9 +50,19 @@ def tail(path: Path, size: int) -> str:
 
 
 def last_line(attempt: Attempt, rank: int) -> str:
-    """The last line with anything in it of a rank's log; empty where there is none."""
-    lines = tail(attempt.log(rank), TAIL).split("\n")
-    return ([line.strip() for line in lines if line.strip()] or [""])[-1][:LINE_LIMIT]
+    """The line of a rank's log that tells how it ended: the last with anything in it, or why its container did not
+    start; empty where there is none."""
+    lines = [line.strip() for line in tail(attempt.log(rank), TAIL).split("\n") if line.strip()]
+    return (reason_of_container(lines) or (lines or [""])[-1])[:LINE_LIMIT]
+
+
+def reason_of_container(lines: List[str]) -> Optional[str]:
+    """The first line in which pyxis or enroot say what is wrong, where a log ends with the failure of a container:
+    what follows it says only that. None where it does not end so."""
+    if not lines or not _NO_CONTAINER.search(lines[-1]):
+        return None
+    said = [found.group(1).strip() for found in map(_PYXIS.match, lines) if found]
+    return next((line for line in said if not _EMPTY_WORDS.search(line)), None)
 
 
 def first_exit(attempt: Attempt) -> Optional[RankExit]:

@@ -4,8 +4,8 @@ import os
 import re
 from typing import Dict, List, Optional, Sequence
 
-from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, patiently, submitting_environment, unclear
-from launcher.host.slurm.formats import CLOCK_S, ENDED, expand_hosts, parse_config, parse_fields, time_of
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, submitting_environment, unclear
+from launcher.host.slurm.formats import CLOCK_S, expand_hosts, parse_config, parse_fields, time_of
 
 KILL_WAIT_S = 30.0  # Slurm's default
 
@@ -21,14 +21,6 @@ def show_job(job_id: str) -> Dict[str, str]:
     if not {"JobId", "JobState"} <= set(job):
         raise unclear(command, told)
     return job
-
-
-def is_alive(job_id: str) -> Optional[bool]:
-    """Whether a job may still run; None where Slurm could not be asked: unknown is not gone."""
-    try:
-        return patiently(lambda: show_job(job_id)).get("JobState") not in ENDED
-    except SlurmRefused as error:
-        return False if "Invalid job id" in str(error) else None
 
 
 def is_completing(job_id: str) -> bool:

@@ -45,17 +45,24 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
 
 
 def submit_successor(
-    job_id: str, script: str, name: str, start: Optional[float], avoid: Sequence[str], environment: Dict[str, str]
+    job_id: str,
+    script: str,
+    name: str,
+    comment: str,
+    start: Optional[float],
+    avoid: Sequence[str],
+    environment: Dict[str, str],
 ) -> str:
     """Submit a script to start when the job has ended that runs it now; the new job's id.
 
     Args:
         name: of the job that runs now.
+        comment: which run it is for.
         start: not before this unix time.
         avoid: nodes that it may not get.
         environment: variables that it is to have beside ours.
     """
-    options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name]
+    options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name, "--comment=" + comment]
     options += ["--begin=" + text_of(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
     command = ["sbatch"] + options + [script]

@@ -29,6 +29,7 @@ BLANK = {
     "Dependency": "(null)",
     "NodeList": "",
     "Name": "demo",
+    "Comment": "(null)",
     "BatchFlag": "1",
 }
 
@@ -161,6 +162,28 @@ def test_a_job_of_another_cluster_is_unknown_whatever_has_its_id_here(fake, tmp_
     here, there, unsaid = read_owners(owners)
     assert (here.kind, unsaid.kind) == ("running", "running")
     assert (there.kind, there.reason) == ("unknown", "it is a job of east, and this is west")
+    fake("scontrol", "exit 1")
+    (unnamed,) = read_owners(owners[:1])
+    assert (unnamed.kind, unnamed.reason) == ("unknown", "it is a job of west, and Slurm does not answer here")
+
+
+def test_a_job_that_has_the_id_of_an_earlier_one_is_not_taken_for_it(fake, tmp_path):
+    (tmp_path / "listed").write_text(squeue_line(Comment=f"project=x mrl:{'b' * 32}", Name="theirs"))
+    fake("squeue", f"cat {tmp_path}/listed")
+    fake("scontrol", "echo 'ClusterName             = west'")
+    ours, theirs = (Owner("7", "lab", 0.0, slurm_cluster="west", run_id=letter * 32) for letter in "ab")
+    first, second = read_owners([ours, theirs])
+    assert (first.kind, first.reason) == ("gone", "another job has its id by now (theirs)")
+    assert second.kind == "running"
+
+
+def test_a_job_that_this_cluster_does_not_know_is_not_gone_where_nobody_knows_which_cluster_it_is_of(fake):
+    fake("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    fake("sacct", "exit 0")
+    fake("scontrol", "echo 'ClusterName             = west'")
+    known, unsaid = read_owners([Owner("7", "lab", 0.0, slurm_cluster=name) for name in ("west", None)])
+    assert (known.kind, unsaid.kind) == ("gone", "unknown")
+    assert "remove job.json once it has ended" in unsaid.reason
 
 
 def test_more_jobs_than_fit_on_a_command_line_are_asked_about_in_parts(fake):

@@ -64,4 +64,51 @@ def test_help_says_each_command_in_full():
 def test_environments_as_data():
     code, out, _ = run("mrl", "environments", "--json")
     assert code == 0
-    assert {"arithmetic", "math"} <= {one["name"] for one in json.loads(out)}
+    assert {"arithmetic", "math"} <= {one["name"] for one in json.loads(out)["environments"]}
+
+
+def test_an_output_that_takes_nothing_is_one_error():
+    for words in (("mrl", "recipes"), ("mrl", "--help"), ("mrl-submit", "demo", "--dry-run")):
+        command = [sys.executable, "-c", PROGRAM.format(at="", words=list(words))]
+        with open("/dev/full", "w") as full:  # noqa: PTH123
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        said = done.stderr.splitlines()
+        assert (done.returncode, said[-1]) == (1, "error: the output cannot be written: No space left on device")
+
+
+def test_a_directory_that_was_removed_is_said(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    code, _, said = run("mrl-submit", "demo", "--dry-run")
+    assert (code, said) == (2, "error: the current directory was removed; cd to another one\n")
+
+
+def test_errors_are_data_where_json_was_asked_for():
+    code, out, said = run("mrl-submit", "demoo", "--json")
+    assert code == 2
+    told = json.loads(out)
+    assert told["exit_code"] == 2
+    assert told["error"][0].startswith("no recipe is called 'demoo'")
+    assert said.startswith("error: no recipe")
+    assert json.loads(run("mrl", "status", "--jsn", "--json")[1])["error"][0].startswith("No such option")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("statsu", "did you mean status?"), ("submit", "mrl-submit starts a run"), ("zzz", "there are attach, cancel")],
+)
+def test_a_command_that_is_none_is_answered_with_the_one_that_may_be_meant(word, said):
+    code, _, error = run("mrl", word)
+    assert code == 2
+    assert error.startswith(f"error: no command is called '{word}'; {said}")
+
+
+def test_help_is_a_command():
+    _, commands, _ = run("mrl", "help")
+    assert commands == run("mrl", "--help")[1]
+    code, out, _ = run("mrl", "help", "cancel")
+    assert code == 0
+    assert out.startswith("Usage: mrl cancel [OPTIONS] [RUN]")
+    assert run("mrl", "help", "cancle")[2].startswith("error: no command is called 'cancle'; did you mean cancel?")

@@ -27,7 +27,7 @@ def test_every_shipped_recipe_has_its_line_and_its_purpose() -> None:
 
 
 def test_json_says_the_same_to_programs() -> None:
-    rows = {row["name"]: row for row in json.loads(run("--json"))}
+    rows = {row["name"]: row for row in json.loads(run("--json"))["recipes"]}
     assert sorted(rows) == shipped_recipes()
     assert rows["demo"] | {"purpose": ""} == {
         "name": "demo",

@@ -47,7 +47,7 @@ def test_the_shipped_profiles_are_complete():
     h100, plain = clusters.profile("h100"), clusters.profile("plain")
     assert (h100.gpus_per_node, h100.gpu_memory_gib, h100.run_root) == (8, 80, "/home/me/mrl")
     assert h100.container is not None
-    assert h100.container.name is None
+    assert h100.container.named
     assert h100.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert h100.environment["UB_TIMEOUT"] == "720"
     assert h100.time_limit == "4:00:00"
@@ -138,7 +138,7 @@ def test_a_default_that_is_no_profile_is_refused_with_its_line(write, tmp_path):
             4,
             "'a-b' is not the name of an envi",
         ),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HF_TOKEN: s3cr3t", 5, "list its name under se"),
+        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HF_TOKEN: s3cr3t", 5, "list HF_TOKEN under se"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  secrets: [A B]", 4, "expected the name of an environment variab"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [foo]", 4, "'foo' is no flag of sbatch"),
         ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  qos: "a\\nb"', 4, "qos: expected one line of text or null"),
@@ -155,6 +155,36 @@ def test_what_does_not_fit_is_refused_with_its_line(write, tmp_path, text, line,
     assert problem.startswith(f"{tmp_path / 'clusters.yaml'}:{line}: ")
     assert complaint in problem
     assert "s3cr3t" not in problem
+
+
+@pytest.mark.parametrize("name", ["PGPASSWORD", "DB_PASS", "MYSQL_PWD", "MY_KEY", "AWS_SECRET_ACCESS_KEY", "apikey"])
+@pytest.mark.parametrize("value", ["s3cr3t", "123"])
+def test_a_secret_in_the_environment_is_refused_by_name_and_never_shown(write, name, value):
+    text = f"lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    {name}: {value}"
+    (problem,) = problems(write, text)
+    assert f"environment.{name}: is the name of a secret" in problem
+    assert value not in problem
+
+
+def test_a_password_in_a_url_is_refused_and_never_shown(write):
+    text = "lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HTTPS_PROXY: http://me:s3cr3t@proxy:3128"
+    (problem,) = problems(write, text)
+    assert "environment.HTTPS_PROXY: holds a password in a URL" in problem
+    assert "s3cr3t" not in problem
+
+
+def test_names_that_only_look_like_secrets_are_taken(write):
+    values = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "MAX_TOKENS": "9",
+        "NCCL_BYPASS": "1",
+        "HTTP_PROXY": "http://proxy:3128/a@b",
+        "GIT": "ssh://git@host/x",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key.json",
+    }
+    lines = "".join(f"\n    {name}: '{value}'" for name, value in values.items())
+    text = f"lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:{lines}"
+    assert write(text).profile("lab").environment == values
 
 
 def test_all_problems_of_a_file_are_listed_at_once(write):
@@ -204,3 +234,17 @@ def test_a_variable_that_is_not_set_is_one_clear_error(write, tmp_path):
 def test_the_run_root_is_an_absolute_path_on_one_line(write, root):
     clusters = write(f"lab:\n  gpus_per_node: 8\n  run_root: {root}\n")
     assert "run_root: expected an absolute path on one line" in problems(clusters.profile, "lab")[0]
+
+
+def test_a_mount_with_white_space_is_refused_as_enroot_cannot_take_it(write):
+    clusters = write(
+        "lab:\n  gpus_per_node: 8\n  run_root: /x\n  container:\n    image: a:b\n    mounts: ['/my data:/d']\n"
+    )
+    with pytest.raises(BadInput, match=r"clusters.yaml:6: container.mounts: .*'/my data:/d'"):
+        clusters.profile("lab")
+
+
+@pytest.mark.parametrize("gres", ["gpu:8", "gres/gpu:", "gres/nic", "--gres=gpu", ""])
+def test_what_asks_for_no_gpus_is_refused_as_gres(write, gres):
+    with pytest.raises(BadInput, match="gres"):
+        write(f"lab: {{gpus_per_node: 8, run_root: /x, gres: {gres!r}}}").profile("lab")

@@ -92,3 +92,7 @@ def test_a_partition_without_nodes():
     assert said(found(slurm("22.05-partition", nodes=""), "nodes", recipe())) == (
         "warning: sinfo lists none in partition low"
     )
+
+
+def test_gpus_that_slurm_does_not_know_of_are_not_looked_for_where_the_profile_asks_for_none():
+    assert not found("23.11", "gpus", recipe(), partition="debug", gres=None)

@@ -9,6 +9,7 @@ from doctor_helpers import config, disk, facts, found, profile, recipe, said, sl
 
 from launcher.backends.probe.command import Fact
 from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.software import credentials_path, inspect, pyxis_version
 from launcher.doctor.examine import examine
 from launcher.fetch.prefetch import Need
@@ -78,6 +79,12 @@ def test_an_image_that_is_a_file_needs_no_credentials():
     assert told("credentials", values={"container": {"image": "/images/pytorch.sqsh"}}) == ""
 
 
+def test_enroot_finds_credentials_by_the_host_without_its_port():
+    on = {"container": {"image": "registry.lab:5000#team/mrl:1"}}
+    known = software(registries=frozenset({"registry.lab"}))
+    assert told("credentials", values=on, software=known) == "ok: enroot has some for registry.lab"
+
+
 def test_credentials_are_present_or_not():
     assert told("credentials") == "ok: enroot has some for nvcr.io"
     assert "note: enroot has none for nvcr.io" in told("credentials", software=software(registries=frozenset()))
@@ -91,7 +98,7 @@ def test_credentials_of_the_registry_that_the_image_names():
     for image, host in (
         ("$oauthtoken@nvcr.io#nvidia/pytorch", "nvcr.io"),
         ("ubuntu:24.04", "registry-1.docker.io"),
-        ("ada@localhost:5000#mine", "localhost:5000"),
+        ("ada@localhost:5000#mine", "localhost"),
     ):
         values = {"container": {"image": image}}
         assert told("credentials", values=values, software=software(registries=frozenset({host}))).startswith("ok")
@@ -214,3 +221,13 @@ def test_whether_the_run_root_is_shared(changes, node, level, words):
 def test_without_a_recipe_one_node_with_all_its_gpus_is_looked_at():
     assert "1 node with 8 GPUs needed" in said(found("22.05-partition", "nodes"))
     assert "a run can be preempted" in said(found("22.05-partition", "preemption"))
+
+
+def test_a_rank_in_the_container_tells_what_it_found():
+    worked = RankFacts(versions="torch 2.8, megatron-core 0.16.1", gpus=1, cpus="0,1")
+    assert told("container", rank=worked) == (
+        "ok: a rank of it communicates and writes to run_root: torch 2.8, megatron-core 0.16.1, 1 GPU, CPUs 0,1"
+    )
+    assert told("container", rank=replace(worked, gpus=0)).startswith("error: torch 2.8")
+    assert told("container", rank=RankFacts(failure="boom")) == "error: a rank in it came to nothing: boom"
+    assert told("container", rank=RankFacts(unasked="x")).startswith("note: not started")

@@ -77,7 +77,7 @@ def test_a_fork_that_cannot_start_leaves_nothing(tmp_path):
     source = trained(tmp_path / "a")
     mine = tmp_path / "mine"
     mine.mkdir()
-    fork = plan_fork(f"{source.root}@3", ["grpo.kl_beta=0.1"])
+    fork = plan_fork(f"{source.root}@3", ["grpo.kl_beta=0.1"], False)
     for given in (mine, None):
         with pytest.raises(BadInput, match="no such partition"), forked(fork, given) as run:
             assert run.checkpoint_steps() == [3]
@@ -87,7 +87,7 @@ def test_a_fork_that_cannot_start_leaves_nothing(tmp_path):
 
 
 def test_a_fork_stays_where_a_job_may_need_it(tmp_path):
-    fork = plan_fork(f"{trained(tmp_path / 'a').root}@3", [])
+    fork = plan_fork(f"{trained(tmp_path / 'a').root}@3", [], False)
     with pytest.raises(Unsure), forked(fork, tmp_path / "b") as run:
         raise Unsure("sbatch did not answer")
     assert run.checkpoint_steps() == [3]
@@ -95,7 +95,7 @@ def test_a_fork_stays_where_a_job_may_need_it(tmp_path):
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_bad_input_and_leaves_nothing(tmp_path, monkeypatch):
     source = trained(tmp_path / "a")
-    fork = plan_fork(f"{source.root}@3", [])
+    fork = plan_fork(f"{source.root}@3", [], False)
     (source.checkpoint(3) / "weights").unlink()
     source.checkpoint(3).rmdir()
     with pytest.raises(BadInput, match="may have been removed meanwhile"), forked(fork, tmp_path / "b"):

@@ -189,3 +189,13 @@ def test_a_failure_leaves_an_old_run_as_it_was(tmp_path):
     assert not run.changes.exists()
     assert not run.code.is_symlink()
     assert not (run.root / "code-001").exists()
+
+
+def test_nobody_else_can_look_into_a_run_and_a_directory_of_the_users_own_stays_as_it_is(tmp_path):
+    assert ask(tmp_path / "new").run.root.stat().st_mode & 0o777 == 0o700
+    with run_directory(None, "it", tmp_path / "runs") as root:
+        assert root.stat().st_mode & 0o777 == 0o700
+    assert root.parent.stat().st_mode & 0o777 == 0o755
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o755)
+    assert ask(mine).run.root.stat().st_mode & 0o777 == 0o755

@@ -80,7 +80,7 @@ def test_the_script_is_the_golden_one(name, recipe, cluster):
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_bash_and_shellcheck_have_nothing_to_say(recipe, cluster, tmp_path):
     script = tmp_path / "job.sbatch"
-    named = {"container": Container(image="a:b", name="mine", writable=True)} if cluster == "h100" else {}
+    named = {"container": Container(image="a:b", named=False, writable=True)} if cluster == "h100" else {}
     script.write_text(render(a_job(recipe, on=profile(cluster, **named))))
     said = [subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)]
     if shutil.which("shellcheck"):
@@ -147,6 +147,12 @@ def test_a_path_that_pyxis_cannot_mount_is_refused():
     assert render(a_job(run_dir="/shared/a:b", on=profile("plain")))
 
 
+@pytest.mark.parametrize("places", [{"run_dir": "/shared/a b"}, {"on": profile(run_root="/shared/my runs")}], ids=str)
+def test_a_path_that_enroot_cannot_mount_is_refused(places):
+    with pytest.raises(BadInput, match="enroot cannot mount a path with white space"):
+        render(a_job(**places))
+
+
 def test_the_header_asks_for_what_recipe_and_profile_say():
     on = profile(
         partition="gpu",
@@ -179,6 +185,22 @@ def test_the_header_asks_for_what_recipe_and_profile_say():
         "--no-kill",
     ):
         assert option in said
+
+
+@pytest.mark.parametrize(
+    ("gres", "asked"),
+    [
+        ("gpu", {"--gpus-per-node=8"}),
+        ("h100", {"--gpus-per-node=h100:8"}),
+        ("gres/gpu", {"--gres=gpu:8"}),
+        ("gres/gpu:h100", {"--gres=gpu:h100:8"}),
+        (None, set()),
+    ],
+)
+def test_gpus_are_asked_for_as_the_cluster_knows_them(gres, asked):
+    job = a_job("qwen2.5-32b-dapo", on=profile(gres=gres))
+    assert {option for option in header(job) if option.startswith(("--gpus", "--gres"))} == asked
+    assert set(re.findall(r"--(?:gpus-per-node|gres)=\S+", render(job))) == asked, "in the steps too"
 
 
 def test_a_job_whose_every_node_works_ends_with_the_first_that_dies():
@@ -308,3 +330,59 @@ esac
         run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
         assert run.returncode == 2
         assert run.stderr == "error: this script is one for Slurm: sbatch it, or run it in an allocation (salloc)\n"
+
+
+def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it():
+    steps = re.findall(r"^(\w+)\(\) {[^\n]*\n(.*?)^}$", render(a_job("qwen2.5-32b-dapo")), re.MULTILINE | re.DOTALL)
+    name = '--container-name="mrl-$SLURM_JOB_ID-$MRL_ATTEMPT:no_exec"'
+    assert [step for step, text in steps if name in text] == ["step"], "said once, for all steps in the container"
+    assert [step for step, text in steps if '"${container[@]}"' in text] == ["unpack", "fabric", "train"]
+    assert "--gpus-per-node=8" in dict(steps)["unpack"], "or enroot's hook for them ends with an error"
+    assert " --unpack" in render(a_job("qwen2.5-32b-dapo"))
+
+
+def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
+    script = render(a_job("qwen2.5-32b-dapo", on=profile(container=Container(image="a:b", named=False))))
+    assert "--meet-s 1800" in script, "each node unpacks its own before the check can begin"
+    assert "unpack" not in script
+    assert "--container-name" not in script
+
+
+def test_a_profile_can_let_others_read_a_run():
+    assert "--run-mode" not in render(a_job())
+    assert "--run-mode 750" in render(a_job(on=profile(readable_by="group")))
+
+
+class TestForget:
+    """What is removed from a node before the steps of an attempt."""
+
+    THERE = ("pyxis_7.0", "pyxis_7.12", "pyxis_7_7.3", "pyxis_7_mrl-7-002", "pyxis_mrl-7-001", "pyxis_mrl-5-003")
+    OTHERS = ("pyxis_77.0", "pyxis_17.0", "pyxis_7", "mrl-7-001", "pyxis_mine", "pyxis_8_8.0")
+
+    def forget(self, tmp_path: Path, there: tuple[str, ...]) -> list[str]:
+        tools = tmp_path / "bin"
+        tools.mkdir()
+        listed = "".join(f"echo {name}; " for name in there)
+        enroot = f'#!/bin/sh\n[ "$1" = list ] && {{ {listed}exit; }}\necho "$*" >>{tmp_path}/removed\n'
+        for name, text in {
+            "enroot": enroot,
+            "srun": '#!/bin/sh\nuntil [ "$1" = sh ]; do shift; done\nexec "$@"\n',
+        }.items():
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        script = tmp_path / "job.sbatch"
+        script.write_text(render(a_job("demo")))
+        environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}
+        environ["MRL_RUN_DIR"] = str(tmp_path)
+        (tmp_path / "attempts" / "003").mkdir(parents=True)
+        (tmp_path / "attempts" / "003" / "image").write_text("/i.sqsh\n")
+        subprocess.run(["bash", script, "step", "forget", "node01"], env=environ, timeout=10, check=False)
+        removed = tmp_path / "removed"
+        return removed.read_text().split() if removed.exists() else []
+
+    def test_this_jobs_containers_go_and_so_do_those_of_other_jobs_of_ours(self, tmp_path):
+        """A requeue keeps the numbers of job and step, by which pyxis calls an unnamed one."""
+        assert self.forget(tmp_path, self.THERE + self.OTHERS) == ["remove", "--force", *self.THERE]
+
+    def test_nothing_else_does(self, tmp_path):
+        assert self.forget(tmp_path, self.OTHERS) == []

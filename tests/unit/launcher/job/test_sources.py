@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from launcher.errors import BadInput
+from launcher.host.code import snapshot
+from launcher.host.code.sources import plan_sources
 from launcher.job import sources
-from launcher.job.sources import code_sources, heavy
+from launcher.job.sources import code_sources, heavy, left_out
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.registry import GROUP
+from megatron_rl.contract.paths import RunDir
 
 
 def repository(root: Path) -> Path:
@@ -89,6 +92,18 @@ def test_a_snapshot_that_is_heavy_for_code_is_told_with_its_biggest_file(tmp_pat
     assert heavy(tmp_path) is None
     (tmp_path / "1-mine" / "weights.pt").write_bytes(b"0" * 21_000_000)
     assert str(heavy(tmp_path)).startswith("code: the snapshot is 21 MB; the biggest file is 1-mine/weights.pt (21 MB)")
+
+
+def test_credentials_that_are_not_taken_along_are_named(tmp_path):
+    run, mine = RunDir(tmp_path / "run"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "a.py").touch()
+    snapshot.take(plan_sources([], [str(mine)]), run.code)
+    assert left_out(run) is None
+    for name in (".env", "b.pem", "c.pem", "d.pem"):
+        (mine / name).touch()
+    snapshot.update(plan_sources([], [str(mine)]), run.code)
+    assert f"say credentials: .env, b.pem, c.pem and 1 more ({run.code_record})" in str(left_out(run))
 
 
 def test_the_package_of_the_environment_travels_with_its_metadata(tmp_path, monkeypatch):

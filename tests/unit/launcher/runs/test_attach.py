@@ -42,14 +42,14 @@ def test_what_only_the_attempt_knows_takes_the_place_of_its_name():
     ]
 
 
-def test_a_drain_does_not_end_the_shell():
-    line = command_line("7", "n3", [], ["sh", "-c", "kill -USR1 $$; echo here"], terminal=False)
-    assert subprocess.run(line[line.index("sh") :], capture_output=True, text=True).stdout == "here\n"
+def test_a_drain_does_not_end_the_shell_which_has_what_the_ranks_have():
+    line = command_line("7", "n3", [], {"ODD": "a b"}, ["sh", "-c", "kill -USR1 $$; echo here $ODD"], terminal=False)
+    assert subprocess.run(line[line.index("sh") :], capture_output=True, text=True).stdout == "here a b\n"
 
 
 def test_the_step_overlaps_with_the_ranks_and_has_a_terminal_only_where_there_is_one():
-    line = command_line("7", "n3", ["--container-env=A"], [], terminal=True)
+    line = command_line("7", "n3", ["--container-env=A"], {}, [], terminal=True)
     assert line[:3] == ["srun", "--jobid=7", "--overlap"]
     assert "--nodelist=n3" in line
     assert line[line.index("--pty") + 1 :] == ["--container-env=A", "sh", "-c", IGNORING_DRAIN, "attach", *SHELL]
-    assert "--pty" not in command_line("7", "n3", [], ["nvidia-smi"], terminal=False)
+    assert "--pty" not in command_line("7", "n3", [], {}, ["nvidia-smi"], terminal=False)

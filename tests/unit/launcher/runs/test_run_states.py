@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from run_helpers import begin, end, make_run
 
 from launcher.backends.slurm.jobs import JobState
+from launcher.errors import BadInput
 from launcher.host.process.lock import RunLock
+from launcher.host.record.identity import identify
 from launcher.runs import state
-from launcher.runs.state import RunStatus, read_status, read_statuses
+from launcher.runs.state import RunStatus, job_id_of, read_job, read_status, read_statuses
 from megatron_rl.contract.attempt_records import Drain, Requeued
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
@@ -35,6 +38,29 @@ GONE = job("", "gone")
 def test_what_is_read_from_the_run(tmp_path):
     status = read_status(slurm_run(tmp_path), RUNNING)
     assert (status.name, status.cluster, status.steps, status.attempt) == ("run", "lab", 40, 0)
+
+
+def test_a_copy_has_no_part_in_the_job_of_the_original(tmp_path, monkeypatch):
+    run = slurm_run(tmp_path)
+    identify(run)
+    begin(run, 1, job_id="7")
+    shutil.copytree(run.root, tmp_path / "copy")
+    monkeypatch.setattr(state, "read_owners", lambda owners: [RUNNING for _ in owners])
+    copy = RunDir(tmp_path / "copy")
+    theirs, ours = read_statuses([copy, run])
+    assert (theirs.state, theirs.job, theirs.alive) == ("copy", None, False)
+    assert theirs.reason.startswith(f"a copy of {run.root}, which is another run")
+    assert (ours.state, ours.job) == ("running", RUNNING)
+    with pytest.raises(BadInput, match="a copy of"):
+        job_id_of(copy)
+    copy.identity.write_text("{")
+    assert read_statuses([copy])[0].state == "unreadable"
+    with pytest.raises(BadInput, match=r"run\.json"):
+        read_job(copy)
+    identify(RunDir(run.root))
+    run.done.write_text("")
+    shutil.copytree(run.root, tmp_path / "finished")
+    assert read_statuses([RunDir(tmp_path / "finished")])[0].state == "finished"
 
 
 def test_a_pending_job_is_queued_and_after_a_requeue_says_why(tmp_path):
@@ -241,3 +267,17 @@ def test_without_locks_only_an_attempt_that_is_open_leaves_doubt(tmp_path, monke
     else:
         end(run, 1, "drained", step=5, cause="Ctrl-C")
         assert told(read_status(run, None))[0] == "stopped"
+
+
+@pytest.mark.parametrize("cluster", ["lab", "null", "123", "true", "a.b-c_d"])
+def test_a_list_of_runs_reads_cluster_and_steps_without_parsing_yaml_and_as_yaml_has_them(
+    tmp_path, monkeypatch, cluster
+):
+    run = make_run(
+        tmp_path / "run", f"cluster={cluster!r}" if cluster != "null" else "cluster=null", "training.steps=41"
+    )
+    values = state.resolved_values(run)
+    wanted = (values["cluster"] or "local", 41)
+    if cluster in ("lab", "a.b-c_d"):
+        monkeypatch.setattr(state, "resolved_values", None)
+    assert state._cluster_and_steps(run) == wanted

@@ -238,6 +238,7 @@ def test_a_plan_keeps_what_only_people_read():
         "steps": [{**step, "role": "colocated", "replica": None}],
         "container": ["--container-image={image}"],
         "environment": {"HF_HOME": "/cache"},
+        "rank_environment": {"HOME": "/cache/home"},
         "alternatives": [{"nodes": 1, "steps": [], "memory": [{"bytes": 5}]}],
         "checkpoint": {"bytes": 5, "seconds": 2.5},
         "ranks": [{"rank": 0}],

@@ -59,7 +59,7 @@ class World:
         patch.setattr(ask, "show_job", lambda job_id: dict(self.job))
         patch.setattr(ask, "node_states", lambda hosts: dict.fromkeys(hosts, "idle"))
         patch.setattr(ask, "ended_as", lambda job_id, began: None)
-        patch.setattr(ask, "is_alive", lambda job_id: False)  # job 7, where job 8 asks
+        patch.setattr(own, "_has_ended", lambda owner, context: True)  # job 7, where job 8 asks
         patch.setattr(ask, "could_start", lambda script, avoid: True)
         patch.setattr(ask, "version", lambda: [22, 5, 8])
         patch.setattr(tell, "requeue", self._effect("requeue"))

@@ -71,3 +71,10 @@ def test_without_locks_job_json_alone_tells_the_owner(run: RunDir, monkeypatch, 
     monkeypatch.setattr(fcntl, "flock", refuse)
     start(run)
     assert "job.json alone tells the owner" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750])
+def test_a_run_that_plain_sbatch_starts_is_as_private_as_the_profile_says(tmp_path, mode):
+    run = RunDir(tmp_path / "runs" / "it")
+    own(JobContext(run, "lab", "8", ["n1"], run_mode=mode)).release()
+    assert run.root.stat().st_mode & 0o777 == mode

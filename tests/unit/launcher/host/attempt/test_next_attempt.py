@@ -24,7 +24,7 @@ from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, NodeHealth, Requeued
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import append, if_readable, read, write
-from megatron_rl.contract.run_records import Owner, PlanRecord, PlanStep
+from megatron_rl.contract.run_records import Owner, PlanRecord, PlanStep, RunIdentity
 
 PLAN = PlanRecord(2, 1, 1, [PlanStep("train", [0, 1], 1)])
 
@@ -150,18 +150,43 @@ def test_a_run_is_taken_over_only_from_a_job_that_is_known_to_have_ended(
     """One of which Slurm tells nothing may still write into the run directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     write(context.run.resolved, PLAN)
-    write(context.run.job, Owner("6", "lab", 0.0))
-    answer = SlurmRefused("scontrol: no such command here")
+    context = context._replace(slurm_cluster="west", environ={"SLURM_JOB_NAME": "mine"})
+    nobody = SlurmRefused("slurm_load_jobs error: Invalid job id specified")
+    silent = SlurmRefused("scontrol: no such command here")
+    a, b = "a" * 32, "b" * 32
+    west = Owner("6", "lab", 0.0, slurm_cluster="west", run_id=a, name="mine")
+    nowhere = west._replace(slurm_cluster=None)
+    running = {"JobState": "RUNNING", "JobName": "mine"}
+    stays: list[tuple[Owner, SlurmRefused | dict[str, str]]] = [
+        (west, silent),
+        (west, running),
+        (west, {**running, "Comment": f"theirs mrl:{a}"}),
+        (west._replace(slurm_cluster="east"), nobody),
+        (nowhere, nobody),  # another cluster's, for all we know (R10)
+        (nowhere, {"JobState": "COMPLETED", "Comment": f"mrl:{b}"}),
+    ]
+    goes: list[tuple[Owner, SlurmRefused | dict[str, str]]] = [
+        (west, nobody),
+        (west, {"JobState": "COMPLETED", "JobName": "mine"}),
+        (west, {**running, "Comment": f"mrl:{b}"}),  # its id was used again
+        (nowhere, {"JobState": "COMPLETED", "Comment": f"mrl:{a}"}),
+    ]
+    for owner, answer in stays + goes:
 
-    def show(job_id: str) -> dict[str, str]:
-        raise answer
+        def show(job_id: str, answer: SlurmRefused | dict[str, str] = answer) -> dict[str, str]:
+            if isinstance(answer, SlurmRefused):
+                raise answer
+            return answer
 
-    monkeypatch.setattr(ask, "show_job", show)
-    with pytest.raises(Refused, match="belongs to job 6, which is not known to have ended"):
-        own.own(context)
-    answer = SlurmRefused("slurm_load_jobs error: Invalid job id specified")
-    own.own(context).release()
-    assert read(Owner, context.run.job).job_id == "7"
+        monkeypatch.setattr(ask, "show_job", show)
+        write(context.run.job, owner)
+        if (owner, answer) in stays:
+            with pytest.raises(Refused, match="belongs to job 6, which is not known to have ended"):
+                own.own(context)
+        else:
+            own.own(context).release()
+            ours = read(Owner, context.run.job)
+            assert (ours.job_id, ours.name, ours.run_id) == ("7", "mine", read(RunIdentity, context.run.identity).id)
 
 
 @pytest.mark.parametrize("named", ["owner", "ledger"])

@@ -9,10 +9,12 @@ import pytest
 
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import SlurmJob
+from launcher.host.judge.nodes import ABSENT_FROM_FABRIC
 from launcher.host.slurm import ask
 from launcher.host.slurm.formats import text_of
-from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.attempt_records import Drain, NodeAssignment
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
 
 KILL_WAIT_S = 45
 
@@ -29,3 +31,16 @@ def test_ranks_have_until_the_end_of_the_job_or_until_it_is_killed_where_slurm_e
     job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
     fuller = job.complete(run.attempt(1), Drain("signal", "SIGTERM to the batch host", now))
     assert (fuller.end, fuller.deadline) == (now + ends_in_s, now + left_s)
+
+
+def test_a_node_that_came_late_to_the_all_reduce_is_excluded_when_it_does_so_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "call", lambda command: "")
+    run = RunDir(tmp_path)
+    job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
+    job.unfit = {"n1": ABSENT_FROM_FABRIC, "n2": "7 of 8 GPUs are there"}
+    assert job.facts(run.attempt(2), None).bad == ["n2"]
+    run.attempt(1).folder.mkdir(parents=True)
+    write(run.attempt(1).nodes, NodeAssignment(0, {}, [], {"n1": ABSENT_FROM_FABRIC}))
+    assert job.facts(run.attempt(2), None).bad == ["n1", "n2"]

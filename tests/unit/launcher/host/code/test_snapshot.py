@@ -112,6 +112,106 @@ def test_credentials_environments_runs_and_byte_code_stay_out(tmp_path):
     ]
 
 
+SECRETS = [
+    ".aws/credentials",
+    ".git-credentials",
+    ".ssh/id_ecdsa",
+    ".ssh/config",
+    ".kube/config",
+    ".pypirc",
+    ".npmrc",
+    ".pgpass",
+    ".netrc",
+    "prod.env",
+    ".env",
+    ".env.local",
+    ".envrc",
+    ".huggingface/token",
+    "credentials.json",
+    "service-account.json",
+    "my-service-account-7.json",
+    "secrets.yaml",
+    "secrets.yml",
+    ".bash_history",
+    ".python_history",
+    "deploy.pem",
+    "server.key",
+    "hf_token",
+    "hf_token.txt",
+    ".vault-token",
+    "token.json",
+    "client_secret_5.json",
+    ".docker/config.json",
+    "sub/.aws/config",
+    "credentials-prod.json",
+]
+SOURCE = [
+    "tokenizer.py",
+    "tokenizer.json",
+    "token_count.py",
+    "tokens.json",
+    "special_tokens_map.json",
+    "secrets.py",
+    "credentials.py",
+    "history.py",
+    "train_history.json",
+    "environment.yaml",
+    "env.py",
+    ".env.example",
+    "aws/config.py",
+    "keys.py",
+    "id_rsa.py",
+    "service_account.py",
+    "token.py",
+]
+
+
+@pytest.mark.parametrize("kept", ["tracked", "untracked", "outside git"])
+def test_credentials_stay_out_and_ordinary_source_does_not(tmp_path, kept):
+    everything = dict.fromkeys([*SECRETS, *SOURCE], "hunter2\n")
+    mine = tmp_path / "mine"
+    if kept != "outside git":
+        repository(mine, everything if kept == "tracked" else {"a.py": ""})
+    write(mine, everything)
+    record, code = shot(tmp_path, mine)
+    assert names(code / "1-mine") == {*SOURCE, *(["a.py"] if kept == "untracked" else [])}
+    said = [f"left out: {name} (its name says credentials)" for name in sorted(SECRETS)]
+    assert record.sources[0].notes == said, "once"
+
+
+def test_the_diff_shows_no_credentials_and_is_as_private_as_the_files_that_it_shows(tmp_path):
+    mine = repository(tmp_path / "mine", {"open.py": "", "private.py": "", ".env": "A=1\n", "lib/b.py": ""})
+    write(mine, {"open.py": "x = 1\n", ".env": "A=hunter2\n"})
+    record, code = shot(tmp_path, mine)
+    diff = code / str(record.sources[0].diff)
+    assert "x = 1" in diff.read_text()
+    assert "hunter2" not in diff.read_text()
+    assert diff.stat().st_mode & 0o777 == 0o644
+    (mine / "private.py").write_text("y = 1\n")
+    (mine / "private.py").chmod(0o600)
+    record = update(plan_sources([], [str(mine)]), code)
+    diff = code / str(record.sources[0].diff)
+    assert "y = 1" in diff.read_text()
+    assert diff.stat().st_mode & 0o777 == 0o600
+
+
+def test_files_and_folders_are_as_private_as_they_were(tmp_path):
+    mine = repository(tmp_path / "mine", {"a.py": "", "hidden/deep/b.py": ""})
+    (mine / "a.py").chmod(0o600)
+    (mine / "hidden").chmod(0o700)
+    _, code = shot(tmp_path, mine)
+    modes = {name: (code / "1-mine" / name).stat().st_mode & 0o777 for name in ("a.py", "hidden", "hidden/deep")}
+    assert modes == {"a.py": 0o600, "hidden": 0o700, "hidden/deep": 0o755}
+
+
+@pytest.mark.parametrize("home", ["mine", "mine/me"])
+def test_a_home_directory_is_refused(tmp_path, monkeypatch, home):
+    repository(tmp_path / "mine", {"a.py": "", "me/b.py": ""})
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    with pytest.raises(SnapshotError, match=r"is your home directory.*code\.include"):
+        plan_sources([], [str(tmp_path / "mine")])
+
+
 @pytest.mark.parametrize("in_git", [True, False])
 def test_a_run_directory_inside_the_code_is_not_copied_into_itself(tmp_path, in_git):
     mine = repository(tmp_path / "mine", {"a.py": ""}) if in_git else tmp_path / "mine"
@@ -346,3 +446,14 @@ def test_the_oldest_python_takes_the_same_snapshot(tmp_path):
     there = read(CodeSnapshot, target / "SNAPSHOT.json")
     assert names(target) == names(code)
     assert there.sources == here.sources
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_repository_of_somebody_else_is_taken_along_with_its_commit(tmp_path):
+    """git calls its ownership dubious; a shared editable install is of whoever made it."""
+    mine = repository(tmp_path / "shared", {"a.py": ""})
+    commit = git(mine, "rev-parse", "HEAD")
+    for path in (mine, mine / ".git"):
+        os.chown(path, 12345, 12345)
+    record, _ = shot(tmp_path, mine)
+    assert record.sources[0].commit == commit

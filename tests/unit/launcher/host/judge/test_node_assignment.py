@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, unfit_nodes
+from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, skewed_clocks, to_exclude, unfit_nodes
 from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
@@ -115,3 +115,31 @@ def test_bad_are_nodes_that_say_so_that_say_nothing_and_that_slow_the_others():
     assert "no report" in bad["e"]
     assert bad["f"] == "its report is torn"
     assert set(unfit_nodes(NodeReports(nodes), ["a", "b", "c", "d"])) == {"b"}
+
+
+def test_a_node_is_not_excluded_the_first_time_that_it_does_not_come_to_the_all_reduce():
+    nodes = {name: NodeHealth(name, 0.0, name != "c", ["3 of 8 GPUs are there"]) for name in ("a", "b", "c")}
+    unfit = unfit_nodes(NodeReports(nodes, {}, FabricReport(["a"], {})), ["a", "b", "c"])
+    assert set(unfit) == {"b", "c"}, "it is not used"
+    assert to_exclude(unfit, before=[]) == ["c"]
+    assert to_exclude(unfit, before=["b"]) == ["b", "c"]
+
+
+def test_a_node_whose_network_has_lost_a_link_is_not_used():
+    well = NodeHealth("a", 0.0, True, [], network_gbps=3200.0)
+    nodes = {**{host: well._replace(host=host) for host in "abc"}, "d": well._replace(host="d", network_gbps=2800.0)}
+    said = "its network has 2800 Gb/s, most nodes have 3200"
+    assert unfit_nodes(NodeReports(nodes), ["a", "b", "c", "d"]) == {"d": said}
+    assert unfit_nodes(NodeReports({host: nodes[host] for host in "ad"}), ["a", "d"]) == {}, (
+        "of two none is the usual one"
+    )
+
+
+def test_clocks_that_differ_are_told():
+    nodes = {
+        host: NodeHealth(host, at, True, []) for host, at in (("a", 105.0), ("b", 3700.0), ("c", 40.0), ("d", 92.0))
+    }
+    assert skewed_clocks(NodeReports(nodes), 100.0, 110.0) == [
+        "the clock of b is 3590 s ahead of this host's",
+        "the clock of c is 60 s behind this host's",
+    ]

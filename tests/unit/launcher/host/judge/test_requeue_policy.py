@@ -236,3 +236,11 @@ def test_a_run_is_held_only_for_its_own_faults_and_soon_when_it_has_any(ends, ch
 
 def line_of(decision: Decision, verdict: Verdict, checkpoint: int) -> AttemptEnd:
     return ended(verdict, checkpoint, decision.cause, decision.then)._replace(outcome=decision.outcome)
+
+
+def test_a_mount_that_the_profile_asks_for_is_no_fault_of_a_node():
+    """A crash twice on one node has it avoided; a directory that is missing is missing on the next one too."""
+    wrong = crash(None, "it left with exit code 1; its log ends: enroot-mount: failed to mount: /d at /d: No such file")
+    boom = crash(None)
+    assert decide([ended(boom)], boom, None, Facts()).exclude == ("n3",)
+    assert decide([ended(wrong)], wrong, None, Facts()).exclude == ()

@@ -172,3 +172,23 @@ def test_where_nobody_saw_the_end_the_ranks_words_count_and_else_it_is_lost():
 @pytest.mark.parametrize(("unready", "error"), [(None, "the steps could not be started"), ("no image", "no image")])
 def test_an_attempt_that_never_began_says_why(unready, error):
     assert blamed(unready=unready) == (None, error)
+
+
+LACKS = "ModuleNotFoundError: No module named 'megatron'"
+
+
+@pytest.mark.parametrize(
+    ("said", "in_container", "outcome"),
+    [
+        (LACKS, True, MISCONFIGURED),
+        ("rank: 1: exec: python3: not found", True, MISCONFIGURED),
+        (LACKS, False, CRASHED),  # of a file system that is missing on this node
+        ("rank: 1: exec: /shared/venv/bin/python: not found", True, CRASHED),
+        ("ModuleNotFoundError: No module named 'megatron_rl'", True, CRASHED),
+        ("RuntimeError: boom", True, CRASHED),
+    ],
+)
+def test_what_is_not_in_the_image_is_on_no_other_node_either(said, in_container, outcome):
+    unread = AttemptEvidence(exits=[RankExit(0, 1)], last_lines={0: said}, in_container=in_container)
+    reported = AttemptEvidence(errors=[ERROR._replace(error=said)], in_container=in_container)
+    assert (judge(unread).outcome, judge(reported).outcome) == (outcome, outcome)

@@ -111,3 +111,65 @@ def test_what_cannot_be_read_is_there_all_the_same(attempt, content):
 def test_a_hang_that_was_seen_counts_though_it_could_not_be_written(attempt):
     hang = Hang(1, "n1", "generate", 3, 6.0, 0.0)
     assert read_evidence(attempt, Observed(hang=hang), None).hang == hang
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            """pyxis: importing docker image: centos
+slurmstepd: error: pyxis: child 15352 failed with error code: 1
+slurmstepd: error: pyxis: failed to import docker image: centos
+slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     [INFO] Extracting image layers...
+slurmstepd: error: pyxis:     mkdir: cannot create directory '/run/user/1000': Permission denied
+slurmstepd: error: pyxis: couldn't start container""",
+            "mkdir: cannot create directory '/run/user/1000': Permission denied",
+        ),
+        (
+            """slurmstepd-sp-0016: error: pyxis: child 7 failed with error code: 1
+slurmstepd-sp-0016: error: pyxis: failed to create container filesystem for image: /i.sqsh
+slurmstepd-sp-0016: error: pyxis: printing enroot log file:
+slurmstepd-sp-0016: error: pyxis:     [ERROR] File already exists: /data/pyxis_17.0
+slurmstepd-sp-0016: error: pyxis: couldn't start container""",
+            "[ERROR] File already exists: /data/pyxis_17.0",
+        ),
+        (
+            """slurmstepd: error: pyxis: container start failed with error code: 1
+slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     enroot-mount: failed to mount: /data at /d: No such file or directory
+slurmstepd: error: pyxis:     [ERROR] /etc/enroot/hooks.d/10-shadow.sh exited with return code 1
+slurmstepd: error: pyxis: couldn't start container
+slurmstepd: error: pyxis: if the image has an unusual entrypoint, try using --no-container-entrypoint""",
+            "enroot-mount: failed to mount: /data at /d: No such file or directory",
+        ),
+        ("slurmstepd: error: pyxis: couldn't chdir to /x: No such file", "couldn't chdir to /x: No such file"),
+        (
+            "slurmstepd: error: pyxis: couldn't start container",
+            "slurmstepd: error: Failed to invoke spank plugin stack",
+        ),
+    ],
+)
+def test_why_a_container_did_not_start_stands_above_the_last_line(tmp_path, said, reason):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.logs.mkdir(parents=True)
+    ends = "\nslurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1\n"
+    attempt.log(0).write_text(f"{said}{ends}slurmstepd: error: Failed to invoke spank plugin stack\n")
+    assert last_line(attempt, 0) == reason
+
+
+def test_what_pyxis_said_before_the_ranks_started_is_not_how_they_ended(tmp_path):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.logs.mkdir(parents=True)
+    attempt.log(0).write_text(
+        "slurmstepd: error: pyxis: couldn't chdir to /x\nModuleNotFoundError: No module named 'x'\n"
+    )
+    assert last_line(attempt, 0).startswith("ModuleNotFoundError")
+
+
+def test_whether_the_ranks_were_in_a_container_is_evidence(tmp_path):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    assert not read_evidence(attempt, Observed(), None).in_container
+    attempt.image.touch()
+    assert read_evidence(attempt, Observed(), None).in_container

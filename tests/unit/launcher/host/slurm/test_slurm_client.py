@@ -117,10 +117,11 @@ def test_a_successor_knows_nothing_of_the_job_that_submits_it(tmp_path, monkeypa
     tool.chmod(0o755)
     for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}.items():
         monkeypatch.setenv(name, value)
-    job_id = tell.submit_successor("7", "/runs/it/job.sbatch", "it", None, ["n1"], {"MRL_HOST_FAULTS": "1"})
+    job_id = tell.submit_successor("7", "/runs/it/job.sbatch", "it", "mrl:1", None, ["n1"], {"MRL_HOST_FAULTS": "1"})
     assert job_id == "8"
     words = (tmp_path / "words").read_text().split()
-    assert words == ["--parsable", "--dependency=afterany:7", "--job-name=it", "--exclude=n1", "/runs/it/job.sbatch"]
+    options = ["--parsable", "--dependency=afterany:7", "--job-name=it", "--comment=mrl:1", "--exclude=n1"]
+    assert words == [*options, "/runs/it/job.sbatch"]
     environ = dict(line.split("=", 1) for line in (tmp_path / "environ").read_text().splitlines())
     assert (environ["MRL_SUCCEEDS"], environ["MRL_HOST_FAULTS"]) == ("7", "1")
     assert not {"SLURM_JOB_ID", "MRL_ATTEMPT"} & set(environ)

@@ -1,0 +1,95 @@
+"""Start one rank as a job would, in the profile's container: one srun step, which waits for a node no longer than a
+limit."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.backends.probe.command import ask
+from launcher.backends.probe.node import WAIT_S, placed
+from launcher.cluster.profile import Profile
+from launcher.host.image.cache import find
+from launcher.host.image.reference import ImageError
+from launcher.host.record.logs import reason_of_container
+
+RUN_S = 900  # for the step itself: a node unpacks the image, and imports from it
+
+# $1: a file to write. What the image prints beside these lines does no harm.
+PROGRAM = """
+import os, sys
+print("mrl.cpus=" + ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+import megatron.core, torch, torch.distributed as dist
+print("mrl.versions=torch %s, megatron-core %s" % (torch.__version__, megatron.core.__version__))
+gpu = torch.cuda.is_available()
+print("mrl.gpus=%d" % torch.cuda.device_count())
+dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+one = torch.ones(1, device="cuda" if gpu else "cpu")
+dist.all_reduce(one)
+assert one.item() == 1.0
+with open(sys.argv[1], "w") as file:
+    file.write("written")
+print("mrl.done=yes")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one rank said."""
+
+    failure: str | None = None
+    """Why it came to nothing."""
+    unasked: str | None = None
+    """Why none was started; no fault."""
+    versions: str = ""
+    """Of torch and megatron-core."""
+    gpus: int = 0
+    """That torch sees."""
+    cpus: str = ""
+    """That it may run on, joined by commas."""
+
+
+def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) -> RankFacts:
+    """Start the rank, and wait for it.
+
+    Args:
+        reference: of the image; None: the profile's.
+        directory: an existing directory of the run root; a small file is there while the step runs.
+        gpus: whether to ask for one.
+    """
+    if profile.container is None:
+        return RankFacts(unasked="the profile has no container")
+    image = reference or profile.container.image
+    try:
+        file = find(image, Path(profile.run_root) / "cache" / "images")
+    except ImageError as error:
+        return RankFacts(failure=str(error))
+    if file is None:
+        return RankFacts(unasked=f"{image} is not imported yet")
+    canary = directory / f".mrl-doctor-{secrets.token_hex(6)}"
+    try:
+        answer = ask(_command(profile, file, canary, gpus), WAIT_S + RUN_S)
+        lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
+        if not answer.known:
+            return RankFacts(failure=reason_of_container(lines) or (lines or [str(answer.failure)])[-1])
+        said = dict(line.removeprefix("mrl.").split("=", 1) for line in lines if line.startswith("mrl."))
+        if "done" not in said or not canary.exists():
+            return RankFacts(failure=f"what it wrote to {directory} is not there")
+        return RankFacts(None, None, said["versions"], int(said["gpus"]), said["cpus"])
+    finally:
+        canary.unlink(missing_ok=True)
+
+
+def _command(profile: Profile, image: Path, canary: Path, gpus: bool) -> list[str]:
+    """The argv: srun's complaints come with the rank's output, in their order."""
+    assert profile.container is not None
+    mounts = ",".join([f"{profile.run_root}:{profile.run_root}", *profile.container.mounts])
+    step = ["srun", "--job-name=mrl-doctor", "--nodes=1", "--ntasks=1", "--time=15", f"--immediate={WAIT_S}", "--quiet"]
+    binding = {"distribution": profile.distribution, "cpu-bind": profile.cpu_bind}
+    step += [*placed(profile, gpus), *(f"--{name}={value}" for name, value in binding.items() if value)]
+    step += [f"--container-image={image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
+    if not gpus:
+        step += ["--export=ALL,NVIDIA_VISIBLE_DEVICES=void", "--container-env=NVIDIA_VISIBLE_DEVICES"]
+    rank = [*profile.srun, profile.python or "python3", "-c", PROGRAM, str(canary)]
+    return ["sh", "-c", 'exec "$@" 2>&1', "srun", *step, *rank]

@@ -1,0 +1,88 @@
+"""Pure: what nvidia-smi and the kernel say of a node's GPUs, links and limits before the ranks start."""
+
+import re
+from typing import Dict, List, Sequence, Tuple
+from xml.etree import ElementTree
+
+LEFTOVER_MIB = 256  # GPU memory of a process that is none of ours: an exclusive node has no other user
+MEMLOCK_MIB = 1024  # least locked memory where there is RDMA: NCCL registers its buffers
+OPEN_FILES = 4096  # sockets of a large job, data files, libraries
+SLOWED = {
+    "hw_thermal_slowdown": "its hardware is too hot",
+    "sw_thermal_slowdown": "it is too hot",
+    "hw_power_brake_slowdown": "the power supply brakes it",
+}
+
+
+def gpu_problems(document: str) -> List[str]:
+    """What is wrong with the GPUs by `nvidia-smi -q -x`: somebody else's processes, a clock that is held down, a PCIe
+    link that lost lanes, a fabric manager that did not bring them up. Raises ElementTree.ParseError."""
+    problems = []
+    for index, gpu in enumerate(ElementTree.fromstring(document).findall("gpu")):
+        for process in gpu.iterfind("processes/process_info"):
+            used = re.match(r"(\d+) MiB", _text(process, "used_memory"))
+            if "C" in _text(process, "type") and used and int(used.group(1)) >= LEFTOVER_MIB:
+                said = "GPU {} is used by process {} ({}, {})"
+                known = [_text(process, name) for name in ("pid", "process_name", "used_memory")]
+                problems.append(said.format(index, *known))
+        for reason, what in sorted(SLOWED.items()):
+            # Called throttle reasons before driver 535.
+            names = ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_")
+            if "Active" in [_text(gpu, name + reason) for name in names]:
+                problems.append("GPU {} is slowed down: {}".format(index, what))
+        widths = [
+            _text(gpu, "pci/pci_gpu_link_info/link_widths/" + name) for name in ("current_link_width", "max_link_width")
+        ]
+        lanes = [int(width[:-1]) for width in widths if re.match(r"\d+x$", width)]
+        if len(lanes) == 2 and lanes[0] < lanes[1]:
+            problems.append("GPU {} has {} of its {} PCIe lanes".format(index, *lanes))
+        state, status = _text(gpu, "fabric/state"), _text(gpu, "fabric/status")
+        if state not in ("", "N/A", "Completed") or status not in ("", "N/A", "Success"):
+            problems.append("GPU {} is not in the NVLink fabric: {}, {} (fabric manager)".format(index, state, status))
+    return problems
+
+
+def nvlink_problems(listing: str) -> List[str]:
+    """GPUs with fewer active links than the best one, by `nvidia-smi nvlink -s`."""
+    links: Dict[str, int] = {}
+    gpu = ""
+    for line in listing.splitlines():
+        head = re.match(r"GPU (\d+):", line)
+        if head:
+            gpu = head.group(1)
+            links[gpu] = 0
+        elif re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
+            links[gpu] = links.get(gpu, 0) + 1
+    most = max(links.values(), default=0)
+    return ["GPU {} has {} of {} NVLinks".format(gpu, count, most) for gpu, count in links.items() if count < most]
+
+
+def network_gbps(ports: Sequence[Tuple[str, str]]) -> float:
+    """Gb/s of all active ports of RDMA adapters.
+
+    Args:
+        ports: (state, rate) as the kernel has them: `4: ACTIVE`, `400 Gb/sec (4X NDR)`.
+    """
+    rates = [re.match(r"([\d.]+) Gb/sec", rate) for state, rate in ports if "ACTIVE" in state]
+    return sum(float(rate.group(1)) for rate in rates if rate)
+
+
+def limit_problems(memlock: int, open_files: int, rdma: bool) -> List[str]:
+    """Limits that no rank can raise.
+
+    Args:
+        memlock: bytes of locked memory, the hard limit; -1: no limit.
+        open_files: the hard limit.
+        rdma: whether the node has adapters that need locked memory.
+    """
+    problems = []
+    if rdma and 0 <= memlock < MEMLOCK_MIB << 20:
+        said = "locked memory is limited to {} KiB, and NCCL's network needs it (LimitMEMLOCK of slurmd)"
+        problems.append(said.format(memlock >> 10))
+    if 0 <= open_files < OPEN_FILES:
+        problems.append("open files are limited to {}, {} are needed".format(open_files, OPEN_FILES))
+    return problems
+
+
+def _text(element: ElementTree.Element, path: str) -> str:
+    return (element.findtext(path) or "").strip()

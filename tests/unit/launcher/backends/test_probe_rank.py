@@ -1,0 +1,58 @@
+"""What a rank that mrl doctor --deep starts in the container says, by a stand-in for srun that runs it here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.backends.probe.rank import RankFacts, probe
+from launcher.cluster.profile import Container, Profile
+
+
+@pytest.fixture
+def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """A profile whose image is there; srun starts what stands after its options."""
+    image = tmp_path / "i.sqsh"
+    image.write_bytes(b"hsqs".ljust(48, b"\0"))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    srun = f'#!/bin/sh\necho "$@" >{tmp_path}/said\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nexec "$@"\n'
+    (tools / "srun").write_text(srun)
+    (tools / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    container = Container(image=str(image), mounts=["/data:/data:ro"])
+    values = {"gpus_per_node": 8, "run_root": str(tmp_path), "python": sys.executable, "srun": ["--mpi=none"]}
+    return Profile.model_validate({**values, "container": container})
+
+
+def test_it_imports_communicates_writes_and_says_where_it_may_run(on, tmp_path):
+    found = probe(on, None, tmp_path, gpus=False)
+    assert (found.failure, found.gpus) == (None, 0)
+    assert "megatron-core" in found.versions
+    assert found.cpus.split(",")[0].isdigit()
+    said = (tmp_path / "said").read_text()
+    assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data:ro" in said
+    assert "--distribution=block:block" in said and "--mpi=none" in said
+    assert "--gpus-per-node=1" not in said
+    assert not list(tmp_path.glob(".mrl-doctor-*"))
+
+
+def test_what_is_wrong_with_the_container_is_told(on, tmp_path):
+    (tmp_path / "bin" / "srun").write_text(
+        "#!/bin/sh\ncat >&2 <<E\nslurmstepd: error: pyxis: printing enroot log file:\n"
+        "slurmstepd: error: pyxis:     enroot-mount: failed to mount: /data\n"
+        "slurmstepd: error: Failed to invoke spank plugin stack\nE\nexit 1\n"
+    )
+    assert probe(on, None, tmp_path, gpus=True).failure == "enroot-mount: failed to mount: /data"
+
+
+def test_an_image_without_megatron_core_fails_here_and_not_in_a_job(on, tmp_path):
+    bare = on.model_copy(update={"python": "/usr/bin/python3"})
+    assert "No module named" in str(probe(bare, None, tmp_path, gpus=False).failure)
+
+
+def test_an_image_that_has_to_be_imported_first_is_no_fault(on, tmp_path):
+    on = on.model_copy(update={"container": Container(image="nvcr.io#team/mrl:1")})
+    assert probe(on, None, tmp_path, gpus=True) == RankFacts(unasked="nvcr.io#team/mrl:1 is not imported yet")

@@ -1,0 +1,147 @@
+"""Input that cannot be used is one error with its place and exit code 2, at once (I1)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from run_helpers import make_run
+
+from launcher.cli.main import main
+from launcher.cli.mrl_submit import main as mrl_submit
+from megatron_rl.contract import paths
+
+LIMIT_S = 10.0
+
+
+def aliases(first: str, line: str) -> str:
+    return first + "".join(line.format(f"a{i}", ",".join([f"*a{i - 1}"] * 10)) for i in range(1, 10))
+
+
+RECIPES = {
+    "bomb": (aliases("a0: &a0 [x]\n", "{0}: &{0} [{1}]\n"), "stands for more than 100000 values"),
+    "merged": (aliases("a0: &a0 {k: 1}\n", "{0}: &{0} {{<<: [{1}]}}\n"), "stands for more than 100000 values"),
+    "brackets": ("a: " + "[" * 20_000, "brackets.yaml:1: is nested more than 50 deep"),
+    "braces": ("a: " + "{a: " * 20_000, "braces.yaml:1: is nested more than 50 deep"),
+    "indented": ("".join(" " * depth + "a:\n" for depth in range(3000)), "is nested more than 50 deep"),
+    "itself": ("a: &a [*a]\n", "a.0: refers to itself"),
+    "number": ("5\n", "number.yaml: expected a mapping of sections"),
+    "empty": ("", "empty.yaml: expected a mapping of sections"),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("MRL_CLUSTERS", str(tmp_path / "clusters.yaml"))
+    Path("clusters.yaml").write_text(f"lab: {{gpus_per_node: 8, container: null, run_root: {tmp_path}/root}}\n")
+
+
+def refusal(*words: str, dry: bool = True) -> str:
+    began = time.monotonic()
+    done = CliRunner().invoke(mrl_submit, [*words, *(["--dry-run"] if dry else [])])
+    assert time.monotonic() - began < LIMIT_S
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.exception
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_is_none(name):
+    text, said = RECIPES[name]
+    Path(f"{name}.yaml").write_text(text)
+    assert said in refusal(f"{name}.yaml")
+
+
+def test_a_recipe_that_is_no_file():
+    os.mkfifo("pipe.yaml")
+    Path("loop.yaml").symlink_to("loop.yaml")
+    Path("latin.yaml").write_bytes(b"name: caf\xe9\n")
+    for file, said in {
+        "pipe.yaml": "pipe.yaml: cannot be read: is no regular file",
+        "/dev/zero": "/dev/zero: cannot be read: is no regular file",
+        "loop.yaml": "loop.yaml: cannot be read: Too many levels of symbolic links",
+        "latin.yaml": "latin.yaml: is not UTF-8 text (byte 9)",
+        ".": ".: cannot be read: is no regular file",
+        "": "RECIPE is empty",
+        " ": "RECIPE is empty",
+        "x" * 5000: "no recipe is called",
+    }.items():
+        assert said in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("code.include=[~nouser/x]", "code.include: '~nouser/x' is no path: "),
+        ('code.include=["a\\0b"]', "is no path: embedded null byte"),
+        ("code.include=[loop]", "is no path: Symlink loop from"),
+        ("environment.args.x=" + "[" * 20_000, "is nested more than 50 deep"),
+        ("name=\udcff", "is not UTF-8 text"),
+        ("optimizer.learning_rate=1e-3,0.001", "learning_rate=1e-3 and learning_rate=0.001 are the same run twice"),
+    ],
+)
+def test_an_override_that_is_none(override, said):
+    Path("loop").symlink_to("loop")
+    assert said in refusal("demo", override, "--cluster", "lab")
+
+
+def test_a_sweep_of_thousands_is_asked_about():
+    seeds = ",".join(map(str, range(300)))
+    rates = ",".join(f"{number}e-6" for number in range(1, 301))
+    words = ("demo", f"training.seed={seeds}", f"optimizer.learning_rate={rates}", "--cluster", "lab")
+    assert "this is a sweep of 90000 runs; confirm it with --yes" in refusal(*words)
+    assert "90000" in refusal(*words, dry=False)
+
+
+@pytest.mark.parametrize("cluster", ["local", "lab"])
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_run_directory_that_cannot_be_one(cluster, dry):
+    Path("d.yaml").write_text("")
+    Path("loop").symlink_to("loop")
+    Path("dangling").symlink_to("nowhere/x")
+    for place, said in {
+        "d.yaml": "d.yaml is a file, and a run needs a directory",
+        "d.yaml/x/y": "d.yaml is a file, and a run needs a directory",
+        "loop": "loop is a link that leads nowhere",
+        "loop/x": "loop/x: Too many levels of symbolic links",
+        "dangling": "dangling is a link that leads nowhere",
+        "dangling/x": "dangling is a link that leads nowhere",
+        "x" * 300: "File name too long",
+        "\udcff": "not UTF-8",
+        "": "'--run-dir': is empty",
+    }.items():
+        assert said in refusal("demo", "--run-dir", place, "--cluster", cluster, dry=dry), place
+    assert sorted(path.name for path in Path().iterdir()) == ["clusters.yaml", "d.yaml", "dangling", "loop"]
+
+
+def test_a_run_of_a_colleague_that_one_may_not_look_into(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "theirs")
+
+    def denied(folder: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(paths, "names_in", denied)
+    for words in (["logs"], ["logs", "--list"]):
+        done = CliRunner().invoke(main, [words[0], str(run.root), *words[1:]])
+        assert (done.exit_code, done.stderr) == (1, f"error: theirs: {run.root}/attempts: Permission denied\n")
+    done = CliRunner().invoke(main, ["status", str(run.root)])
+    assert (done.exit_code, f"reason     {run.root}/attempts: Permission denied" in done.stdout) == (3, True)
+    assert f"{run.root}/checkpoints: Permission denied" in CliRunner().invoke(main, ["fork", str(run.root)]).stderr
+
+
+def test_a_home_that_one_may_not_look_into(tmp_path, monkeypatch):
+    monkeypatch.delenv("MRL_CLUSTERS")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/1/nowhere")
+    real = Path.exists
+
+    def exists(path: Path) -> bool:
+        if str(path).startswith("/proc/1/nowhere"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert "clusters.yaml: cannot be read: Permission denied; MRL_CLUSTERS names another" in refusal("demo")

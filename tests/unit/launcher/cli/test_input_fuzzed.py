@@ -1,0 +1,214 @@
+"""Whatever recipes, overrides, profiles, run directories and arguments hold: no traceback, no hang, a code that means
+what it says, and a message where it is not 0."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_helpers import begin, end, submitted
+
+from launcher.cli.main import COMMANDS, main
+from launcher.cli.mrl_submit import main as mrl_submit
+from launcher.host.record.identity import identify
+from launcher.recipe.problems import known_keys
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+
+LIMIT_S = 10.0  # of one command; the machine may be busy
+SHIPPED = (files("launcher.recipe.shipped") / "demo.yaml").read_text(encoding="utf-8")
+PROFILE = (files("launcher.cluster.shipped") / "h100.yaml").read_text(encoding="utf-8")
+KEYS = sorted(".".join(path) for path in known_keys(RunConfig.model_json_schema()))
+
+ODD = [
+    *("", " ", "-", "--", "~", "..", "/", "@", "=", ",", "[", "{", "*", "&a", "<<", "null", "true", "NaN", ".inf"),
+    *("-1", "0", "1e999", "99999999999999999999", "0x", "1_0", "2024-13-01", "!!int x", "!!python/object:os.system x"),
+    *(
+        "a\0b",
+        "\x1b[31m",
+        "\udcff",
+        "\u2028",
+        "é",
+        "x" * 300,
+        "~nouser/x",
+        "$HOME",
+        "$(id)",
+        "a\nb",
+        "'",
+        '"',
+        "[1,2",
+        "%",
+    ),
+]
+WORD = st.sampled_from(ODD) | st.text(max_size=12)
+VALUE = WORD | st.integers().map(str) | st.floats().map(str)
+JUNK = st.sampled_from([b"", b"{", b"[]", b"5\n", b"{}", b"null\n", b"\xff\xfe\x00", b"[" * 5000, b'{"version": 99}'])
+JUNK |= st.binary(max_size=40)
+
+
+def texts(original: str) -> st.SearchStrategy[str]:
+    """The text of a file with some lines lost, doubled, indented, or with a value of another kind."""
+    lines = original.splitlines()
+
+    def edited(changes: list[tuple[int, str, str]]) -> str:
+        result = list(lines)
+        for number, kind, word in changes:
+            at = number % len(result)
+            key = result[at].partition(":")[0]
+            line = result[at]
+            result[at] = {"lost": "", "value": f"{key}: {word}", "in": f" {line}", "word": word}.get(kind, line)
+            if kind == "twice":
+                result.insert(at, result[at])
+        return "\n".join(result) + "\n"
+
+    kinds = st.sampled_from(["lost", "value", "value", "value", "in", "word", "twice"])
+    return st.lists(st.tuples(st.integers(0, 500), kinds, VALUE), min_size=1, max_size=4).map(edited)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A login node without Slurm, and three runs in its index."""
+    folder = tmp_path_factory.mktemp("home")
+    lab = f"lab: {{gpus_per_node: 8, container: null, run_root: {folder}/root}}\n"
+    (folder / "clusters.yaml").write_text(lab)
+    environ = {
+        "XDG_STATE_HOME": str(folder / "state"),
+        "MRL_CLUSTERS": str(folder / "clusters.yaml"),
+        "PATH": "/usr/bin:/bin",
+        "COLUMNS": "100",
+    }
+    before = Path.cwd()
+    with mock.patch.dict(os.environ, environ):
+        os.environ.pop("MRL_CLUSTER", None)
+        os.chdir(folder)
+        for name, job_id in (("one", None), ("two", "7"), ("three", "8")):
+            run = submitted(folder / name, job_id=job_id, cluster="lab" if job_id else "local")
+            identify(run)
+            begin(run, 1, job_id=job_id)
+            run.metrics.write_text('{"step": 1, "mean_reward": 0.5}\n')
+        end(RunDir(folder / "one"), 1, "drained")
+        yield folder
+        os.chdir(before)
+
+
+def tried(program: click.Command, words: list[str]) -> int:
+    """The exit code of a command, which ended as a command should."""
+    began = time.monotonic()
+    done = CliRunner().invoke(program, words)
+    assert time.monotonic() - began < LIMIT_S, words
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code in (0, 1, 2, 3), (words, done.exit_code)
+    if done.exit_code in (1, 2):
+        assert done.stderr.lower().rpartition("error:")[2].strip(), (words, done.output)
+    return done.exit_code
+
+
+quick = settings(max_examples=40, derandomize=True, database=None)
+
+
+@quick
+@given(text=texts(SHIPPED))
+def test_recipes(home, text):
+    (home / "mine.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    assert tried(mrl_submit, ["mine.yaml", "--dry-run"]) in (0, 2)
+
+
+@quick
+@given(
+    overrides=st.lists(st.tuples(st.sampled_from(KEYS) | WORD, VALUE), min_size=1, max_size=3), cluster=st.booleans()
+)
+def test_overrides(home, overrides, cluster):
+    words = [f"{key}={value}" for key, value in overrides]
+    where = ["--cluster", "lab"] if cluster else []
+    assert tried(mrl_submit, ["--dry-run", *where, "--", "demo", *words]) in (0, 2)
+
+
+@quick
+@given(text=texts(PROFILE))
+def test_profiles(home, text):
+    indented = "lab:\n" + "".join(f"  {line}\n" for line in text.splitlines())
+    (home / "odd.yaml").write_text(indented, encoding="utf-8", errors="surrogateescape")
+    with mock.patch.dict(os.environ, {"MRL_CLUSTERS": str(home / "odd.yaml")}):
+        assert tried(mrl_submit, ["demo", "--cluster", "lab", "--dry-run", "job.gpus_per_node=2"]) in (0, 2)
+
+
+FILES = [
+    *("run.json", "job.json", "attempts.jsonl", "resolved.yaml", "recipe.yaml", "metrics.jsonl", "evaluations.jsonl"),
+    *("plan.json", "job.sbatch", "changes.jsonl", "DONE", "wandb.json", "fork.json", "code", ".lock", "checkpoints"),
+    *("checkpoints/latest", "checkpoints/step-000001", "attempts", "attempts/001", "attempts/001/progress.json"),
+    *("attempts/001/drain.json", "attempts/001/timeline.jsonl", "attempts/001/marks.json", "logs", "logs/latest"),
+]
+DAMAGE = JUNK | st.sampled_from(["folder", "pipe", "loop", "dangling", "absent"])
+LOOKS = [
+    *(["status"], ["status", "--json"], ["logs"], ["logs", "--list"], ["cancel"], ["cancel", "--drain"], ["requeue"]),
+    *(["attach"], ["fork", "--dry-run"], ["resume", "--dry-run"]),
+]
+
+
+def damage(file: Path, kind: bytes | str) -> None:
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+    if not file.parent.is_dir() or kind == "absent":
+        return
+    if isinstance(kind, bytes):
+        file.write_bytes(kind)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(file.name if kind == "loop" else "nowhere")
+
+
+@settings(quick, max_examples=60)
+@given(
+    damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3),
+    look=st.sampled_from(LOOKS),
+    local=st.booleans(),
+)
+def test_run_directories(home, damages, look, local):
+    with TemporaryDirectory(dir=home) as folder:
+        root = Path(folder) / "run"
+        shutil.copytree(home / ("one" if local else "two"), root)
+        identify(RunDir(root))
+        (root / "checkpoints/step-000001").mkdir(parents=True)
+        for name, kind in damages:
+            try:
+                damage(root / name, kind)
+            except OSError:
+                continue  # the one before has taken its place
+        tried(main, [look[0], str(root), *look[1:]])
+        tried(main, ["ls"])
+
+
+OPTIONS = [
+    *("--json", "--all", "--drain", "--now", "--list", "-n", "--lines", "--rank", "--role", "--attempt", "--cluster"),
+    *("--help", "--yes", "--limit", "--nonsense", "--run-dir", "--change", "--after", "--max-running", "--script"),
+]
+NAMES = ["demo", "one", "two", "t", "7", "99", "one@1", "one@", "demo.yaml", "training.steps=3"]
+ARGUMENT = WORD | st.sampled_from([*NAMES, *OPTIONS])
+QUIET = [name for name in COMMANDS if name not in ("doctor", "prefetch")]  # these look at the machine and the network
+
+
+@settings(quick, max_examples=80)
+@given(name=st.sampled_from([*QUIET, "mrl-submit", "mrl-submit"]), arguments=st.lists(ARGUMENT, max_size=4))
+def test_arguments(home, name, arguments):
+    words = ["--dry-run", *arguments] if name in ("resume", "fork", "mrl-submit") else arguments
+    if name == "mrl-submit":
+        tried(mrl_submit, words)
+    else:
+        tried(main, [name, *words])

@@ -1,0 +1,79 @@
+"""What a command that ends a run takes its name for: never for another run, and never for one of several."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from run_helpers import begin, end, submitted
+
+from launcher.errors import BadInput
+from launcher.host.record.identity import identify
+from launcher.host.record.submissions import note
+from launcher.runs.target import target_of
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm: a run with a job may be going on, for all we know
+
+
+def refusal(name: str | None) -> str:
+    with pytest.raises(BadInput) as caught:
+        target_of(name)
+    return "\n".join(caught.value.problems)
+
+
+def test_without_a_name_the_only_run_that_is_alive_is_meant_and_that_is_asked(tmp_path):
+    submitted(tmp_path / "first", job_id="7", cluster="lab")
+    ended = submitted(tmp_path / "newer")
+    begin(ended, 1)
+    end(ended, 1, "drained")
+    target = target_of(None)
+    assert (target.status.name, target.doubt) == ("first", "no RUN was given")
+    submitted(tmp_path / "second", job_id="8", cluster="lab")
+    said = refusal(None)
+    assert said.startswith("RUN is missing, and 2 runs may be meant; name one:\n  second (unknown) in ")
+    assert "newer" not in said
+
+
+def test_without_a_name_an_ended_run_is_never_meant(tmp_path):
+    submitted(tmp_path / "never-started")
+    assert "no run of this account is queued or running" in refusal(None)
+
+
+def test_a_beginning_of_a_name_leaves_doubt_and_a_name_a_path_and_a_job_do_not(tmp_path, monkeypatch):
+    run = submitted(tmp_path / "demo-1", job_id="7", cluster="lab")
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo-1", str(run.root), "./demo-1", "7"):
+        assert (target_of(name).status.name, target_of(name).doubt) == ("demo-1", ""), name
+    monkeypatch.chdir("/")
+    assert target_of("demo-1").doubt == ""
+    assert target_of("demo").doubt == "'demo' is only the beginning of its name"
+
+
+def test_an_earlier_job_of_a_run_does_not_stand_for_the_one_it_has_now(tmp_path):
+    run = submitted(tmp_path / "a", job_id="9", cluster="lab")
+    note(run, "lab", "7")
+    assert refusal("7") == "job 7 was one of a, which has job 9 now; name the run, or that job"
+
+
+def test_a_job_id_that_two_runs_had_means_neither(tmp_path):
+    for name in ("a", "b"):
+        submitted(tmp_path / name, job_id="7", cluster="lab")
+    assert refusal("7").startswith("job 7 was one of 2 runs; give the name or the path:")
+
+
+def test_a_copy_is_not_ended_in_place_of_the_run(tmp_path):
+    run = submitted(tmp_path / "run", job_id="7", cluster="lab")
+    identify(run)
+    shutil.copytree(run.root, tmp_path / "copy")
+    assert refusal(str(tmp_path / "copy")).startswith(f"{tmp_path}/copy: is a copy of {run.root}, which is another run")
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_means_nothing(tmp_path, name):
+    submitted(tmp_path / "a", job_id="7", cluster="lab")
+    assert "RUN is empty" in refusal(name)
