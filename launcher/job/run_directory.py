@@ -155,7 +155,7 @@ def _refuse_foreign(run: RunDir) -> None:
     with disk_errors(run.root):
         if run.root.exists() and not run.root.is_dir():
             raise BadInput(f"{run.root}: is a file, not a directory")
-        ours = any(path.exists() for path in (run.lock, run.resolved, run.job))
+        ours = any(path.exists() for path in (run.lock, run.resolved, run.job, run.identity))
         if run.root.is_dir() and any(run.root.iterdir()) and not ours:
             raise BadInput(f"{run.root}: is not empty and not a run directory; give a new or an empty one")
 

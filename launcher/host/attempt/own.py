@@ -163,7 +163,7 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
 
 def _refuse_foreign(run: RunDir) -> None:
     """A directory with anything in it is ours if it is a run, or if an earlier start got as far as owning it."""
-    ours = run.resolved.exists() or run.job.exists()
+    ours = run.resolved.exists() or run.job.exists() or run.identity.exists()
     known = (run.lock.name, run.job_lock.name)
     strange = [name for name in os.listdir(str(run.root)) if name not in known and not is_temporary(name)]
     if strange and not ours:

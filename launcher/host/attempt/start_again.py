@@ -13,14 +13,14 @@ from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
 from launcher.host.judge.policy import BY_SLURM, BY_US, SUCCESSOR
 from launcher.host.record import submissions
-from launcher.host.record.identity import comment_of, identify
+from launcher.host.record.identity import comment_of
 from launcher.host.record.ledger import read_ledger_or_complain
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, SlurmUnclear, patiently
 from megatron_rl.contract.attempt_records import AttemptEnd, Requeued
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.records import ABSENT, read, write
-from megatron_rl.contract.run_records import Owner
+from megatron_rl.contract.records import ABSENT, if_readable, read, write
+from megatron_rl.contract.run_records import Owner, RunIdentity
 
 OUTAGE_S = 1800.0  # a controller that starts again or is updated; meanwhile nobody else gets the nodes either
 LIMIT_S = 25.0  # what a process has left after its own requeue is KillWait, 30 by default
@@ -116,13 +116,11 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
     job = _answer_or(nothing, lambda: ask.show_job(context.job_id), give_up)
     name = job.get("JobName") or context.environ.get("SLURM_JOB_NAME", run.root.name)
     avoid = _answer_or(nobody, lambda: nodes_to_avoid(run, end, ask.avoided_nodes(job), time.time()), give_up)
-    run_id = _answer_or("", lambda: identify(run).id, give_up)
+    before = set(_answer_or(nobody, lambda: ask.waiting_for(context.job_id, name), give_up))  # those of a sweep
+    identity = if_readable(read(RunIdentity, run.identity))
     comment = job.get("Comment", "")
-    if run_id not in comment:
-        comment = comment_of(run_id)
-    before = set(
-        _answer_or(nobody, lambda: ask.waiting_for(context.job_id, name), give_up)
-    )  # those of a sweep, perhaps
+    if identity is not None and identity.id not in comment:
+        comment = comment_of(identity.id)
     tried: List[SlurmSilent] = []
 
     def submit() -> str:
@@ -139,7 +137,7 @@ def _submit_successor(context: JobContext, end: AttemptEnd, script: str, environ
 
     job_id = patiently(submit, OUTAGE_S)
     print("job {} goes on with the run".format(job_id))
-    write_owner(context, job_id, name, run_id, succeeds=context.job_id)
+    write_owner(context, job_id, name, identity.id if identity else "", succeeds=context.job_id)
 
 
 def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
