@@ -119,10 +119,11 @@ def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Optional[Drai
         return again._replace(message="submit the run again to go on")
     this = AttemptEnd(0, 0.0, outcome, step=verdict.step, checkpoint=facts.checkpoint, cause=cause)
     in_vain = _in_vain([*since_held(history), this])
-    if in_vain >= IN_VAIN.get(cause, in_vain + 1):
-        message = "{} attempts in a row ended with nothing new saved".format(in_vain)
+    alike = [*(end.cause == cause for end in reversed(in_vain)), False].index(False)
+    if alike >= IN_VAIN.get(cause, alike + 1):
+        message = "{} attempts in a row ended with nothing new saved".format(alike)
         return again._replace(outcome=CRASHED, then=HELD, exit_code=EXIT_CRASHED, message=message)
-    return again._replace(delay_s=_backoff(facts, in_vain - FREE_TRIES))
+    return again._replace(delay_s=_backoff(facts, len(in_vain) - FREE_TRIES))
 
 
 def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[str], facts: Facts) -> Decision:
@@ -195,17 +196,13 @@ def _backoff(facts: Facts, failures: int) -> float:
     return min(facts.backoff_s * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF_S) if failures > 0 else 0.0
 
 
-def _in_vain(ends: List[AttemptEnd]) -> int:
-    """Attempts at the end of these that ended for the same cause with nothing new saved. Ranks that did not leave in
+def _in_vain(ends: List[AttemptEnd]) -> List[AttemptEnd]:
+    """Attempts at the end of these that ended with nothing new saved, for whatever cause. Ranks that did not leave in
     time name no step, though they may have saved before."""
-    cause = ends[-1].cause
     checkpoints = [end.checkpoint for end in ends]
     older = [checkpoints[0], *checkpoints]  # what was there before the first is not known
-    vain = [
-        end.cause == cause and end.step is None and newest <= before
-        for end, newest, before in zip(ends, checkpoints, older)
-    ]
-    return [*reversed(vain), False].index(False)
+    vain = [end.step is None and newest <= before for end, newest, before in zip(ends, checkpoints, older)]
+    return ends[len(ends) - [*reversed(vain), False].index(False) :]
 
 
 def _losses(history: Sequence[LedgerLine]) -> int:

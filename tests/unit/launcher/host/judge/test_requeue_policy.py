@@ -7,6 +7,9 @@ seconds, without which nodes, and the exit code of the job.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle, islice
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -236,6 +239,39 @@ def test_a_run_is_held_only_for_its_own_faults_and_soon_when_it_has_any(ends, ch
 
 def line_of(decision: Decision, verdict: Verdict, checkpoint: int) -> AttemptEnd:
     return ended(verdict, checkpoint, decision.cause, decision.then)._replace(outcome=decision.outcome)
+
+
+def decided_in_turn(ends: Sequence[tuple[Verdict, str | None]]) -> list[Decision]:
+    """What is decided after each of these ends of one run, which saves nothing after step 40."""
+    history: list[AttemptEnd] = []
+    decisions = []
+    for verdict, cause in ends:
+        decisions.append(decide(history, verdict, asked(cause), Facts(40)))
+        history.append(line_of(decisions[-1], verdict, 40))
+    return decisions
+
+
+DIED_OF_IT = crash(error="it left with exit code 1 without an error report; its log ends: " + str(NO_ROOM.error))
+NOT_SAVED = crash(error="CheckpointError: step 60 was not saved: rank 1: Disk quota exceeded: /runs/r")
+
+
+@pytest.mark.parametrize("error", [NO_ROOM, DIED_OF_IT, NOT_SAVED], ids=["reported", "in the log", "of a save"])
+def test_a_full_disk_never_holds_a_run_and_leaves_time_to_make_room(error):
+    decisions = decided_in_turn([(error, None)] * 50)
+    assert {(decision.then, decision.delay_s) for decision in decisions} == {("requeue", 900.0)}
+
+
+@pytest.mark.parametrize(
+    "causes",
+    [["preempted"], ["requeue"], ["node failure"], ["preempted", "requeue"], ["preempted", "node failure", "requeue"]],
+)
+def test_drains_with_nothing_saved_come_back_later_and_later_whatever_their_causes(causes):
+    ends = [(LOST if cause == "node failure" else EMPTY, cause) for cause in islice(cycle(causes), 200)]
+    decisions = decided_in_turn(ends)
+    assert {decision.then for decision in decisions} == {"requeue"}
+    delays = [decision.delay_s for decision in decisions]
+    assert delays[:16] == [0.0] * 10 + [30.0, 60.0, 120.0, 240.0, 480.0, 900.0]
+    assert set(delays[16:]) == {900.0}
 
 
 def test_a_mount_that_the_profile_asks_for_is_no_fault_of_a_node():
