@@ -1,8 +1,9 @@
 """Pure: what an attempt left behind -> how it ended.
 
 An exit code alone proves nothing: a good drain can end in 137 when the batch system cleans up, and a crash beside
-drained ranks can look like 75. So a rank that was killed without a word is the cause of whatever its sisters report;
-else error files are believed first, then rank 0's outcome, and the codes only say what went wrong when neither exists.
+drained ranks can look like 75. So a rank that was killed without a word, or first by NCCL's watchdog, is the cause of
+whatever its sisters report; else error files are believed first, then rank 0's outcome, and the codes only say what
+went wrong when neither exists.
 """
 
 import re
@@ -46,6 +47,7 @@ def judge(evidence: AttemptEvidence) -> Verdict:
     return (
         _hung(evidence)
         or _killed_without_a_word(evidence)
+        or _timed_out(evidence)
         or _reported(evidence)
         or _died_before_a_signal_was_taken_for_a_request(evidence)
         or _left_in_order(evidence)
@@ -76,6 +78,21 @@ def _killed_without_a_word(evidence: AttemptEvidence) -> Optional[Verdict]:
             known = evidence.errors[0].step if evidence.errors else None
             return verdict if verdict.step is not None else verdict._replace(step=known)
     return None
+
+
+def _timed_out(evidence: AttemptEvidence) -> Optional[Verdict]:
+    """NCCL's watchdog ended the first rank, which leaves no error file: its sisters then report lost connections. Where
+    nobody stands out as the one that did not come, no node is to blame."""
+    first = next((ended for ended in evidence.exits if ended.bad), None)
+    if first is None or first.rank not in evidence.timed_out or evidence.outcome is not None:
+        return None
+    if first.rank in {error.rank for error in evidence.errors}:
+        return None
+    collective = "a collective timed out: {}".format(evidence.timed_out[first.rank])
+    absent = _waited_for(evidence, first)
+    if absent is not None:
+        return absent._replace(error="{}: {}".format(absent.error, collective))
+    return _by_exit(evidence, first)._replace(error=collective, node=None)
 
 
 def _reported(evidence: AttemptEvidence) -> Optional[Verdict]:
@@ -126,7 +143,7 @@ def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Optional[Verdict]
     if -ended.code != signal.SIGABRT:
         return None
     aborted = {each.rank for each in evidence.exits if -each.code == signal.SIGABRT}
-    absent = absent_rank(evidence.heartbeats, aborted)
+    absent = absent_rank(evidence.heartbeats, aborted | set(evidence.timed_out))
     if absent is None:
         return None
     error = "silent for {:.0f} s before rank {} {}".format(absent.silent_s, ended.rank, describe_exit(ended.code))

@@ -1,6 +1,7 @@
 """What an attempt left behind, read from its files once. What cannot be read is told, and never taken for absent."""
 
 import math
+import signal
 import sys
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
@@ -8,7 +9,7 @@ from launcher.host.judge.causes import is_unexplained
 from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.nodes import NodeReports
 from launcher.host.record.heartbeats import read_heartbeats
-from launcher.host.record.logs import first_exit, last_line
+from launcher.host.record.logs import first_exit, last_line, timed_out_collective
 from launcher.host.record.reading import PATIENCE_S
 from megatron_rl.contract.attempt_records import Drain, FabricReport, Hang, Heartbeat, NodeHealth, Outcome, RankError
 from megatron_rl.contract.codes import LAST_MOMENT_S, SIGNALLED
@@ -53,14 +54,16 @@ def read_evidence(attempt: Attempt, observed: Observed, drain: Optional[Drain]) 
         # Ranks that were asked to leave and did not are killed: that says nothing about them.
         first = first_exit(attempt) if drain is None or is_unexplained(drain) else None
         exits = [first] if first is not None and observed.unseen is None else []
+    heartbeats = observed.heartbeats or _heartbeats(attempt)
     return AttemptEvidence(
         errors=errors,
         unreadable_errors=unreadable,
         outcome=if_readable(outcome),
         unreadable_outcome=str(outcome) if isinstance(outcome, Unreadable) else None,
-        heartbeats=observed.heartbeats or _heartbeats(attempt),
+        heartbeats=heartbeats,
         stacks=_stacks(attempt),
         last_lines={ended.rank: last_line(attempt, ended.rank) for ended in exits if ended.bad},
+        timed_out=_timed_out(attempt, exits, heartbeats),
         drain=drain,
         hang=observed.hang or hang,
         exits=exits,
@@ -123,6 +126,14 @@ def _heartbeats(attempt: Attempt) -> List[Heartbeat]:
     except OSError as error:
         print("the heartbeats cannot be listed: {}".format(error), file=sys.stderr)
         return []
+
+
+def _timed_out(attempt: Attempt, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:
+    """Rank -> its collective that timed out. Where one aborted, every rank is asked: srun names the first alone."""
+    aborted = {ended.rank for ended in exits if -ended.code == signal.SIGABRT}
+    ranks = aborted | {beat.rank for beat in heartbeats} if aborted else set()
+    found = {rank: timed_out_collective(attempt, rank) for rank in ranks}
+    return {rank: collective for rank, collective in found.items() if collective is not None}
 
 
 def _stacks(attempt: Attempt) -> Dict[int, str]:

@@ -12,7 +12,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 
 LINE_LIMIT = 300  # characters of a log's last line
 TAIL = 4096  # bytes of a log that are read for it
-LONG_TAIL = 1 << 20  # bytes of the batch log, and of srun's words, that are looked at
+LONG_TAIL = 1 << 20  # bytes of the batch log, of srun's words, and of aborted ranks' logs, that are looked at
 SIGNAL_BASE = 128  # a shell reports a process that a signal ended as this plus the signal
 
 # `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
@@ -27,6 +27,8 @@ _EMPTY_WORDS = re.compile(
     r"|failed to (?:start|create|import) |child \d+ failed|if the image has|container was not started)"
     r"|exited with return code|^a previous task terminated"
 )
+# `[rank3]:[E621 ...] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, ...) ran for 600010 ...`
+_TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout: (.*)")
 _SIGNALS = {
     "Killed": signal.SIGKILL,
     "Out Of Memory": signal.SIGKILL,
@@ -54,6 +56,13 @@ def last_line(attempt: Attempt, rank: int) -> str:
     start; empty where there is none."""
     lines = [line.strip() for line in tail(attempt.log(rank), TAIL).split("\n") if line.strip()]
     return (reason_of_container(lines) or (lines or [""])[-1])[:LINE_LIMIT]
+
+
+def timed_out_collective(attempt: Attempt, rank: int) -> Optional[str]:
+    """The collective of a rank that timed out, by the words of NCCL's watchdog in its log; None without any. It aborts
+    the rank, so stacks follow, of C++ and of Python: the last line says nothing."""
+    found = _TIMED_OUT.search(tail(attempt.log(rank), LONG_TAIL))
+    return found.group(1).strip()[:LINE_LIMIT] if found else None
 
 
 def reason_of_container(lines: List[str]) -> Optional[str]:

@@ -136,6 +136,37 @@ def test_ranks_that_nccl_aborted_waited_for_the_one_that_did_not_come():
     assert judge(AttemptEvidence(exits=exits({0: -6}))).rank == 0
 
 
+COLLECTIVE = "WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4) ran for 600010 milliseconds before timing out."
+LOST_CONNECTION = ERROR._replace(error="RuntimeError: Connection closed by peer")
+
+
+def test_what_nccls_watchdog_said_comes_before_the_lost_connections_of_the_others():
+    """They are what its abort brings about."""
+    aborted = AttemptEvidence(errors=[LOST_CONNECTION], exits=exits({0: -6, 1: 1}), timed_out={0: COLLECTIVE})
+    told = Verdict(CRASHED, None, "a collective timed out: " + COLLECTIVE, rank=0)
+    assert judge(aborted) == told
+    nobody = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
+    assert judge(aborted._replace(heartbeats=nobody)) == told._replace(step=7, phase="train"), "no node is to blame"
+    beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 401.0, HEARTBEAT_WAIT, 3), beat(2, 300.0, "generate", 3)]
+    verdict = judge(aborted._replace(heartbeats=beats))
+    assert (verdict.rank, verdict.node, verdict.hung) == (2, "node02", True)
+    assert verdict.error.endswith(COLLECTIVE)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "rank"),
+    [
+        (AttemptEvidence(errors=[LOST_CONNECTION], exits=exits({1: 1, 0: -6})), 1),
+        (AttemptEvidence(errors=[ERROR._replace(rank=0)], exits=exits({0: -6})), 0),
+        (AttemptEvidence(outcome=SAVED, exits=exits({0: -6})), None),
+    ],
+    ids=["another rank ended before", "it reported itself", "all had left in order"],
+)
+def test_it_does_not_where_something_else_came_before_the_abort(evidence, rank):
+    verdict = judge(evidence._replace(timed_out={0: COLLECTIVE}))
+    assert (verdict.rank, "timed out" in (verdict.error or "")) == (rank, False)
+
+
 def test_it_stays_with_the_rank_that_reported_it_where_nobody_stands_out():
     beats = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
     verdict = judge(AttemptEvidence(errors=[TIMED_OUT], heartbeats=beats, exits=exits({0: 1})))

@@ -4,6 +4,9 @@ and cannot be read is taken for absent."""
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,3 +176,39 @@ def test_whether_the_ranks_were_in_a_container_is_evidence(tmp_path):
     assert not read_evidence(attempt, Observed(), None).in_container
     attempt.image.touch()
     assert read_evidence(attempt, Observed(), None).in_container
+
+
+ABORTS = """
+import os, sys
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.black_box import BlackBox
+
+attempt = RunDir(sys.argv[1]).attempt(2)
+BlackBox(attempt, 0, 1, Activity(attempt, published=False)).start()
+said = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, "
+said += "Timeout(ms)=600000) ran for 600010 milliseconds before timing out."
+print("[rank0]:[E621 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0]", said, file=sys.stderr)
+print("terminate called after throwing an instance of 'c10::DistBackendError'", file=sys.stderr)
+for number in range(200):
+    print(f"frame #{number}: c10d::ProcessGroupNCCL::ncclCommWatchdog() + 0x10c", file=sys.stderr, flush=True)
+
+def in_a_collective(depth):
+    os.abort() if not depth else in_a_collective(depth - 1)
+
+in_a_collective(90)
+"""
+
+
+def test_a_rank_that_nccls_watchdog_aborted_has_in_its_log_what_timed_out(attempt):
+    """It has no chance to write an error file, and then come stacks: Python's too, by the rank's black box."""
+    with attempt.log(0).open("wb") as log:
+        command = [sys.executable, "-c", ABORTS, str(attempt.folder.parent.parent)]
+        rank = subprocess.run(command, stdout=log, stderr=log, timeout=60, check=False)
+    assert rank.returncode == -signal.SIGABRT
+    assert "in in_a_collective" in attempt.log(0).read_text()
+    assert not attempt.errors()
+    verdict = judge(read_evidence(attempt, Observed(exits=[RankExit(0, rank.returncode)]), None))
+    assert verdict.error is not None
+    assert verdict.error.startswith("a collective timed out: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4,")
+    assert verdict.rank == 0
