@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, verify
 from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.checkpoint.replicas import share_out_replicas
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -66,6 +68,7 @@ class Models:
     def sharded_state(self) -> dict[str, Any]:
         """Weights, optimizer and random numbers in megatron-core's sharded form."""
         model = self.policy.sharded_state_dict()
+        share_out_replicas(model, parallel_state.get_data_parallel_world_size(with_context_parallel=True))
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
         return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}
 

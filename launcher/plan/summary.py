@@ -78,7 +78,8 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
 
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
     """What `mrl plan --json` prints, and plan.json holds with each step's argv. Sizes in bytes; `ranks` has one row a
-    GPU; `alternatives` are the smaller plans of a range `job.nodes`, in what they may differ."""
+    GPU; `alternatives` are the smaller plans of a range `job.nodes`, in what they may differ. `host_bytes`: of the copy
+    that each training node keeps in its memory to write from."""
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
     gpu_bytes = int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
@@ -95,6 +96,7 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
             "keep": kept,
             "bytes_kept": one * kept,
             "bytes_while_saving": one * (kept + 1),
+            "host_bytes": -(-one // plan.sizes.training_nodes),
             "seconds": one / (profile.fs_bandwidth * 1e9) if profile and profile.fs_bandwidth else None,
         },
         "ranks": rank_rows(plan),

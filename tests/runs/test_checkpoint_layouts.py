@@ -16,11 +16,13 @@ from checkpoint_helpers import checkpointer, load, run_ranks, world
 from core_helpers import stir, tiny_model
 from megatron.core import parallel_state
 
+from megatron_rl.checkpoint.replicas import share_out_replicas
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
+from megatron_rl.run import share_weights
 from megatron_rl.training.adam_state import _shares
 from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
@@ -63,12 +65,14 @@ class Training:
         stir(
             self.policy, 0.3, seed=torch.distributed.get_rank()
         )  # of nobody else, so none of it can be right by chance
+        share_weights(self.policy, parallel_state.get_data_parallel_group())
         config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=layout.distributed)
         self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
         self.megatron = self.optimizer.megatron.chained_optimizers[0]
 
     def state(self) -> dict[str, Any]:
         model = self.policy.sharded_state_dict()
+        share_out_replicas(model, parallel_state.get_data_parallel_world_size())
         return {"model": model, "optimizer": self.optimizer.sharded_state(model)}
 
     def update(self, number: int) -> None:
@@ -220,6 +224,14 @@ def goes_on_on_one_rank(folder: Path, layout: Layout, model: ModelConfig) -> Non
     ((told, here, there),) = run_ranks(folder, 1, _go_on_and_read, model, folder)
     assert told
     assert same(here, there)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["dp2"], LAYOUTS["dp2-plain"]], ids=["distributed", "plain"])
+def test_data_parallel_ranks_write_about_as_much_each(tmp_path: Path, layout: Layout) -> None:
+    run_ranks(tmp_path, layout.ranks, _begin, layout, BF16, tmp_path)
+    written = [path.stat().st_size for path in sorted(RunDir(tmp_path).checkpoint(SAVED).glob("*.distcp"))]
+    assert len(written) == 2
+    assert max(written) < 1.15 * min(written)  # whole tensors, and such small ones
 
 
 def test_tensor_parallel_ranks_go_on_as_pipeline_stages(tmp_path: Path) -> None:

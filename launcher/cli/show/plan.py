@@ -220,7 +220,8 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
     time = f", {checkpoint['seconds']:.0f} s to write" if checkpoint["seconds"] else ""
     return (
         f"{size(checkpoint['bytes'])}{time}; {checkpoint['keep']} kept = {size(checkpoint['bytes_kept'])}, "
-        f"{size(checkpoint['bytes_while_saving'])} while one more is written"
+        f"{size(checkpoint['bytes_while_saving'])} while one more is written; written from a copy in host memory, "
+        f"{size(checkpoint['host_bytes'])} a node"
     )
 
 

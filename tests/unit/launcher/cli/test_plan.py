@@ -90,6 +90,7 @@ def test_the_command_says_batches_memory_and_checkpoints():
         "427 GiB; 2 kept = 854 GiB",
     ):
         assert text in result.output
+    assert "written from a copy in host memory, 53.4 GiB a node" in " ".join(result.output.split())
 
 
 def test_the_demo_needs_no_cluster_and_no_gpu():

@@ -1,0 +1,42 @@
+"""Data-parallel ranks save each a like share of what all of them hold, and every tensor exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+
+from megatron_rl.checkpoint.replicas import share_out_replicas
+
+
+def state_of(rank: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, Any]:
+    return {
+        f"w{number}": ShardedTensor.from_rank_offsets(
+            f"w{number}", torch.empty(size, device="meta"), replica_id=(0, tensor_rank, rank)
+        )
+        for number, size in enumerate(sizes)
+    }
+
+
+def saved_by(rank: int, copies: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, int]:
+    """Bytes by name of what a rank saves."""
+    state = state_of(rank, sizes, tensor_rank)
+    share_out_replicas(state, copies)
+    return {name: tensor.data.nbytes for name, tensor in state.items() if is_main_replica(tensor.replica_id)}
+
+
+@given(sizes=st.lists(st.integers(1, 10**9), max_size=40), copies=st.integers(1, 9))
+def test_every_tensor_is_saved_once_and_no_rank_has_more_than_a_tensor_too_much(sizes: list[int], copies: int) -> None:
+    shares = [saved_by(rank, copies, sizes) for rank in range(copies)]
+    assert sorted(name for share in shares for name in share) == sorted(state_of(0, sizes))
+    loads = [sum(share.values()) for share in shares]
+    assert max(loads) - min(loads) <= 4 * max(sizes, default=0)
+
+
+def test_the_ranks_of_one_tensor_parallel_group_that_hold_the_same_save_it_once() -> None:
+    assert saved_by(0, 2, [8, 8], tensor_rank=0) == {"w0": 32}
+    assert saved_by(1, 2, [8, 8], tensor_rank=0) == {"w1": 32}
+    assert saved_by(0, 2, [8, 8], tensor_rank=1) == saved_by(1, 2, [8, 8], tensor_rank=1) == {}
