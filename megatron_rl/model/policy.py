@@ -34,7 +34,7 @@ class Policy(GPTModel):
         rotation = Rotation(self._cosines[positions], self._sines[positions])
         hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
         if select is not None:
-            hidden = hidden.index_select(0, select)
+            hidden = self._platform.gather(hidden, select)  # answers that begin alike select the same token
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=weight)
         return logits.squeeze(1)[:, : self._tokens]

@@ -30,6 +30,10 @@ class Platform(Protocol):
     def attention_layout(self, packed: PackedSequences) -> Layout:
         """How this device's kernels attend within packed sequences."""
 
+    def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[tokens, ...] -> [rows, ...], a token as often as it is asked for. Its gradient is the sum of those, added up
+        in an order that does not change, and not in bf16 by many where the device would."""
+
     def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
         """Classes that replace megatron-core's column- and row-parallel linear; None where its own are to be used."""
 

@@ -52,6 +52,9 @@ class CpuPlatform:
     def attention_layout(self, packed: PackedSequences) -> Layout:
         return dense_layout(packed, self.device)
 
+    def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return tokens.index_select(0, rows)
+
     def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
         return whole_linears(config)
 

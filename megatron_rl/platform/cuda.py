@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.platform.api import UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.dense_attention import dense_layout
+from megatron_rl.platform.dense_attention import FanOut, dense_layout
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -36,6 +36,9 @@ class CudaPlatform:
 
     def attention_layout(self, packed: PackedSequences) -> Layout:
         return dense_layout(packed, self.device)
+
+    def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return FanOut.of(rows, len(tokens)).gather(tokens)
 
     def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
         # Here and below, because the health check chooses a device too, and has no time for megatron-core.

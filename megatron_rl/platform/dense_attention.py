@@ -32,10 +32,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FanOut:
-    """How packed tokens that several branches share go to all of them, and their gradients come back."""
+    """How packed tokens that are needed at several places go to all of them, and their gradients come back."""
 
     rows: Tensor
-    """[places] index of the packed token at each place of all buckets."""
+    """[places] index of the packed token at each place."""
     order: Tensor
     """[places] the places sorted by their packed token."""
     counts: Tensor
@@ -43,7 +43,9 @@ class FanOut:
 
     @classmethod
     def of(cls, rows: Tensor, tokens: int) -> FanOut:
-        return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=tokens))
+        """On the device of `rows`, for which the host does not wait, as it would for bincount."""
+        counts = torch.zeros(tokens, dtype=torch.long, device=rows.device).index_add_(0, rows, torch.ones_like(rows))
+        return cls(rows, rows.argsort(stable=True), counts)
 
     def to(self, device: torch.device) -> FanOut:
         return FanOut(self.rows.to(device), self.order.to(device), self.counts.to(device))

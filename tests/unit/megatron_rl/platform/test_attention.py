@@ -10,6 +10,7 @@ import torch
 from core_helpers import CPU, VOCAB, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from phantom_gpu import PhantomPlatform
 from torch import Tensor
 
 from megatron_rl.algorithms.packing import pack
@@ -105,6 +106,43 @@ def test_gradients_of_shared_tokens_are_added_up_in_fp32(monkeypatch: pytest.Mon
         exact.index_add_(0, bucket.rows, each.double())
     assert gradient.dtype is torch.bfloat16
     torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_a_gpu_adds_up_what_many_answers_say_of_one_token_in_fp32() -> None:
+    """As of the last token of a prompt, which predicts the first of each of 64 answers; one by one in bf16, as the GPU
+    would itself, it would be twice as wrong as what is rounded once can be."""
+    rows = torch.tensor([0] + [2] * 64)
+    of_rows = torch.randn(len(rows), 1, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tokens = torch.ones(4, 1, 256, dtype=torch.bfloat16, requires_grad=True)
+    gathered = PhantomPlatform().gather(tokens, rows)
+    assert torch.equal(gathered, tokens[rows])
+    assert gathered.grad_fn is not None
+    assert "IndexSelect" not in gathered.grad_fn.name()
+    (gradient,) = torch.autograd.grad(gathered, [tokens], of_rows)
+    exact = torch.zeros(4, 1, 256, dtype=torch.float64).index_add_(0, rows, of_rows.double())
+    torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=1e-5)
+    one_by_one = sum(of_rows[1:].unbind(), torch.zeros(1, 256, dtype=torch.bfloat16))
+    assert (one_by_one - exact[2]).norm() > 2 * 2**-8 * exact[2].norm()
+
+
+def test_the_policy_lets_the_platform_gather_what_it_selects(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = []
+
+    def gather(tokens: Tensor, rows: Tensor) -> Tensor:
+        gathered.append(rows.tolist())
+        return tokens[rows]
+
+    monkeypatch.setattr(policy._platform, "gather", gather, raising=False)
+    tokens = torch.tensor([1, 2, 3])
+    policy(tokens, torch.arange(3), policy.layout(whole_sequences([3])), torch.tensor([0, 0, 2]))
+    assert gathered == [[0, 0, 2]]
+
+
+def test_a_micro_batch_that_selects_nothing_has_a_gradient_of_zero() -> None:
+    tokens = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    PhantomPlatform().gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
+    assert tokens.grad is not None
+    assert not tokens.grad.any()
 
 
 @pytest.fixture(scope="module")
