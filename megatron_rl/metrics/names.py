@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.metrics.stats import LossStats, Number, StepStats
+from megatron_rl.metrics.stats import DeviceStats, LossStats, Number, StepStats
 
 TIMED = ("generate", "reward", "log-probs", "train", "refit", "wait")
 """Categories of the timeline that belong to a step; what happens between two steps is not among them."""
@@ -68,6 +68,18 @@ def _of_tokens(total: Callable[[LossStats], Number | None]) -> Callable[[StepRep
 def _if_trained(value: Callable[[LossStats], Number | None]) -> Callable[[StepReport], Any]:
     """A value of the loss in steps that trained on any token; None in others."""
     return lambda step: value(step.stats.loss) if step.stats.loss is not None and step.stats.loss.tokens else None
+
+
+def _of_devices(value: Callable[[DeviceStats], Number | None]) -> Callable[[StepReport], Any]:
+    """A value of the devices; None where they do not say."""
+    return lambda step: value(step.stats.device) if step.stats.device is not None else None
+
+
+def _mfu(step: StepReport) -> Any:
+    device, seconds = step.stats.device, step.seconds["train"]
+    if device is None or not device.peak_flops or not seconds:
+        return None
+    return device.flops / (seconds * step.ranks * device.peak_flops)
 
 
 def _reward_std(step: StepReport) -> float:
@@ -165,6 +177,12 @@ STEP_METRICS: dict[str, Metric] = {
         "generated tokens per second of generation",
         lambda step: step.stats.batch.answer_tokens / step.seconds["generate"] if step.seconds["generate"] else None,
     ),
+    "throughput/mfu": Metric(
+        "share of the GPUs' bf16 peak that the training passes used: operations that forward and backward of their "
+        "tokens need (model/flops.py: no recomputation), per second of time/train_s; absent in fp32 and for GPUs whose "
+        "peak is not known",
+        _mfu,
+    ),
     "time/step_s": Metric(
         "seconds of the whole step, evaluation and saving aside; like all below the mean over the ranks", _seconds
     ),
@@ -179,6 +197,14 @@ STEP_METRICS: dict[str, Metric] = {
     "time/save_blocked_s": Metric("seconds training stood still for the newest published checkpoint"),
     "time/save_s": Metric("seconds from its begin until it was published"),
     "system/failed_saves": Metric("checkpoints that could not be written"),
+    "system/peak_memory_gib": Metric(
+        "GiB that torch's tensors held at once on a GPU since the step before, the most of all GPUs",
+        _of_devices(lambda device: device.peak_memory / 2**30),
+    ),
+    "system/power_w": Metric(
+        "watts that a GPU draws at the end of training, mean over the GPUs; absent where NVML does not say",
+        _of_devices(lambda device: device.power / device.powers if device.powers else None),
+    ),
 }
 
 

@@ -442,4 +442,4 @@ class _Trainer:
             kl=None,
             importance_weight=None,
         )
-        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate))
+        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate), None)

@@ -29,6 +29,8 @@ from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import StepStats
 from megatron_rl.metrics.tally import Tally
+from megatron_rl.model.flops import training_flops
+from megatron_rl.platform.api import DeviceUse
 from megatron_rl.run import Run
 from megatron_rl.training import trainer as trainer_module
 from megatron_rl.training.batch import UpdateBatch, agreed, training_batch
@@ -314,6 +316,32 @@ def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: 
     empty = [TrajectoryGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
     stats = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
     assert (stats.batch.answers, stats.batch.failed, stats.loss) == (0, 16, None)
+
+
+# What a step takes of the device
+
+
+def test_the_arithmetic_of_a_step_is_that_of_all_its_passes(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of answers that share nothing: each token of a sequence but the last goes in, and sees those up to itself."""
+    config = tiny_run(grpo={"iterations": 3, "kl_beta": 0.1}, training={"tokens_per_microbatch": 1})
+    run = build_run(config, platform, groups)
+    assert trained(run, GROUPS).device is None
+    monkeypatch.setattr(platform, "device_use", lambda: DeviceUse(peak_memory=5, power=None))
+    monkeypatch.setattr(platform, "peak_flops", lambda dtype: 1e12)
+    device = trained(run, GROUPS, 2).device
+    assert device is not None
+    assert (device.peak_memory, device.powers, device.peak_flops) == (5, 0, 1e12)
+    lengths = [len(one.tokens) - 1 for group in GROUPS for one in group.trajectories]
+    once = training_flops(
+        config.model,
+        run.trainer.policy.vocab_size,
+        tokens=sum(lengths),
+        pairs=sum(n * (n + 1) // 2 for n in lengths),
+        predictions=sum(sum(one.loss_mask) for group in GROUPS for one in group.trajectories),
+    )
+    assert device.flops == pytest.approx(3 * once)
 
 
 # A gradient that is not finite
