@@ -37,6 +37,8 @@ class BatchStats:
     prompt_tokens: Total
     packed_tokens: Total
     """Tokens of all micro-batches of one pass."""
+    unpacked_tokens: Total
+    """Tokens of the prompts and answers in them, were nothing shared."""
     truncated: Total
     """Answers cut at the limit of new tokens."""
     failed: Total
@@ -51,7 +53,7 @@ class BatchStats:
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """What the loss saw of the tokens whose weight is not 0, and itself."""
+    """What the loss saw of the tokens that were run and whose weight is not 0, and itself."""
 
     loss: Total
     tokens: Total

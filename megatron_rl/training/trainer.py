@@ -115,8 +115,8 @@ class Trainer:
         return UpdateInput([ModelInput.of(self.policy, micro) for micro in update.microbatches], per_trajectory)
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
-        """[trained tokens] log-probs under `policy`, without gradient; not of all where this rank was asked to leave
-        meanwhile."""
+        """[trained tokens] log-probs under `policy`, without gradient, of those in `inputs`, else 0; not of all where
+        this rank was asked to leave meanwhile."""
         scores = torch.zeros_like(batch.inference_logprobs)
 
         def receive(logits: Tensor, micro: MicroBatch) -> None:

@@ -171,6 +171,7 @@ BATCH = BatchStats(
     answer_length_min=1,
     prompt_tokens=16,
     packed_tokens=13,
+    unpacked_tokens=20,
     truncated=1,
     failed=1,
     dropped=0,
@@ -210,7 +211,7 @@ def test_batch_metrics_are_means_over_the_answers() -> None:
     assert found["nonzero_groups_ratio"] == 0.5
     assert found["answer_length"] == 2.5
     assert found["truncated_ratio"] == 0.25
-    assert found["packed_tokens_ratio"] == 0.5
+    assert found["packed_tokens_ratio"] == 13 / 20
     assert found["failed_rollouts"] == 1
     assert found["failed_rollouts_by_reason"] == {"timeout": 1}
     assert (found["first_ordinal"], found["next_ordinal"], found["policy_version"]) == (8, 10, 4)
