@@ -108,7 +108,7 @@ class Engine:
             await asyncio.sleep(0)
             try:
                 self.step()
-            except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller, who would wait for ever, raises it
+            except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller raises it
                 for answer in self._callers.values():
                     if not answer.done():
                         answer.set_exception(error)

@@ -132,6 +132,18 @@ def job(tmp_path: Path) -> Iterator[Job]:
         made.process.wait()
 
 
+def test_a_job_that_was_cancelled_before_anybody_listened_stays_away(job):
+    script = job.write_script("finishes")
+    text = SCONTROL.replace("JobState=RUNNING", "JobState=COMPLETING EndTime=2026-01-01T00:00:00")
+    program(job.tools / "scontrol", text)
+    job.start(script)
+    code, said = job.finish()
+    assert code == 0, said
+    assert [(end.cause, end.then) for end in job.ends()] == [("cancelled", "over")]
+    assert not [line for line in job.told("srun") if "--job-name=train" in line]
+    assert not job.told("scontrol requeue", "sbatch")
+
+
 def test_a_run_is_made_trained_and_finished_by_one_process(job):
     job.start(job.write_script("train", health_check="true"))
     code, said = job.finish()

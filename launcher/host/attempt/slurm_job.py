@@ -13,6 +13,7 @@ from launcher.host.judge.causes import (
     Cause,
     cause_of,
     completed,
+    is_ending,
     is_returning,
     is_truer,
 )
@@ -59,10 +60,10 @@ class SlurmJob(Surroundings):
         return completed(request, cause, deadline)
 
     def final_request(self, attempt: Attempt, request: Optional[Drain], drained: bool) -> Optional[Drain]:
-        """Slurm is asked once more: what began as a preemption may have become a cancellation, and ranks may have left
+        """Slurm is asked once more: what began as a preemption may have become a cancellation, and steps may have ended
         on a signal that never came by here."""
         self._job = show_job_or_complain(self.context.job_id)
-        if request is None and not drained:
+        if request is None and not drained and not is_ending(self._job):
             return None
         cause = self._cause(self._job, attempt, request)
         if request is None:

@@ -14,6 +14,7 @@ from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Prepar
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_steps import Replicas, Script, SlurmSteps
+from launcher.host.judge.causes import is_ending
 from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import STAYS
 from launcher.host.process.signals import Signals
@@ -63,6 +64,7 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     lock = _retried(lambda: own(context))
     try:
         _retried(lambda: create(context, settings.script.document))
+        _hear_what_was_missed(context, signals)
         end = run_attempt(context, settings, signals, lock.descriptor)
         while end.then == STAYS:
             context = without_dead_nodes(context)
@@ -70,6 +72,15 @@ def _run(context: JobContext, settings: JobSettings, signals: Signals) -> int:
     finally:
         lock.release()
     return int(end.exit_code or EXIT_FINISHED)
+
+
+def _hear_what_was_missed(context: JobContext, signals: Signals) -> None:
+    """Between the script and this process a signal finds nobody who listens. Slurm knows that it sent one."""
+    try:
+        if is_ending(ask.show_job(context.job_id)):
+            signals.add("SIGTERM")
+    except SlurmRefused as error:  # then what becomes of the job tells
+        print(error, file=sys.stderr)
 
 
 def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lock: int) -> AttemptEnd:

@@ -99,6 +99,13 @@ def is_returning(job: Dict[str, str], restarts: int) -> bool:
     return told.isdigit() and int(told) > restarts
 
 
+def is_ending(job: Dict[str, str]) -> bool:
+    """Whether Slurm has told the processes of a job that still runs to end, or will soon, after its grace time."""
+    preempted, start = time_of(job.get("PreemptTime")), time_of(job.get("StartTime"))
+    told = preempted is not None and start is not None and preempted >= start
+    return told or job.get("JobState") in ("COMPLETING", "CANCELLED", "PREEMPTED")
+
+
 def is_truer(cause: str, named: str) -> bool:
     """Whether what Slurm says at the end of an attempt counts for more than the cause named before: that was none, or a
     requeue that turns out to be a preemption's, or the job was cancelled since."""

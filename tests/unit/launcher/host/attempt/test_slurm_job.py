@@ -33,6 +33,22 @@ def test_ranks_have_until_the_end_of_the_job_or_until_it_is_killed_where_slurm_e
     assert (fuller.end, fuller.deadline) == (now + ends_in_s, now + left_s)
 
 
+@pytest.mark.parametrize(
+    ("state", "cause"), [("RUNNING", None), ("COMPLETING", "cancelled")], ids=["a crash", "a job that was cancelled"]
+)
+def test_a_job_that_slurm_ended_did_not_crash_though_its_signal_found_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, cause: str | None
+) -> None:
+    end = text_of(int(time.time()) - 3)
+    answers = {"job": f"JobId=7 JobState={state} StartTime={end} EndTime={end}", "config": ""}
+    monkeypatch.setattr(ask, "call", lambda command: answers[command[2]])
+    run = RunDir(tmp_path)
+    run.attempt(1).folder.mkdir(parents=True)
+    job = SlurmJob(JobContext(run, "lab", "7", ["n1"]), notice=60.0, backoff=30.0, outlives_nodes=False)
+    request = job.final_request(run.attempt(1), None, drained=False)
+    assert (request and request.cause) == cause
+
+
 def test_a_node_that_came_late_to_the_all_reduce_is_excluded_when_it_does_so_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
