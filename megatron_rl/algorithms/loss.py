@@ -39,6 +39,23 @@ class TrainedTokens:
     """Of the reference policy; needed when `kl_beta` is above 0."""
 
 
+def has_gradient(advantages: Tensor, carries_loss: Tensor, config: GrpoConfig) -> Tensor:
+    """Which trajectories' tokens `grpo_loss` has a gradient for that is not exactly 0, and with it a loss.
+
+    Without a penalty or bonus every term of a token is a product with its advantage.
+
+    Args:
+        advantages: [trajectories]
+        carries_loss: [trajectories] 1, or 0 where the weights of its tokens are 0.
+
+    Returns:
+        [trajectories] bool
+    """
+    if config.kl_beta > 0 or config.entropy_coefficient > 0:
+        return carries_loss != 0
+    return (carries_loss != 0) & (advantages != 0)
+
+
 def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossStats]:
     """Weighted sum of the token losses (arXiv 2402.03300, asymmetric clip of arXiv 2503.14476). Per token:
 

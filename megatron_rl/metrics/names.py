@@ -3,6 +3,9 @@ metrics.jsonl.
 
 Names under time/ throughput/ system/ may differ between two runs of the same recipe; all others are reproducible.
 A value that does not exist in a step is absent from its line, never NaN.
+
+Without kl_beta and entropy_coefficient an answer whose advantage is 0 has no gradient and is not run. *Trained tokens*
+are those of answers that are: in a group whose rewards are all equal there are none. The loss is the mean over all.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.metrics.stats import LossStats, Number, StepStats
+from megatron_rl.metrics.stats import DeviceStats, LossStats, Number, StepStats
 
 TIMED = ("generate", "reward", "log-probs", "train", "refit", "wait")
 """Categories of the timeline that belong to a step; what happens between two steps is not among them."""
@@ -70,6 +73,23 @@ def _if_trained(value: Callable[[LossStats], Number | None]) -> Callable[[StepRe
     return lambda step: value(step.stats.loss) if step.stats.loss is not None and step.stats.loss.tokens else None
 
 
+def _of_devices(value: Callable[[DeviceStats], Number | None]) -> Callable[[StepReport], Any]:
+    """A value of the devices; None where they do not say."""
+    return lambda step: value(step.stats.device) if step.stats.device is not None else None
+
+
+def _ratio(part: Number, whole: Number) -> Any:
+    """None where there is nothing that it would be of."""
+    return part / whole if whole else None
+
+
+def _mfu(step: StepReport) -> Any:
+    device, seconds = step.stats.device, step.seconds["train"]
+    if device is None or not device.peak_flops or not seconds:
+        return None
+    return device.flops / (seconds * step.ranks * device.peak_flops)
+
+
 def _reward_std(step: StepReport) -> float:
     batch = step.stats.batch
     mean = float(batch.reward / batch.answers)
@@ -97,22 +117,25 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "learning_rate": Metric("of the step's last update", lambda step: step.stats.update.learning_rate),
     "entropy": Metric(
-        "mean entropy in nats of the distributions the answer tokens were drawn from, full vocabulary",
+        "mean entropy in nats of the distributions the trained tokens were drawn from, full vocabulary",
         _of_tokens(lambda loss: loss.entropy),
     ),
     "clip_fraction": Metric(
-        "share of tokens whose gradient the clip removed", _of_tokens(lambda loss: loss.clip_low + loss.clip_high)
+        "share of the trained tokens whose gradient the clip removed",
+        _of_tokens(lambda loss: loss.clip_low + loss.clip_high),
     ),
     "clip_fraction_low": Metric("... by the lower clip", _of_tokens(lambda loss: loss.clip_low)),
     "clip_fraction_high": Metric("... by the upper clip", _of_tokens(lambda loss: loss.clip_high)),
     "kl": Metric("mean KL estimate to the initial weights (kl_beta > 0)", _of_tokens(lambda loss: loss.kl)),
-    "importance_ratio": Metric("mean of exp(log_prob - old_log_prob)", _of_tokens(lambda loss: loss.ratio)),
+    "importance_ratio": Metric(
+        "mean of exp(log_prob - old_log_prob) of the trained tokens", _of_tokens(lambda loss: loss.ratio)
+    ),
     "importance_ratio_max": Metric("largest of them", _if_trained(lambda loss: loss.ratio_max)),
     "importance_weight": Metric(
         "mean truncated importance weight (importance_cap)", _of_tokens(lambda loss: loss.importance_weight)
     ),
     "inference_logprob_difference": Metric(
-        "mean |training - engine log-prob| of the sampled tokens", _of_tokens(lambda loss: loss.inference_difference)
+        "mean |training - engine log-prob| of the trained tokens", _of_tokens(lambda loss: loss.inference_difference)
     ),
     "inference_logprob_difference_max": Metric(
         "largest of them", _if_trained(lambda loss: loss.inference_difference_max)
@@ -140,8 +163,8 @@ STEP_METRICS: dict[str, Metric] = {
         lambda step: int(step.stats.update.updates - step.stats.update.applied),
     ),
     "packed_tokens_ratio": Metric(
-        "packed tokens over tokens of prompts and answers: below 1 where prompts are shared",
-        lambda step: step.stats.batch.packed_tokens / (step.stats.batch.prompt_tokens + step.stats.batch.answer_tokens),
+        "packed tokens over tokens of the prompts and answers that are run: below 1 where prompts are shared",
+        lambda step: _ratio(step.stats.batch.packed_tokens, step.stats.batch.unpacked_tokens),
     ),
     "generation_rounds": Metric(
         "rounds of generation (dynamic sampling draws several)", lambda step: step.generation_rounds
@@ -165,6 +188,12 @@ STEP_METRICS: dict[str, Metric] = {
         "generated tokens per second of generation",
         lambda step: step.stats.batch.answer_tokens / step.seconds["generate"] if step.seconds["generate"] else None,
     ),
+    "throughput/mfu": Metric(
+        "share of the GPUs' bf16 peak that the training passes used: operations that forward and backward of their "
+        "tokens need (model/flops.py: no recomputation), per second of time/train_s; absent in fp32 and for GPUs whose "
+        "peak is not known",
+        _mfu,
+    ),
     "time/step_s": Metric(
         "seconds of the whole step, evaluation and saving aside; like all below the mean over the ranks", _seconds
     ),
@@ -179,6 +208,14 @@ STEP_METRICS: dict[str, Metric] = {
     "time/save_blocked_s": Metric("seconds training stood still for the newest published checkpoint"),
     "time/save_s": Metric("seconds from its begin until it was published"),
     "system/failed_saves": Metric("checkpoints that could not be written"),
+    "system/peak_memory_gib": Metric(
+        "GiB that torch's tensors held at once on a GPU since the step before, the most of all GPUs",
+        _of_devices(lambda device: device.peak_memory / 2**30),
+    ),
+    "system/power_w": Metric(
+        "watts that a GPU draws at the end of training, mean over the GPUs; absent where NVML does not say",
+        _of_devices(lambda device: device.power / device.powers if device.powers else None),
+    ),
 }
 
 

@@ -37,6 +37,8 @@ class BatchStats:
     prompt_tokens: Total
     packed_tokens: Total
     """Tokens of all micro-batches of one pass."""
+    unpacked_tokens: Total
+    """Tokens of the prompts and answers in them, were nothing shared."""
     truncated: Total
     """Answers cut at the limit of new tokens."""
     failed: Total
@@ -51,7 +53,7 @@ class BatchStats:
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """What the loss saw of the tokens whose weight is not 0, and itself."""
+    """What the loss saw of the tokens that were run and whose weight is not 0, and itself."""
 
     loss: Total
     tokens: Total
@@ -85,6 +87,22 @@ class UpdateStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """What a step took of the devices."""
+
+    peak_memory: Largest
+    """Bytes of torch's tensors."""
+    power: Total
+    """Watts, summed over the devices that say."""
+    powers: Total
+    """Devices that say."""
+    flops: Total
+    """Floating-point operations that the training passes need by formula, where the devices' peak is known."""
+    peak_flops: Smallest
+    """Operations per second that a device can do; 0 where that is not known of one."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """What one rank counted in a step, or all of them."""
 
@@ -92,6 +110,8 @@ class StepStats:
     loss: LossStats | None
     """None where no rank had anything to train on."""
     update: UpdateStats
+    device: DeviceStats | None
+    """None where devices do not say what they are used for."""
 
     def put(self, tally: Tally) -> None:
         """Add all of it to what is reduced over the ranks."""
@@ -103,17 +123,19 @@ class StepStats:
 
     def reduced(self, total: Mapping[str, float]) -> StepStats:
         """The same over all ranks, from their reduced tally."""
-        blocks: dict[str, Any] = {"loss": None}
+        blocks: dict[str, Any] = {"loss": None, "device": None}
         for block, stats in self._blocks():
             kind: Any = type(stats)
             blocks[block] = kind(**{name: total.get(f"{block}.{name}") for name in reductions(kind)})
         return StepStats(**blocks)
 
-    def _blocks(self) -> Iterator[tuple[str, BatchStats | LossStats | UpdateStats]]:
+    def _blocks(self) -> Iterator[tuple[str, BatchStats | LossStats | UpdateStats | DeviceStats]]:
         yield "batch", self.batch
         if self.loss is not None:
             yield "loss", self.loss
         yield "update", self.update
+        if self.device is not None:
+            yield "device", self.device
 
 
 def combined(parts: Sequence[LossStats]) -> LossStats:

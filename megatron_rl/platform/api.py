@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
 
 class UnsupportedPlatform(ConfigurationError):
     """This machine or its packages cannot run the recipe; the message says what to install."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What a device says of itself."""
+
+    peak_memory: int
+    """Bytes: the most that torch's tensors held at once since it was asked before."""
+    power: float | None
+    """Watts, now; None where the driver does not say."""
 
 
 class Platform(Protocol):
@@ -39,6 +50,13 @@ class Platform(Protocol):
 
     def synchronize(self) -> None:
         """Wait for queued device work, so that a clock read afterwards is honest."""
+
+    def device_use(self) -> DeviceUse | None:
+        """What the device held and draws, without waiting for it; None of a device that does not say."""
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Floating-point operations per second that the device can do at most on the model's dtype; None where that is
+        not known."""
 
     def seed(self, seed: int) -> None:
         """Seed what initial weights are drawn from. Needs megatron-core's parallel state."""

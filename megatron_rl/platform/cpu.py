@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.platform.api import UnsupportedPlatform
+from megatron_rl.platform.api import DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
 from megatron_rl.platform.whole_linears import whole_linears
@@ -60,6 +60,12 @@ class CpuPlatform:
 
     def synchronize(self) -> None:
         pass
+
+    def device_use(self) -> DeviceUse | None:
+        return None
+
+    def peak_flops(self, dtype: str) -> float | None:
+        return None
 
     def seed(self, seed: int) -> None:
         # The tracker's CUDA generators do not exist here; dropout, their only user, is 0.

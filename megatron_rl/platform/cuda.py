@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.platform.api import UnsupportedPlatform
+from megatron_rl.platform.api import DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import FanOut, dense_layout
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+BF16_PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
+"""Of dense matrix products, from NVIDIA's data sheets. The first that is part of torch's name of the device counts."""
 
 
 class CudaPlatform:
@@ -49,6 +63,17 @@ class CudaPlatform:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def device_use(self) -> DeviceUse | None:
+        peak = torch.cuda.max_memory_allocated(self.device)  # the allocator's own count: no work of the device
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return DeviceUse(peak, _power(self.device))
+
+    def peak_flops(self, dtype: str) -> float | None:
+        name = torch.cuda.get_device_name(self.device)
+        if dtype != "bf16" or "MIG" in name:  # a slice of a device
+            return None
+        return next((peak for part, peak in BF16_PEAK_FLOPS.items() if part in name), None)
+
     def seed(self, seed: int) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -62,3 +87,24 @@ class CudaPlatform:
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+@cache
+def _nvml() -> ModuleType | None:
+    """What torch asks the driver through, where it is installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def _power(device: torch.device) -> float | None:
+    """Watts that the driver says a device draws; None where it does not say."""
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        return torch.cuda.power_draw(device) / 1000
+    except (RuntimeError, nvml.NVMLError):
+        return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.advantages import group_advantages
+from megatron_rl.algorithms.loss import has_gradient
 from megatron_rl.algorithms.overlong import trained_mask
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.algorithms.reduction import local_normaliser
@@ -39,6 +40,8 @@ class TrainingBatch:
     """[trajectories] trained tokens."""
     carries_loss: Tensor
     """[trajectories] 1, or 0 where it is masked as overlong."""
+    has_gradient: Sequence[bool]
+    """[trajectories] whether it goes through the model: see `has_gradient`."""
     trajectory_of_token: Tensor
     """[trained tokens]"""
     inference_logprobs: Tensor
@@ -62,14 +65,17 @@ def training_batch(
     versions = list(compress(chain.from_iterable(t.versions for t in trajectories), trained))
     cut = torch.tensor([t.finish_reason == "length" for t in trajectories], dtype=torch.bool)
     divide = config.grpo.advantage_std
+    advantages = group_advantages(rewards.shaped, rewards.group, len(groups), divide_by_std=divide)
+    carries_loss = trained_mask(cut, config.grpo.overlong)
     return TrainingBatch(
         trajectories=trajectories,
         group=rewards.group,
         rewards=rewards.scored,
-        advantages=group_advantages(rewards.shaped, rewards.group, len(groups), divide_by_std=divide),
+        advantages=advantages,
         signal=has_signal(rewards.shaped, rewards.group, len(groups)),
         lengths=lengths,
-        carries_loss=trained_mask(cut, config.grpo.overlong),
+        carries_loss=carries_loss,
+        has_gradient=has_gradient(advantages, carries_loss, config.grpo).tolist(),
         trajectory_of_token=torch.repeat_interleave(torch.arange(len(trajectories)), lengths).to(device),
         inference_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
         current=None
@@ -98,6 +104,9 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         answer_length_min=min(answer_lengths, default=float("inf")),
         prompt_tokens=sum(t.prompt_length for t in batch.trajectories),
         packed_tokens=packed_tokens,
+        unpacked_tokens=sum(
+            t.prompt_length + t.answer_length for t in compress(batch.trajectories, batch.has_gradient)
+        ),
         truncated=sum(t.finish_reason == "length" for t in batch.trajectories),
         failed=sum(rollouts.failures.values()),
         dropped=len(rollouts.dropped),
@@ -112,7 +121,7 @@ class UpdateBatch:
 
     microbatches: Sequence[MicroBatch]
     normaliser: float
-    """This rank's part, see `local_normaliser`."""
+    """This rank's part, see `local_normaliser`: of all chosen trajectories, also those that are not packed."""
 
     @property
     def packed_tokens(self) -> int:
@@ -120,12 +129,14 @@ class UpdateBatch:
 
 
 def update_batch(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig) -> UpdateBatch:
-    """The chosen trajectories, packed."""
+    """The chosen trajectories, packed but for those without a gradient, which are in the mean as zeros."""
     tokens = [trajectory.tokens for trajectory in batch.trajectories]
     masks = [trajectory.loss_mask for trajectory in batch.trajectories]
     index = torch.tensor(chosen, dtype=torch.long)
     return UpdateBatch(
-        pack(tokens, masks, chosen, config.training.tokens_per_microbatch),
+        pack(
+            tokens, masks, (each for each in chosen if batch.has_gradient[each]), config.training.tokens_per_microbatch
+        ),
         local_normaliser(batch.lengths[index], batch.carries_loss[index], config.grpo.reduction),
     )
 

@@ -15,7 +15,8 @@ from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
-from megatron_rl.metrics.stats import LossStats, StepStats, UpdateStats, combined
+from megatron_rl.metrics.stats import DeviceStats, LossStats, StepStats, UpdateStats, combined
+from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
@@ -89,7 +90,8 @@ class Trainer:
             with self.safe_points.phase("train"):
                 updates.append(self._update(batch, update, before, reference, losses, unfinished_s))
             self.between_steps = len(updates) == len(planned)
-        return StepStats(seen, combined(losses) if losses else None, _update_stats(updates))
+        device = self._device_stats(mine, len(planned))
+        return StepStats(seen, combined(losses) if losses else None, _update_stats(updates), device)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
         """For every update of the step the trajectories it trains on; for one update where all are the same.
@@ -113,8 +115,8 @@ class Trainer:
         return UpdateInput([ModelInput.of(self.policy, micro) for micro in update.microbatches], per_trajectory)
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
-        """[trained tokens] log-probs under `policy`, without gradient; not of all where this rank was asked to leave
-        meanwhile."""
+        """[trained tokens] log-probs under `policy`, without gradient, of those in `inputs`, else 0; not of all where
+        this rank was asked to leave meanwhile."""
         scores = torch.zeros_like(batch.inference_logprobs)
 
         def receive(logits: Tensor, micro: MicroBatch) -> None:
@@ -168,6 +170,35 @@ class Trainer:
         done = self.optimizer.update(self.policy_version)
         self._count(done)
         return done
+
+    def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
+        """What this step took of the device.
+
+        mine: what this rank trained on; `updates` may go round it several times.
+        """
+        used = self.platform.device_use()
+        if used is None:
+            return None
+        model = self.config.model
+        peak = self.platform.peak_flops(model.dtype) or 0.0
+        of_each = (
+            training_flops(
+                model,
+                self.policy.vocab_size,
+                tokens=len(micro.tokens),
+                pairs=len(micro.tokens) + int(micro.positions.sum()),
+                predictions=len(micro.targets),
+            )
+            for update in mine
+            for micro in update.microbatches
+        )
+        return DeviceStats(
+            peak_memory=used.peak_memory,
+            power=used.power or 0.0,
+            powers=used.power is not None,
+            flops=sum(of_each) * updates / len(mine) if peak else 0.0,
+            peak_flops=peak,
+        )
 
     def _count(self, update: Update) -> None:
         if update.applied:

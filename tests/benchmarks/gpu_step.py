@@ -38,7 +38,8 @@ RECIPE = {
     "environment": {"name": "arithmetic"},
     "sampling": {"max_new_tokens": 512},
     "inference": {"max_batch": 256},
-    "grpo": {"prompts_per_step": 16, "group_size": 16},
+    # Random weights earn no rewards that differ; with a bonus their answers are trained on all the same.
+    "grpo": {"prompts_per_step": 16, "group_size": 16, "entropy_coefficient": 1e-6},
     "optimizer": {"learning_rate": 1e-6},
     "training": {"steps": STEPS, "tokens_per_microbatch": 32768},
     "save": {"every": 0},

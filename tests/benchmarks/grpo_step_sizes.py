@@ -18,6 +18,7 @@ FIXED = (
     "evaluation.every=0",
     "environment.args.evaluation_problems=1",
     "save.every=0",
+    "grpo.entropy_coefficient=1e-12",  # else mrl leaves out answers without advantage, which TRL trains on
 )
 
 

@@ -423,6 +423,7 @@ class _Trainer:
             answer_length_min=ANSWER_TOKENS,
             prompt_tokens=len(answers),
             packed_tokens=len(answers),
+            unpacked_tokens=len(answers),
             truncated=0,
             failed=0,
             dropped=len(batch.dropped),
@@ -442,4 +443,4 @@ class _Trainer:
             kl=None,
             importance_weight=None,
         )
-        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate))
+        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate), None)

@@ -137,8 +137,9 @@ def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, 
 
 
 def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> None:
-    """Four ranks, whose shares of the prompts differ: what two cannot do to each other, three others can."""
-    recipe = loop_recipe(job={"gpus_per_node": 4}, training={"steps": 8}, save={"every": 2})
+    """Four ranks, whose shares of the prompts differ: what two cannot do to each other, three others can. Without KL
+    penalty each runs as many answers as have an advantage."""
+    recipe = loop_recipe(job={"gpus_per_node": 4}, grpo={"kl_beta": 0.0}, training={"steps": 8}, save={"every": 2})
     undisturbed, interrupted = (prepare(tmp_path / name, recipe) for name in ("undisturbed", "interrupted"))
     whole = Attempt(undisturbed, cache, ranks=4)
     assert whole.exit_codes() == [0] * 4, whole.logs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "optimizer": {"learning_rate": 1e-3, "distributed": False},
     },
+    # In the first step one rank has nothing to run, in the second none has.
+    "answers without advantage": {
+        "grpo": {"prompts_per_step": 4, "group_size": 4},
+        "equal_rewards": {1: 2, 2: 4},
+    },
     # One group an update: in each of them one of the ranks has nothing to do.
     "updates that leave a rank empty": {
         "grpo": {"prompts_per_step": 3, "group_size": 4, "global_batch": 4, "kl_beta": 0.1, "importance_cap": 2.0},
@@ -59,6 +65,7 @@ def losses_and_weights(
 ) -> tuple[list[dict[str, Any]], Tensor]:
     """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
+    equal = sections.pop("equal_rewards", {})  # step -> how many groups from the first on have no signal
     config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
     run = build_run(
         config, select(JobConfig(device="cpu")), of_ranks, scale=0.1
@@ -66,6 +73,9 @@ def losses_and_weights(
     tallied = []
     for step in range(1, STEPS + 1):
         groups = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=step)
+        for number in range(equal.get(step, 0)):
+            alike = [replace(one, reward=0.5) for one in groups[number].trajectories]
+            groups[number] = replace(groups[number], trajectories=alike)
         share = shares(0, len(groups), ranks)[rank]
         tally = Tally()
         run.trainer.train(batch_of(groups, share.start, share.stop), step).put(tally)

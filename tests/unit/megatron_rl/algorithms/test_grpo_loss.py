@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.importance import truncated_weights
-from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
+from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss, has_gradient
 from megatron_rl.metrics.stats import combined
 
 OPTIONS = [
@@ -116,6 +116,19 @@ def test_gradient_is_that_of_the_loss(config):
         return grpo_loss(replace(smooth, logprobs=logprobs), config)[0]
 
     assert torch.autograd.gradcheck(loss, smooth.logprobs.detach().requires_grad_())
+
+
+@with_every_option
+def test_what_is_said_to_have_no_gradient_has_neither_gradient_nor_loss(config):
+    """Each token is an answer here; a third have no advantage, a fifth carry no loss."""
+    inputs = random_inputs(60, dtype=torch.float32)
+    inputs.advantages[::3] = 0
+    said = has_gradient(inputs.advantages, (inputs.weights != 0).float(), config)
+    grpo_loss(inputs, config)[0].backward()
+    assert not inputs.logprobs.grad[~said].any()
+    assert grpo_loss(select(inputs, ~said), config)[0] == 0
+    penalised = config.kl_beta > 0 or config.entropy_coefficient > 0
+    assert said.sum() == (48 if penalised else 32)
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient():

@@ -24,7 +24,7 @@ from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import STEP_METRICS, TIMED, StepReport, check_name, metrics_of
 from megatron_rl.metrics.report import AllAnswersLost, step_lines
-from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats, reductions
+from megatron_rl.metrics.stats import BatchStats, DeviceStats, LossStats, StepStats, UpdateStats, reductions
 from megatron_rl.metrics.tally import Reduction, Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, Writer, cut_back
@@ -171,6 +171,7 @@ BATCH = BatchStats(
     answer_length_min=1,
     prompt_tokens=16,
     packed_tokens=13,
+    unpacked_tokens=20,
     truncated=1,
     failed=1,
     dropped=0,
@@ -192,10 +193,14 @@ LOSS = LossStats(
 )
 UPDATE = UpdateStats(updates=2, applied=2, grad_norm=4.0, learning_rate=2e-3)
 
+DEVICE = DeviceStats(peak_memory=3 * 2**29, power=1200.0, powers=2, flops=2e12, peak_flops=4e12)
 
-def metrics(loss: LossStats | None = LOSS, update: UpdateStats = UPDATE) -> dict[str, Any]:
+
+def metrics(
+    loss: LossStats | None = LOSS, update: UpdateStats = UPDATE, device: DeviceStats | None = None
+) -> dict[str, Any]:
     """Of a step that was so."""
-    one = StepReport(3, StepStats(BATCH, loss, update), 1, 8, 10, 4, dropped={}, failures={"timeout": 1})
+    one = StepReport(3, StepStats(BATCH, loss, update, device), 1, 8, 10, 4, dropped={}, failures={"timeout": 1})
     return metrics_of(replace(one, ranks=2, seconds=dict.fromkeys(TIMED, 0.5)))
 
 
@@ -206,7 +211,7 @@ def test_batch_metrics_are_means_over_the_answers() -> None:
     assert found["nonzero_groups_ratio"] == 0.5
     assert found["answer_length"] == 2.5
     assert found["truncated_ratio"] == 0.25
-    assert found["packed_tokens_ratio"] == 0.5
+    assert found["packed_tokens_ratio"] == 13 / 20
     assert found["failed_rollouts"] == 1
     assert found["failed_rollouts_by_reason"] == {"timeout": 1}
     assert (found["first_ordinal"], found["next_ordinal"], found["policy_version"]) == (8, 10, 4)
@@ -240,12 +245,25 @@ def test_seconds_and_throughput_are_of_the_phases_of_a_step() -> None:
     assert found["throughput/generated_tokens_per_s"] == 20.0
 
 
+def test_what_the_devices_say_is_the_most_memory_the_mean_power_and_the_share_of_all_their_peaks() -> None:
+    found = metrics(device=DEVICE)
+    assert (found["system/peak_memory_gib"], found["system/power_w"]) == (1.5, 600.0)
+    assert found["throughput/mfu"] == 2e12 / (0.5 * 2 * 4e12)
+
+
+def test_what_devices_do_not_say_is_absent() -> None:
+    names = {"system/peak_memory_gib", "system/power_w", "throughput/mfu"}
+    assert not names & metrics().keys()
+    silent = metrics(device=replace(DEVICE, powers=0, peak_flops=0.0))
+    assert names & silent.keys() == {"system/peak_memory_gib"}
+
+
 def test_every_field_of_the_statistics_says_how_it_adds_up(groups: Any) -> None:
-    stats = StepStats(BATCH, LOSS, UPDATE)
+    stats = StepStats(BATCH, LOSS, UPDATE, DEVICE)
     tally = Tally()
     stats.put(tally)
     total = tally.reduce(groups.control)
-    assert len(total) == len(fields(BATCH)) + len(fields(LOSS)) - 2 + len(fields(UPDATE))
+    assert len(total) == len(fields(BATCH)) + len(fields(LOSS)) - 2 + len(fields(UPDATE)) + len(fields(DEVICE))
     assert stats.reduced(total) == stats
     assert {name for name, reduction in reductions(LossStats).items() if reduction is Reduction.MAX} == {
         "ratio_max",
@@ -257,7 +275,7 @@ LOST = replace(BATCH, answers=0, groups=0, groups_with_signal=0, reward=0.0, fai
 
 
 def report(batch: BatchStats, dropped: dict[int, str], failures: dict[str, int]) -> StepReport:
-    return StepReport(3, StepStats(batch, LOSS, UPDATE), 1, 8, 10, 4, dropped, failures)
+    return StepReport(3, StepStats(batch, LOSS, UPDATE, None), 1, 8, 10, 4, dropped, failures)
 
 
 def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:

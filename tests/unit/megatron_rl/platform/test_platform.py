@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +13,8 @@ import torch
 from megatron.core.optimizer import clip_grads
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.platform import cpu
-from megatron_rl.platform.api import UnsupportedPlatform
+from megatron_rl.platform import cpu, cuda
+from megatron_rl.platform.api import DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.select import check_megatron_version, select
 from megatron_rl.rank.config import JobConfig
@@ -55,15 +58,91 @@ def test_the_generator_state_comes_back(platform: Any, groups: Any) -> None:
     assert torch.equal(torch.rand(5), drawn)
 
 
-def test_fp32_on_a_gpu_is_fp32_and_a_checkpoint_of_a_cpu_loads_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA's image allows TF32; a checkpoint has the generators of the device that wrote it."""
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
+    """Of a machine whose CUDA is a stand-in."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     torch.set_float32_matmul_precision("high")
-    gpu = CudaPlatform(local_rank=0, threads=1)
+    return CudaPlatform(local_rank=0, threads=1)
+
+
+def test_fp32_on_a_gpu_is_fp32_and_a_checkpoint_of_a_cpu_loads_there(gpu: CudaPlatform) -> None:
+    """NVIDIA's image allows TF32; a checkpoint has the generators of the device that wrote it."""
     assert torch.get_float32_matmul_precision() == "highest"
     gpu.set_rng_state({"cpu": torch.get_rng_state()})
+
+
+class NvmlError(Exception):
+    """As NVML's, which is no RuntimeError."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is asked of the stand-ins for torch.cuda and NVML, in its order."""
+    calls: list[str] = []
+
+    def answer(name: str, value: Any) -> None:
+        monkeypatch.setattr(torch.cuda, name, lambda device: (calls.append(name), value)[1])
+
+    answer("max_memory_allocated", 3 * 2**30)
+    answer("reset_peak_memory_stats", None)
+    answer("power_draw", 412_500)  # milliwatts
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NvmlError))
+    cuda._nvml.cache_clear()
+    yield calls
+    cuda._nvml.cache_clear()
+
+
+def test_a_gpu_says_its_peak_memory_since_it_was_asked_before_and_its_power(
+    gpu: CudaPlatform, asked: list[str]
+) -> None:
+    assert gpu.device_use() == DeviceUse(peak_memory=3 * 2**30, power=412.5)
+    assert asked == ["max_memory_allocated", "reset_peak_memory_stats", "power_draw"]
+
+
+def test_without_nvml_the_power_is_unknown_and_not_asked_for(
+    gpu: CudaPlatform, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
+    assert gpu.device_use() == DeviceUse(peak_memory=3 * 2**30, power=None)
+    assert "power_draw" not in asked
+
+
+@pytest.mark.parametrize("error", [NvmlError("Not Supported"), RuntimeError("cuda driver can't be loaded")])
+def test_a_driver_that_does_not_say_leaves_the_power_unknown(
+    gpu: CudaPlatform, asked: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(device: torch.device) -> int:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "power_draw", fails)
+    assert gpu.device_use() == DeviceUse(peak_memory=3 * 2**30, power=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name_and_for_bf16_alone(
+    gpu: CudaPlatform, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert gpu.peak_flops(dtype) == peak
+
+
+def test_a_cpu_says_nothing_of_itself(platform: Any) -> None:
+    assert platform.device_use() is None
+    assert platform.peak_flops("bf16") is None
 
 
 def test_all_of_torch_stays_as_it_was(platform: Any) -> None:

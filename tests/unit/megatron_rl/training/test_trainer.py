@@ -29,7 +29,10 @@ from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import StepStats
 from megatron_rl.metrics.tally import Tally
+from megatron_rl.model.flops import training_flops
+from megatron_rl.platform.api import DeviceUse
 from megatron_rl.run import Run
+from megatron_rl.training import batch as batch_module
 from megatron_rl.training import trainer as trainer_module
 from megatron_rl.training.batch import UpdateBatch, agreed, training_batch
 from megatron_rl.training.trainer import GradientsNotFinite
@@ -202,10 +205,9 @@ def test_of_several_turns_only_what_the_model_said_and_the_mask_takes_is_trained
 ) -> None:
     config, conversations = one_update(grpo), in_two_turns(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), conversations, config)
-    trained_tokens = sum(sum(one.loss_mask) for group in conversations for one in group.trajectories)
-    if grpo.get("overlong", {}).get("mode") != "mask":
-        assert of_loss(stats).tokens == trained_tokens
-    assert stats.batch.answer_tokens > trained_tokens > 0
+    batch = training_batch(conversations, config, 0, CPU)
+    assert of_loss(stats).tokens == batch.lengths[torch.tensor(batch.has_gradient)].sum()
+    assert stats.batch.answer_tokens > batch.lengths.sum() > 0
 
 
 @pytest.mark.parametrize("name", ["token mean", "importance weights", "all at once"])
@@ -306,14 +308,85 @@ def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: An
     run = build_run(tiny_run(), platform, groups)
     before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
     stats = trained(run, equal)
-    assert stats.batch.groups_with_signal == 0
+    assert (stats.batch.groups_with_signal, stats.batch.packed_tokens, stats.loss) == (0, 0, None)
+    assert stats.update.applied == 1
     assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("grpo", "passes"),
+    [
+        ({}, 1),
+        ({"reduction": "sequence"}, 1),
+        ({"overlong": {"mode": "mask"}}, 1),
+        ({"importance_cap": 1.5, "iterations": 2, "global_batch": 8}, 3),
+    ],
+    ids=["token mean", "sequence mean", "cut answers masked", "scored once, trained twice"],
+)
+def test_answers_without_advantage_are_not_run_and_loss_and_gradient_are_as_if_they_were(
+    platform: Any, groups: Any, grpo: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean is over all of them; log-probs of old weights are not scored for them either."""
+    settings = one_update(grpo)
+    still = settings.optimizer.model_copy(update={"learning_rate": 1e-12})  # or Adam makes much of rounding
+    config, batch = settings.model_copy(update={"optimizer": still}), with_equal_rewards_in_every_second(GROUPS)
+    spared, whole = build_run(config, platform, groups), build_run(config, platform, groups)
+    run_tokens = []
+    spared.trainer.policy.register_forward_pre_hook(lambda _, inputs: run_tokens.append(inputs[3].numel()))
+    ours = trained(spared, batch)
+    found = training_batch(batch, config, 0, CPU)
+    monkeypatch.setattr(batch_module, "has_gradient", lambda advantages, carries_loss, grpo: carries_loss >= 0)
+    theirs = trained(whole, batch)
+
+    assert of_loss(ours).loss == pytest.approx(of_loss(theirs).loss, rel=1e-6, abs=1e-6)
+    assert ours.update.grad_norm == pytest.approx(theirs.update.grad_norm, rel=1e-6)
+    for one, other in zip(spared.trainer.policy.parameters(), whole.trainer.policy.parameters(), strict=True):
+        torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-6, atol=1e-6)
+
+    tokens = int(found.lengths[torch.tensor(found.has_gradient)].sum())
+    assert 0 < tokens < found.lengths.sum() / 1.5
+    assert sum(run_tokens) == passes * tokens
+    assert of_loss(ours).tokens == config.grpo.iterations * tokens
+    assert ours.batch.packed_tokens < ours.batch.unpacked_tokens < theirs.batch.unpacked_tokens
+
+
+def with_equal_rewards_in_every_second(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    return [
+        replace(each, trajectories=[replace(one, reward=0.5) for one in each.trajectories]) if number % 2 else each
+        for number, each in enumerate(groups)
+    ]
 
 
 def test_a_batch_whose_answers_were_all_lost_is_no_error(platform: Any, groups: Any) -> None:
     empty = [TrajectoryGroup(each.ordinal, each.problem, [], {"timeout": 4}) for each in GROUPS]
     stats = trained(build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups), empty)
     assert (stats.batch.answers, stats.batch.failed, stats.loss) == (0, 16, None)
+
+
+# What a step takes of the device
+
+
+def test_the_arithmetic_of_a_step_is_that_of_all_its_passes(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of answers that share nothing: each token of a sequence but the last goes in, and sees those up to itself."""
+    config = tiny_run(grpo={"iterations": 3, "kl_beta": 0.1}, training={"tokens_per_microbatch": 1})
+    run = build_run(config, platform, groups)
+    assert trained(run, GROUPS).device is None
+    monkeypatch.setattr(platform, "device_use", lambda: DeviceUse(peak_memory=5, power=None))
+    monkeypatch.setattr(platform, "peak_flops", lambda dtype: 1e12)
+    device = trained(run, GROUPS, 2).device
+    assert device is not None
+    assert (device.peak_memory, device.powers, device.peak_flops) == (5, 0, 1e12)
+    lengths = [len(one.tokens) - 1 for group in GROUPS for one in group.trajectories]
+    once = training_flops(
+        config.model,
+        run.trainer.policy.vocab_size,
+        tokens=sum(lengths),
+        pairs=sum(n * (n + 1) // 2 for n in lengths),
+        predictions=sum(sum(one.loss_mask) for group in GROUPS for one in group.trajectories),
+    )
+    assert device.flops == pytest.approx(3 * once)
 
 
 # A gradient that is not finite
