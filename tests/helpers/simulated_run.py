@@ -285,7 +285,10 @@ class _Policy:
         self.memory = torch.full((STEPS, PROMPTS), -1)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        return {name: ShardedTensor.from_rank_offsets(name, getattr(self, name)) for name in ("weight", "memory")}
+        return {
+            name: ShardedTensor.from_rank_offsets(name, getattr(self, name), replica_id=(0, 0, 0))
+            for name in ("weight", "memory")
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, tensor in state.items():
