@@ -40,25 +40,27 @@ def make_cluster(tmp_path: Path) -> Iterator[MakeCluster]:
 
 def problems_of(cluster: Cluster) -> list[str]:
     """What is wrong with a run that was driven to its end."""
-    cluster.submit("7")
-    if not cluster.drive():
-        cluster.violations.append(f"nobody goes on with it: {cluster.said[-1]}")
-    with cluster.files.aside():
-        return cluster.violations + wrong_in_record(cluster)
+    return _problems(cluster, lambda: [f"nobody goes on with it: {cluster.said[-1]}"])
 
 
 def problems_of_held(cluster: Cluster) -> list[str]:
     """The same of one that may be held, and then is resumed by somebody who has had a look."""
-    cluster.submit("7")
-    if not cluster.drive():
-        if "could not be sent back as intended" not in cluster.said[-1]:
-            cluster.violations.append(f"it is over without a reason: {cluster.said[-1]}")
+
+    def resume() -> list[str]:
+        held = "could not be sent back as intended" in cluster.said[-1]
+        wrong = [] if held else [f"it is over without a reason: {cluster.said[-1]}"]
         cluster.slurm_fault = None
         cluster.submit("20")
-        if not cluster.drive():
-            cluster.violations.append(f"it does not go on when it is resumed: {cluster.said[-1]}")
+        return wrong if cluster.drive() else [*wrong, f"it does not go on when it is resumed: {cluster.said[-1]}"]
+
+    return _problems(cluster, resume)
+
+
+def _problems(cluster: Cluster, where_it_stopped: Callable[[], list[str]]) -> list[str]:
+    cluster.submit("7")
+    wrong = [] if cluster.drive() else where_it_stopped()
     with cluster.files.aside():
-        return cluster.violations + wrong_in_record(cluster)
+        return wrong + cluster.violations + wrong_in_record(cluster)
 
 
 def wrong_in_record(cluster: Cluster) -> list[str]:

@@ -16,7 +16,8 @@ from launcher.host.record.logs import reason_of_container
 
 RUN_S = 900  # for the step itself: a node unpacks the image, and imports from it
 
-# $1: a file to write. What the image prints beside these lines does no harm.
+# For the Python of the container, as text: nothing of it is imported here. $1: a file to write. What the image prints
+# beside these lines does no harm.
 PROGRAM = """
 import os, sys
 print("mrl.cpus=" + ",".join(map(str, sorted(os.sched_getaffinity(0)))))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,14 +58,21 @@ class Checkpoints:
         return True
 
 
-def tried(root: Path, fault: Fault | None) -> tuple[list[Operation], list[str]]:
-    """The operations of a start, and what is wrong after it."""
+@contextmanager
+def checkpoints(root: Path) -> Iterator[tuple[Checkpoints, FaultyFiles]]:
+    """Those of a run, on a file system that may fail."""
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         Clock(patch)
         files = FaultyFiles(root, patch)
         with files.aside():
             made = Checkpoints(root, files)
+        yield made, files
+
+
+def tried(root: Path, fault: Fault | None) -> tuple[list[Operation], list[str]]:
+    """The operations of a start, and what is wrong after it."""
+    with checkpoints(root) as (made, files):
         files.starts()
         files.fail(fault)
         published = made.start()
@@ -111,12 +120,8 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path, record_property, seconds: f
 
 def looked(root: Path, fault: Fault | None) -> tuple[list[Operation], int | None]:
     """The newest checkpoint that is found."""
-    root.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        Clock(patch)
-        files = FaultyFiles(root, patch)
+    with checkpoints(root) as (made, files):
         with files.aside():
-            made = Checkpoints(root, files)
             clean_up(made.run)
         files.starts()
         files.fail(fault)

@@ -6,7 +6,8 @@ import errno
 import fcntl
 import socket
 import subprocess
-import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def test_the_owner_is_named_to_the_next_one(tmp_path: Path) -> None:
     assert owner_of(tmp_path / "lock") is None
 
 
+@contextmanager
+def _living(pass_fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block, however that ends."""
+    with subprocess.Popen(["sleep", "60"], pass_fds=pass_fds) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]"])
 def test_an_owner_whose_words_cannot_be_read_owns_it_all_the_same(tmp_path: Path, content: str) -> None:
     lock = RunLock(tmp_path / "lock", "the supervisor")
@@ -46,12 +57,10 @@ def test_an_owner_whose_words_cannot_be_read_owns_it_all_the_same(tmp_path: Path
 
 def test_what_inherits_the_lock_holds_it(tmp_path: Path) -> None:
     lock = Lock(tmp_path / "lock")
-    child = subprocess.Popen(["sleep", "60"], pass_fds=[lock.descriptor])
-    lock.release()
-    with pytest.raises(IsLocked):
-        Lock(tmp_path / "lock")
-    child.kill()
-    child.wait()
+    with _living(pass_fds=[lock.descriptor]):
+        lock.release()
+        with pytest.raises(IsLocked):
+            Lock(tmp_path / "lock")
     Lock(tmp_path / "lock").release()
 
 
@@ -63,12 +72,10 @@ def test_without_locks_a_run_can_be_had_and_it_is_said(tmp_path: Path, no_locks:
 
 
 def test_without_locks_an_owner_is_one_as_long_as_its_process_lives(tmp_path: Path, no_locks: None) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    owner = LockOwner("the supervisor", child.pid, socket.gethostname(), "today")
-    (tmp_path / "lock").write_text(encode_line(owner) + "\n")
-    assert owner_of(tmp_path / "lock") == owner
-    with pytest.raises(RunIsOwned, match="in use by the supervisor"):
-        RunLock(tmp_path / "lock", "another one")
-    child.kill()
-    child.wait()
+    with _living() as child:
+        owner = LockOwner("the supervisor", child.pid, socket.gethostname(), "today")
+        (tmp_path / "lock").write_text(encode_line(owner) + "\n")
+        assert owner_of(tmp_path / "lock") == owner
+        with pytest.raises(RunIsOwned, match="in use by the supervisor"):
+            RunLock(tmp_path / "lock", "another one")
     assert owner_of(tmp_path / "lock") is None
