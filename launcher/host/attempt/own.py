@@ -155,8 +155,8 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
         job = patiently(lambda: ask.show_job(owner.job_id))
     except SlurmRefused as error:
         return bool(owner.slurm_cluster) and "Invalid job id" in str(error)
-    name, submitted_at = job.get("JobName", ""), time_of(job.get("SubmitTime"))
-    if not is_job_of(owner, job.get("Comment", ""), name, submitted_at, int(job.get("Restarts") or 0)):
+    name, submitted_at, restarts = job.get("JobName", ""), time_of(job.get("SubmitTime")), job.get("Restarts", "")
+    if not is_job_of(owner, job.get("Comment", ""), name, submitted_at, int(restarts) if restarts.isdigit() else 0):
         return bool(owner.slurm_cluster)
     return job.get("JobState") in ENDED
 

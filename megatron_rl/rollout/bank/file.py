@@ -176,6 +176,8 @@ class BankFile:
         self._thread.shutdown(wait=False)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._last is not None and self._last.done():
+            self._last.result()  # no fault of the disk, but of what was to be written: not to be lost in the thread
         self._last = self._thread.submit(self._guarded, work, *arguments)
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:

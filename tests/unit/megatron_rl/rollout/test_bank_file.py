@@ -61,6 +61,15 @@ def test_the_writer_appends_whole_records(tmp_path: Path) -> None:
     assert read(path) == RECORDS
 
 
+def test_a_record_that_cannot_be_made_is_not_lost_in_silence(tmp_path: Path) -> None:
+    file = writer(tmp_path / "some.bank")
+    file.append(record for record in [({"reward": float("nan")}, b"")])
+    with pytest.raises(ValueError, match="JSON"):
+        file.wait(timeout_s=20)
+    with pytest.raises(ValueError, match="JSON"):
+        file.append(RECORDS)
+
+
 def test_a_file_cut_at_any_byte_holds_a_beginning_of_what_was_written(tmp_path: Path) -> None:
     whole = b"".join(encode(*record) for record in RECORDS)
     ends = [len(b"".join(encode(*record) for record in RECORDS[:count])) for count in range(len(RECORDS) + 1)]
