@@ -31,8 +31,10 @@ slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine, g
 	@$(BIN)/python tests/slurm/lab.py shell
 
 bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
+	$(BIN)/python tests/benchmarks/packing.py
 	$(BIN)/python tests/benchmarks/checkpoint_save.py
 	$(BIN)/python tests/benchmarks/preemption.py
+	$(BIN)/python tests/benchmarks/hf_convert.py
 	$(BIN)/python tests/benchmarks/grpo_step.py
 
 lint: $(READY) ## style, format, types

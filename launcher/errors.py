@@ -41,7 +41,7 @@ def show(error: click.ClickException, as_json: bool) -> None:
 
 
 class Unsure(BadInput):
-    """Whether Slurm took a job is not known; the run directory stays as that job, if there is one, needs it."""
+    """Whether Slurm took a job is not known, or it is not on record; the run directory stays as that job needs it."""
 
     exit_code = EXIT_CRASHED
 

@@ -47,7 +47,7 @@ def run_attempt(
     check_supported(config)
     check_installed(config.logging)
     platform = select(config.job, world.local_rank)
-    groups = connect(world, config.job, platform.backend, attempt.address("train"))
+    groups = connect(world, config.job, config.placement.training, platform.backend, attempt.address("train"))
     safe_points = SafePoints(activity, drain, timeline)
     safe_points.connect(groups)
     drain.started()
@@ -75,6 +75,9 @@ def run_attempt(
         with safe_points.phase("drain"):
             leave(run, run_dir)
     save_metrics(run)
+    if outcome == FINISHED:
+        finish_export(run)
+    run.exporter.close()
     run.driver.close()
     write_timeline(run)
     if world.rank == 0:
@@ -115,6 +118,20 @@ def finish(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
         checkpointer.wait(until=time.monotonic() + LOOK_EVERY_S)
         safe_points.poll()
     checkpointer.wait(final=True)
+
+
+def finish_export(run: Run) -> None:
+    """See the exports of a finished run through, which have until save.timeout_s each, unless asked to leave. One that
+    fails is said, and the run is finished all the same. Collective: nobody waits for rank 0 in another collective,
+    which has a limit."""
+    flag = torch.ones(1, dtype=torch.int32)
+    with run.safe_points.phase("save"):
+        while flag.item():
+            asked_to_leave = run.safe_points.poll()
+            flag.fill_(run.exporter.busy and not asked_to_leave)
+            dist.broadcast(flag, src=0, group=run.groups.control)
+            time.sleep(LOOK_EVERY_S * flag.item())
+    save_metrics(run)
 
 
 def leave(run: Run, run_dir: RunDir) -> None:

@@ -5,34 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.registry import build_environment
+from megatron_rl.checkpoint.hf.export import Exporter
+from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, verify
 from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.checkpoint.replicas import share_out_replicas
+from megatron_rl.checkpoint.replicas import sharded_weights
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.writer import MetricsWriter, Writer
+from megatron_rl.model.config import ModelConfig, Recompute
+from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.model.hub import local_folder
+from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
+from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.refit.publish import Refit, SharedWeights
+from megatron_rl.refit.engine import build_engine
+from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
+from megatron_rl.rollout.generation import AgentLoop
 from megatron_rl.training import supervised
 from megatron_rl.training.optimizer import PolicyOptimizer
 from megatron_rl.training.trainer import Trainer
@@ -52,7 +61,8 @@ class Counters:
     policy_version: int = 0
     nonfinite_in_a_row: int = 0
     initial_weights: str | None = None
-    """Digest of the checkpoint that the run began with (`model.checkpoint`), where it began with one."""
+    """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run began with, where it
+    began with some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +74,11 @@ class Models:
     reference: Policy | None
     """Initial weights, for the KL penalty."""
     platform: Platform
+    groups: Groups
 
     def sharded_state(self) -> dict[str, Any]:
         """Weights, optimizer and random numbers in megatron-core's sharded form."""
-        model = self.policy.sharded_state_dict()
-        share_out_replicas(model, parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+        model = sharded_weights(self.policy, self.groups.data, self.groups.expert_data)
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
         return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}
 
@@ -78,7 +88,7 @@ class Models:
         if checkpoint.manifest.world_size != dist.get_world_size():
             # The states are those of other ranks. Nothing that training draws rests on them: see inference/sampling.
             del wanted["rng"]
-        state, _ = read(checkpoint, wanted)
+        state, _ = read(checkpoint, wanted, self.groups.data, self.groups.expert_data)
         self.policy.load_state_dict(state["model"])
         self.optimizer.load_state(state["optimizer"])
         if "rng" in state:
@@ -101,6 +111,7 @@ class Run:
     refit: Refit
     driver: RolloutDriver
     checkpointer: Checkpointer
+    exporter: Exporter
     writer: Writer
     step: int
     """The last one that is done."""
@@ -129,7 +140,7 @@ class Run:
         """Greedy accuracy on the environment's evaluation sets, and how it was asked for. Collective."""
         asked = self.environment.prompt_format
         accuracies = evaluate(
-            self.environment, self.engine, self.config, self.groups, self.safe_points, self.driver.runner
+            self.environment, self.engine, self.config, self.groups, self.safe_points, self.driver.loop
         )
         return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
@@ -164,18 +175,22 @@ def set_up(
         policy_version=counters.policy_version,
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
-    engine = Engine(models.policy, config.model, config.inference, tokenizer.eos_id, config.training.sequence_length)
-    refit = SharedWeights(engine)
+    placement, timeout = config.placement, timedelta(seconds=config.job.collective_timeout_s)
+    ranks = EngineRanks.form(groups, placement.inference.tp or placement.training.tp, timeout)
+    engine, refit = build_engine(models.policy, config, tokenizer.vocab_size, tokenizer.eos_id, platform, groups, ranks)
     refit.publish(counters.policy_version)
-    bank = open_bank(
-        run_dir,
-        attempt.number,
-        config,
-        groups.data,
-        step=counters.step,
-        policy_version=counters.policy_version,
-        next_ordinal=counters.next_ordinal,
-    )
+    bank = None
+    if ranks.drives:
+        bank = open_bank(
+            run_dir,
+            attempt.number,
+            config,
+            ranks,
+            step=counters.step,
+            policy_version=counters.policy_version,
+            next_ordinal=counters.next_ordinal,
+        )
+    loop = AgentLoop(ranks, engine, safe_points, asyncio.Runner())
     writer = Writer()
     if dist.get_rank() == 0:
         writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)
@@ -190,8 +205,9 @@ def set_up(
         trainer=trainer,
         engine=engine,
         refit=refit,
-        driver=RolloutDriver(environment, engine, bank, config, groups, safe_points, asyncio.Runner()),
+        driver=RolloutDriver(environment, engine, bank, config, groups, safe_points, loop),
         checkpointer=checkpointer,
+        exporter=Exporter(run_dir, config.save, leads=dist.get_rank() == 0),
         writer=writer,
         step=counters.step,
         next_ordinal=counters.next_ordinal,
@@ -210,24 +226,24 @@ def build_models(
     *,
     resumes: bool,
 ) -> tuple[Models, str | None]:
-    """The models before the first step, and the digest of the checkpoint that they began with, where it was read.
+    """The models before the first step, and the digest of what they began with, where it was read.
 
     resumes: whether they are about to be restored. Then the initial weights are needed for the KL penalty alone, and
         without one the run depends no longer on where they came from.
     """
-    platform.seed(config.model.supervised.seed if config.model.init == "supervised" else config.model.init_seed)
-    policy = build_policy(config.model, tokenizer.vocab_size, platform, config.training.recompute)
+    platform.seed(initial_seed(config.model))
+    policy = build_part(config, tokenizer, platform, config.training.recompute)
     penalised = config.grpo.kl_beta > 0
     digest = None
     if not resumes or penalised:
         digest = load_initial_weights(policy, config, environment, tokenizer, platform, groups, safe_points)
     safe_points.agree()
-    share_weights(policy, groups.data)  # before anything is copied from them
+    share_weights(policy, groups)  # before anything is copied from them
     reference = frozen_copy(policy, config, tokenizer, platform) if penalised else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
     torch.manual_seed(config.training.seed)
-    return Models(policy, optimizer, reference, platform), digest
+    return Models(policy, optimizer, reference, platform, groups), digest
 
 
 def load_initial_weights(
@@ -239,34 +255,80 @@ def load_initial_weights(
     groups: Groups,
     safe_points: SafePoints,
 ) -> str | None:
-    """Put the weights training starts from in the place of the random ones. Returns the digest of the checkpoint that
-    they are from, None where they are from none."""
+    """Put the weights training starts from in the place of the random ones. Returns the digest of the checkpoint or
+    files that they are from, None where they are from none.
+
+    Weights that are random, or were taught from random ones, are made as one rank alone makes them, all of them on each
+    rank, so that a run begins with the same ones in every layout.
+    """
     model = config.model
-    if model.init == "supervised":
-        safe_points.activity.enter("teaching the base model", 0)
-        supervised.teach(policy, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
+    if model.init == "huggingface":
+        assert model.huggingface is not None  # checked by the configuration
+        safe_points.activity.enter("reading the published weights", 0)
+        try:
+            folder = local_folder(model.huggingface, "model.huggingface", CONFIG_FILE)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        return load_pretrained(policy, model, folder)
+    if model.init in ("from-scratch", "supervised"):
+        whole = policy
+        if groups.in_step:
+            platform.seed(initial_seed(model))
+            whole = build_policy(model, tokenizer.vocab_size, platform, groups=groups_of_one())
+        if model.init == "supervised":
+            safe_points.activity.enter("teaching the base model", 0)
+            supervised.teach(whole, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)
+        if whole is not policy:
+            copy_part(whole, policy)
     if model.init != "checkpoint":
         return None
     assert model.checkpoint is not None  # checked by the configuration
     try:
         checkpoint = verify(Path(model.checkpoint), groups.control)
-        state, _ = read(checkpoint, {"model": policy.sharded_state_dict()})
+        weights = sharded_weights(policy, groups.data, groups.expert_data)
+        state, _ = read(checkpoint, {"model": weights}, groups.data, groups.expert_data)
     except CheckpointError as error:
         raise ConfigurationError(f"model.checkpoint: {error}") from error
     policy.load_state_dict(state["model"])
     return checkpoint.manifest.digest
 
 
-def share_weights(policy: Policy, data: dist.ProcessGroup) -> None:
-    """Give all ranks of `data`, which hold the same part of the model, the weights of the first. Each may have made its
-    own, and a GPU adds up in any order: what differs at the beginning would differ for ever. Collective."""
+def share_weights(policy: Policy, groups: Groups) -> None:
+    """Give all ranks that hold the same weights those of the first of them. Each may have made its own, and a GPU adds
+    up in any order: what differs at the beginning would differ for ever. Collective."""
     for weight in policy.parameters():
-        dist.broadcast(weight.detach(), group=data, group_src=0)
+        # The attributes are megatron-core's: `allreduce` is false of experts that not all replicas have.
+        holders = [groups.data if getattr(weight, "allreduce", True) else groups.expert_data]
+        if not getattr(weight, "tensor_model_parallel", False):
+            holders.append(groups.tensor)
+        if getattr(weight, "shared_embedding", False):
+            holders.append(policy.pg_collection.embd)
+        for group in holders:
+            dist.broadcast(weight.detach(), group=group, group_src=0)
+
+
+def initial_seed(model: ModelConfig) -> int:
+    """Of the random weights that a run begins with."""
+    return model.supervised.seed if model.init == "supervised" else model.init_seed
+
+
+def build_part(config: RunConfig, tokenizer: Tokenizer, platform: Platform, recompute: Recompute = "none") -> Policy:
+    """This rank's part of a model of the recipe's shape, with random weights.
+
+    Raises ConfigurationError where the layout does not fit the model.
+    """
+    sequence_parallel = config.placement.training.sequence_parallel
+    if config.model.num_experts is not None and config.placement.training.tp > 1 and not sequence_parallel:
+        raise ConfigurationError(
+            f"placement.training.tp {config.placement.training.tp} with model.num_experts needs "
+            "placement.training.sequence_parallel: else every tensor-parallel rank would send the experts all tokens"
+        )
+    return build_policy(config.model, tokenizer.vocab_size, platform, recompute, sequence_parallel=sequence_parallel)
 
 
 def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:
     """The same weights in a model of its own, without gradients."""
-    copy = build_policy(config.model, tokenizer.vocab_size, platform)
+    copy = build_part(config, tokenizer, platform)
     copy.load_state_dict(policy.state_dict())
     return copy.requires_grad_(False)
 
@@ -276,8 +338,9 @@ def restore(
 ) -> Counters:
     """Restore the models from the newest good checkpoint, if the run has any, and say how far it is. Collective.
 
-    initial_weights: digest of `model.checkpoint` as it is now, where it was read. Raises ConfigurationError where the
-        run began with another one: the KL penalty would be towards weights that are not its own.
+    initial_weights: digest of `model.checkpoint` or `model.huggingface` as it is now, where it was read. Raises
+        ConfigurationError where the run began with another one: the KL penalty would be towards weights that are not
+        its own.
     """
     safe_points.activity.enter("loading the checkpoint", 0)
     with safe_points.timeline.phase("load"):
@@ -287,8 +350,8 @@ def restore(
     counters = Counters(**checkpoint.manifest.meta)
     if initial_weights is not None and initial_weights != counters.initial_weights:
         raise ConfigurationError(
-            "model.checkpoint is not what this run began with, and the KL penalty (grpo.kl_beta) is towards that: "
-            "bring it back, or start another run"
+            "model.checkpoint (or huggingface) is not what this run began with, and the KL penalty (grpo.kl_beta) is "
+            "towards that: bring it back, or start another run"
         )
     logger.info("going on after step %d", counters.step)
     return counters

@@ -12,20 +12,14 @@ from megatron_rl.errors import ConfigurationError
 def not_yet(config: RunConfig) -> list[str]:
     """What is missing to run this recipe, one sentence each with key and value; empty where nothing is."""
     model, training, inference = config.model, config.placement.training, config.placement.inference
-    alone = "every rank holds the whole policy so far; only 1 runs"
     missing: list[tuple[str, object, object, str]] = [
         ("placement.mode", config.placement.mode, "colocated", "so far all ranks train and generate in turn"),
-        ("placement.training.tp", training.tp, 1, alone),
-        ("placement.training.pp", training.pp, 1, alone),
-        ("placement.training.cp", training.cp, 1, alone),
-        ("placement.training.ep", training.ep, 1, alone),
-        ("placement.training.sequence_parallel", training.sequence_parallel, False, "it comes with tp > 1"),
-        ("placement.inference.tp", inference.tp or 1, 1, alone),
-        ("placement.inference.pp", inference.pp, 1, alone),
-        ("model.num_experts", model.num_experts, None, "layers have one feed-forward network so far"),
+        ("placement.training.cp", training.cp, 1, "a sequence is on one rank of its stage so far; only 1 runs"),
+        ("placement.inference.pp", inference.pp, 1, "a rank generates with its part of every layer; only 1 runs"),
     ]
-    if model.init == "huggingface":
-        missing.append(("model.init", model.init, None, "weights in Hugging Face's format cannot be read so far"))
+    if inference.tp not in (None, training.tp) and inference.tp > model.num_query_groups:
+        why = f"more ranks than model.num_query_groups {model.num_query_groups} share heads as those of training only"
+        missing.append(("placement.inference.tp", inference.tp, training.tp, why))
     return [f"{key} {value} is not supported yet: {why}" for key, value, can, why in missing if value != can]
 
 

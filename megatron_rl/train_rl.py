@@ -10,6 +10,7 @@ import logging
 import time
 from contextlib import suppress
 
+from megatron_rl.checkpoint.hf.export import Exported
 from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
@@ -60,6 +61,7 @@ def train_step(run: Run) -> None:
         policy_version=run.trainer.policy_version,
         dropped=batch.dropped,
         failures=batch.failures,
+        refit_bytes=run.refit.moved_bytes,
     )
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
     run.writer.step(step, metrics | save_metrics(run))
@@ -90,21 +92,28 @@ def save(run: Run) -> None:
 def begin_save(run: Run) -> None:
     """Block for the copy to the host's memory."""
     run.writer.sync()
-    run.driver.bank.begin_checkpoint(run.step, run.next_ordinal)
+    run.driver.begin_checkpoint(run.step, run.next_ordinal)
     run.checkpointer.save(run.step, run.sharded_state(), run.counters())
     run.saved = run.step
 
 
 def save_metrics(run: Run) -> dict[str, float]:
-    """What became of the checkpoints begun in earlier steps. One that failed is logged and counted, no more: the one
-    before it is untouched."""
+    """What became of the checkpoints begun in earlier steps, and of exports. One that failed is logged and counted, no
+    more: the one before it is untouched."""
     metrics: dict[str, float] = {}
     for outcome in run.checkpointer.poll():
         if isinstance(outcome, Published):
             logger.info("checkpoint of step %d published, %d bytes", outcome.step, outcome.bytes)
-            run.driver.bank.end_checkpoint(outcome.step)
+            run.driver.end_checkpoint(outcome.step)
             metrics |= {"time/save_blocked_s": outcome.blocked_s, "time/save_s": outcome.total_s}
         else:
             logger.warning("%s", outcome)
             metrics["system/failed_saves"] = metrics.get("system/failed_saves", 0) + 1
+    for export in run.exporter.poll():
+        if isinstance(export, Exported):
+            logger.info("checkpoint of step %d exported to Hugging Face's format", export.step)
+            metrics["time/export_s"] = export.seconds
+        else:
+            logger.warning("%s", export)
+            metrics["system/failed_exports"] = metrics.get("system/failed_exports", 0) + 1
     return metrics

@@ -90,8 +90,11 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         "PYTHONPATH": ":".join(os.path.normpath(code / part) for part in snapshot.pythonpath),
     }
     click.echo(f"{host}, job {job.job_id}: beside rank {rank} of {role}", err=True)
-    os.chdir(code)
-    os.execvpe(line[0], line, {**os.environ, **variables})
+    try:
+        os.chdir(code)
+        os.execvpe(line[0], line, {**os.environ, **variables})
+    except OSError as error:
+        raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
 
 
 def _known(found: Found[T], run: str) -> T:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
+
+from launcher.recipe.shipped import shipped_recipes
 
 PROGRAMS = ("mrl", "mrl-submit")
 
@@ -32,10 +33,7 @@ def command(shell: str) -> None:
 
 def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Shipped recipes, and files."""
-    names = sorted(
-        Path(entry.name).stem for entry in files("launcher.recipe.shipped").iterdir() if entry.name.endswith(".yaml")
-    )
-    found = [CompletionItem(name) for name in names if name.startswith(begun)]
+    found = [CompletionItem(name) for name in shipped_recipes() if name.startswith(begun)]
     return found or [CompletionItem(begun, type="file")]
 
 
@@ -52,11 +50,10 @@ def complete_override(context: click.Context, parameter: click.Parameter, begun:
 def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """Names of runs, the newest first, and directories."""
     from launcher.errors import BadInput
-    from launcher.runs.find import newest_first, submissions
+    from launcher.runs.find import newest_first
 
     try:
-        named = [(Path(entry.run_dir).name, entry.cluster) for entry in newest_first(submissions())]
+        found = [CompletionItem(Path(entry.run_dir).name, help=entry.cluster) for entry in newest_first(begun)]
     except BadInput:  # the index cannot be read: directories are still there
-        named = []
-    found = [CompletionItem(name, help=cluster) for name, cluster in named if name.startswith(begun)]
+        found = []
     return found or [CompletionItem(begun, type="dir")]

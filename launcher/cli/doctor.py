@@ -26,7 +26,7 @@ from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import Cache, Need, needs
+from launcher.fetch.prefetch import absent, known_caches
 from launcher.plan.gpu_memory import checkpoint_bytes, vocabulary
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
@@ -66,9 +66,10 @@ def command(
     deep: bool,
     as_json: bool,
 ) -> None:
-    asked = load_recipe(recipe, overrides) if recipe else None
+    clusters = load_clusters()
+    asked = load_recipe(recipe, overrides, known_caches(clusters)) if recipe else None
     config = asked.config if asked else None
-    name, profile = load_clusters().choose_profile(cluster, config.cluster if config else None)
+    name, profile = clusters.choose_profile(cluster, config.cluster if config else None)
     findings = on_cluster(asked, profile, deep) if profile else on_this_machine(config)
     counts = Counter(finding.level for finding in findings)
     if as_json:
@@ -107,7 +108,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         node=node,
         rank=rank,
         missing_secrets=tuple(name for name in profile.secrets if not os.environ.get(name)),
-        missing_files=tuple(missing_files(config, profile)) if config and run_root.measured else (),
+        missing_files=tuple(absent(config, profile)) if config and run_root.measured else (),
         checkpoint_bytes=checkpoint_size(config),
         refusals=tuple(refusals(recipe, profile)) if recipe else (),
     )
@@ -122,12 +123,6 @@ def refusals(recipe: Recipe, profile: Profile) -> list[str]:
     except BadInput as refused:
         return [*refused.problems, *missing]
     return missing
-
-
-def missing_files(config: RunConfig, profile: Profile) -> list[Need]:
-    """What the run reads and the cluster has not yet."""
-    cache = Cache.of(profile)
-    return [need for need in needs(config, profile) if cache.find(need) is None]
 
 
 def checkpoint_size(config: RunConfig | None) -> int | None:

@@ -29,7 +29,7 @@ def _run(module: str) -> NoReturn:
     except FileNotFoundError:
         print("error: the current directory was removed; cd to another one", file=sys.stderr)
         sys.exit(EXIT_USAGE)
-    gc.set_threshold(50_000)  # loading makes many objects and drops few: looking for garbage takes a twentieth of it
+    gc.set_threshold(200_000)  # loading makes many objects and drops few: looking for garbage takes a twentieth of it
     try:
         from importlib import import_module
 
@@ -51,6 +51,8 @@ def _run(module: str) -> NoReturn:
             raise
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(EXIT_LOST)
+    finally:
+        gc.freeze()  # or the interpreter looks twice more at all that was loaded before it leaves
 
 
 def _output_is_lost() -> bool:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import entry_points
 
 import click
 
-from megatron_rl.agent.registry import GROUP
+from megatron_rl.agent.registry import registered
 
 
 @click.command("environments", short_help="List the registered environments.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: {environments: [{name, value, package}]}.")
 def command(as_json: bool) -> None:
     """List the registered environments and where each one comes from."""
-    found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    found = sorted(registered(), key=lambda entry: entry.name)
     if as_json:
         rows = [{"name": one.name, "value": one.value, "package": one.dist and one.dist.name} for one in found]
         click.echo(json.dumps({"environments": rows}, indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -29,12 +30,10 @@ def command(
     overrides: tuple[str, ...],
     run_dir: Path | None,
     cluster: str | None,
-    update_code: bool,
     trust: bool,
     dry_run: bool,
-    detach: bool,
-    follow: bool,
     as_json: bool,
+    **others: Any,
 ) -> None:
     """Start a new run from the checkpoint that RUN wrote after STEP (default: its newest), with other values.
 
@@ -65,11 +64,9 @@ def command(
             recipe=str(run.resolved),
             cluster=cluster or fork.recipe.config.cluster or "local",
             run_dir=run.root,
-            detach=detach,
-            follow=follow,
-            as_json=as_json,
-            update_code=update_code,
             trust=trust,
+            as_json=as_json,
+            **others,
         )
         code = launch(request)
     context.exit(code)

@@ -44,7 +44,7 @@ def command(
     The role `batch` is the output of the batch script, one file for all attempts. Ctrl-C ends --follow, not the run.
 
     \b
-    Exit codes: 0 printed  1 there is no log yet  2 bad usage: no such run, attempt, role or rank
+    Exit codes: 0 printed  1 there is no log yet, or it cannot be read  2 bad usage: no such run, attempt, role or rank
     """
     from launcher.cli.show.log_lines import LogFollower, log_files, missing
     from launcher.errors import BadInput, Failed
@@ -72,11 +72,14 @@ def command(
         click.echo()
     except BrokenPipeError:  # `mrl logs | head`
         sys.stderr.close()
-    except PermissionError as error:  # a run of somebody else
+    except OSError as error:
+        if error.filename is None:  # it is our output that is not taken
+            raise
         raise Failed(f"{found.root.name}: {error.filename}: {error.strerror}") from error
 
 
 def _follow(log: LogFollower, as_json: bool) -> None:
+    from launcher.errors import Failed
     from launcher.runs.state import read_statuses
 
     asked_at = float("-inf")
@@ -86,12 +89,21 @@ def _follow(log: LogFollower, as_json: bool) -> None:
             asked_at = time.monotonic()
             alive = read_statuses([log.run])[0].alive
         time.sleep(TICK)
-        _print(log, as_json)
+        try:
+            _print(log, as_json)
+        except Failed:
+            if not alive:
+                raise
 
 
 def _print(log: LogFollower, as_json: bool) -> int:
-    count = 0
-    for line in log.poll():
-        count += 1
+    """Print what is new; the number of lines. Raises Failed where it cannot be read, now."""
+    from launcher.errors import Failed
+
+    try:
+        found = list(log.poll())
+    except OSError as error:
+        raise Failed(f"{log.run.root.name}: {error.filename or log.path}: {error.strerror}") from error
+    for line in found:
         click.echo(json.dumps(line._asdict()) if as_json else line.line)
-    return count
+    return len(found)

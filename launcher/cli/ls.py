@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import islice
 from typing import Any
 
 import click
@@ -22,21 +23,30 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     Exit codes: 0 listed  2 bad usage
     """
     from launcher.cli.show.history import newest_line, number
-    from launcher.runs.find import newest_first, submissions
+    from launcher.runs.find import at_once, newest_first
     from launcher.runs.state import read_statuses
     from megatron_rl.contract.paths import RunDir
+    from megatron_rl.contract.records import Unreadable, if_readable
 
-    entries = newest_first(submissions())
-    shown = entries if every else entries[:limit]
+    problems: list[str] = []
+    entries = newest_first(unread=problems)
+    shown = list(islice(entries, None if every else limit))
+    statuses = read_statuses([RunDir(one.run_dir) for one in shown])
+    newest = at_once(newest_line, [one.run.metrics for one in statuses])
+    for status, step in zip(statuses, newest, strict=True):
+        found = [*status.unread, *([str(step)] if isinstance(step, Unreadable) else [])]
+        problems += [f"{status.name}: {problem}" for problem in found]
+    for problem in problems:
+        click.echo(f"note: {problem}", err=True)
     rows: list[dict[str, Any]] = []
-    for entry, status in zip(shown, read_statuses([RunDir(one.run_dir) for one in shown]), strict=True):
-        last = newest_line(status.run.metrics)
+    for entry, status, step in zip(shown, statuses, newest, strict=True):
+        last = if_readable(step)
         rows.append(
             {
                 "run": status.name,
                 "run_dir": entry.run_dir,
                 "state": status.state,
-                "step": last.step if last else 0,
+                "step": None if isinstance(step, Unreadable) else last.step if last else 0,
                 "steps": status.steps or None,
                 "last_reward": number(last, "mean_reward") if last else None,
                 "cluster": status.cluster or entry.cluster,
@@ -54,10 +64,10 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     for row in rows:
         reward = "-" if row["last_reward"] is None else f"{row['last_reward']:.3f}"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["submitted"]))
-        step = f"{row['step']}/{row['steps'] or '?'}"
-        table.append((row["run"], row["state"], step, reward, row["cluster"], row["job"] or "-", when))
+        done = f"{'?' if row['step'] is None else row['step']}/{row['steps'] or '?'}"
+        table.append((row["run"], row["state"], done, reward, row["cluster"], row["job"] or "-", when))
     widths = [max(len(line[column]) for line in table) for column in range(len(COLUMNS))]
     for line in table:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    if len(entries) > len(shown):
-        click.echo(f"and {len(entries) - len(shown)} older ones: mrl ls --all")
+    if next(entries, None) is not None:
+        click.echo("and older ones: mrl ls --all")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import click
 
@@ -33,7 +33,8 @@ else on stderr. --dry-run --script > job.sbatch && sbatch job.sbatch does the sa
 \b
 Exit codes:
   0    finished, now or before; submitted; with --detach: started
-  1    crashed, or killed before it could save; Slurm did not say whether it took the job (the run directory stays)
+  1    crashed, or killed before it could save; Slurm did not say whether it took the job, or it took it and the disk
+       did not take its id (the run directory stays)
   2    the recipe, an argument, the run directory or the cluster does not allow it; nothing was changed
   130  interrupted and saved: the printed command goes on with it; with --follow: stopped watching, the job goes on
 """
@@ -75,44 +76,8 @@ Exit codes:
 @click.option("--in-allocation", is_flag=True, help="Run the script in the salloc or job that this shell is in.")
 @click.version_option(package_name="mrl", message="%(prog)s %(version)s")
 @click.pass_context
-def main(
-    context: click.Context,
-    recipe: str,
-    overrides: tuple[str, ...],
-    cluster: str | None,
-    run_dir: Path | None,
-    change: bool,
-    trust: bool,
-    dry_run: bool,
-    script: bool,
-    as_json: bool,
-    test_only: bool,
-    detach: bool,
-    follow: bool,
-    after: tuple[str, ...],
-    max_running: int | None,
-    yes: bool,
-    in_allocation: bool,
-) -> None:
+def main(context: click.Context, **options: Any) -> None:
     from launcher.cli.submit.launch import launch  # not needed to complete a command line
     from launcher.cli.submit.request import Request
 
-    request = Request(
-        recipe=recipe,
-        overrides=overrides,
-        cluster=cluster,
-        run_dir=run_dir,
-        change=change,
-        trust=trust,
-        dry_run=dry_run,
-        script=script,
-        as_json=as_json,
-        test_only=test_only,
-        detach=detach,
-        follow=follow,
-        after=after,
-        max_running=max_running,
-        yes=yes,
-        in_allocation=in_allocation,
-    )
-    context.exit(launch(request))
+    context.exit(launch(Request(**options)))

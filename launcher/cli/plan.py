@@ -7,6 +7,7 @@ import json
 import click
 
 from launcher.cluster.choice import load_clusters
+from launcher.fetch.prefetch import known_caches
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import load_recipe
 
@@ -21,8 +22,9 @@ def command(recipe: str, overrides: tuple[str, ...], cluster: str | None, as_jso
 
     RECIPE is the name of a shipped recipe or a YAML file. Exit code 2: the layout is impossible.
     """
-    asked = load_recipe(recipe, overrides)
-    name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
+    clusters = load_clusters()
+    asked = load_recipe(recipe, overrides, known_caches(clusters))
+    name, profile = clusters.choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     summary = plan_json(asked.config, plan, profile)
     if as_json:

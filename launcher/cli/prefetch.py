@@ -8,10 +8,13 @@ from pathlib import Path
 
 import click
 
-from launcher.cluster.choice import load_clusters
-from launcher.fetch.prefetch import Cache, Need, fetch, needs
+from launcher.cluster.choice import Clusters, load_clusters
+from launcher.fetch.prefetch import Cache, Need, fetch, known_caches, needs
 from launcher.recipe.load import load_recipe
+from launcher.recipe.published import ShapeUnknown
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.model.config import is_prefetched
 
 
 @click.command("prefetch", short_help="Fetch what a recipe needs to where jobs find it.")
@@ -36,8 +39,12 @@ def command(
       1  something could not be fetched; with --check: something is missing
       2  the recipe or an argument cannot be used
     """
-    config = load_recipe(recipe, overrides).config
-    name, profile = load_clusters().choose_profile(cluster, config.cluster)
+    clusters = load_clusters()
+    try:
+        config = load_recipe(recipe, overrides, known_caches(clusters)).config
+    except ShapeUnknown as unknown:
+        config = _with_its_model(unknown, recipe, overrides, cluster, clusters, check)
+    name, profile = clusters.choose_profile(cluster, config.cluster)
     cache, wanted = Cache.of(profile), needs(config, profile)
     if not check:
         for need in wanted:
@@ -51,6 +58,19 @@ def command(
         for line in table(found):
             click.echo(line)
     context.exit(EXIT_FINISHED if all(found.values()) else EXIT_CRASHED)
+
+
+def _with_its_model(
+    unknown: ShapeUnknown, recipe: str, overrides: tuple[str, ...], cluster: str | None, clusters: Clusters, check: bool
+) -> RunConfig:
+    """The recipe, read once more after the model is fetched that says what it leaves out."""
+    cache = Cache.of(clusters.choose_profile(cluster, unknown.cluster)[1])
+    need = Need("model", unknown.model)
+    if check or not is_prefetched(need.name):
+        raise unknown
+    click.echo(f"fetching {need}", err=True)
+    fetch(need, cache)
+    return load_recipe(recipe, overrides, [cache.huggingface]).config
 
 
 def table(found: Mapping[Need, Path | None]) -> list[str]:

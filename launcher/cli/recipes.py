@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from launcher.recipe.load import Recipe, load_recipe, shipped_recipes
+from launcher.recipe.load import Recipe, load_recipe
+from launcher.recipe.shipped import shipped_recipes
 
 
 @click.command("recipes", short_help="List the recipes that can be submitted by name.")

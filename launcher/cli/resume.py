@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from launcher.cli.completion import complete_override, complete_run
@@ -29,18 +31,7 @@ Exit codes: as of mrl-submit; 2 also where a live job owns the run
 @click.option("--follow", is_flag=True, help="Stay and watch the Slurm job.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
 @click.pass_context
-def command(
-    context: click.Context,
-    run: str,
-    overrides: tuple[str, ...],
-    update_code: bool,
-    cluster: str | None,
-    trust: bool,
-    dry_run: bool,
-    detach: bool,
-    follow: bool,
-    as_json: bool,
-) -> None:
+def command(context: click.Context, run: str, overrides: tuple[str, ...], cluster: str | None, **others: Any) -> None:
     from launcher.cli.submit.launch import launch
     from launcher.cli.submit.request import Request
     from launcher.runs.find import find
@@ -55,11 +46,6 @@ def command(
         cluster=cluster or str(resolved_values(found).get("cluster") or "local"),
         run_dir=found.root,
         change=bool(overrides),
-        trust=trust,
-        dry_run=dry_run,
-        as_json=as_json,
-        detach=detach,
-        follow=follow,
-        update_code=update_code,
+        **others,
     )
     context.exit(launch(request))

@@ -28,19 +28,22 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
     Goodput is the share of the GPU time held (not of the queue) that went into generation, rewards, log-probs,
     training, refit and evaluation of steps that stayed. What had to be repeated, and what nobody can tell, is lost.
     \b
-    Exit codes: 0 told  2 there is no such run  3 unknown or unreadable: what else can be found out is shown
+    Exit codes: 0 told  2 there is no such run  3 unknown, or a part cannot be read: what else can be found out is shown
     """
     from launcher.cli.show.status import status_json, status_lines  # not needed to complete a command line
     from launcher.errors import BadInput
-    from launcher.runs.find import find, newest_first, submissions
+    from launcher.runs.find import find, newest_first
     from launcher.runs.state import UNSURE, read_statuses
     from megatron_rl.contract.paths import RunDir
 
     if every and run is not None:
         raise BadInput("--all: and a RUN: give one of them")
     if every:
-        entries = newest_first(submissions())
-        statuses = [one for one in read_statuses([RunDir(entry.run_dir) for entry in entries]) if one.alive]
+        problems: list[str] = []
+        runs = [RunDir(entry.run_dir) for entry in newest_first(unread=problems)]
+        for problem in problems:
+            click.echo(f"note: {problem}", err=True)
+        statuses = [one for one in read_statuses(runs) if one.alive]
     else:
         statuses = read_statuses([find(run)])
     told: list[dict[str, Any]] = [status_json(one) for one in statuses]
@@ -48,4 +51,5 @@ def command(context: click.Context, run: str | None, every: bool, as_json: bool)
         click.echo(json.dumps({"runs": told} if every else told[0]))
     else:
         click.echo("\n\n".join("\n".join(status_lines(one)) for one in told) or "no run is queued or running")
-    context.exit(EXIT_UNKNOWN if any(one.state in UNSURE for one in statuses) else EXIT_FINISHED)
+    unsure = any(one.state in UNSURE for one in statuses) or any(one["unread"] for one in told)
+    context.exit(EXIT_UNKNOWN if unsure else EXIT_FINISHED)

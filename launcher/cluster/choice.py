@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,9 @@ from launcher.recipe.problems import Locate, validation_problems
 
 LOCAL = "local"
 """Not a profile: this machine, without Slurm."""
+
+SHIPPED = Path(__file__).with_name("shipped")
+"""Directory of the profiles that come with mrl."""
 
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
@@ -85,7 +87,7 @@ class Clusters:
         if name in self.own:
             return _expanded(self.own[name], self.environ, lambda path: self._locate((name, *path)))
         file = f"{name}.yaml"
-        document = read_mapping(file, (files("launcher.cluster.shipped") / file).read_text(encoding="utf-8"), "keys")
+        document = read_mapping(file, (SHIPPED / file).read_text(encoding="utf-8"), "keys")
         return _expanded(Profile.model_validate(document.value), self.environ, locator(file, document))
 
     def _check(self, source: str, name: str) -> None:
@@ -109,8 +111,7 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
     """
     asked = path or (Path(environ["MRL_CLUSTERS"]) if environ.get("MRL_CLUSTERS") else None)
     file = asked or _config_home(environ) / "mrl" / "clusters.yaml"
-    entries = (entry.name for entry in files("launcher.cluster.shipped").iterdir())
-    shipped = tuple(sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml")))
+    shipped = tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
     try:
         there = asked is not None or file.exists()
     except OSError as error:

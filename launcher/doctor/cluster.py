@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.backends.slurm.parse import Fields, Gres, gres, oneliners, options, settings, table, version
 from launcher.cluster.profile import Profile
+from launcher.host.slurm.formats import time_limit_s
 
 OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "maint", "unknown", "future", "error")
 
@@ -49,6 +50,8 @@ class Cluster:
     reservations: Mapping[str, Fields]
     enforced: frozenset[str] = field(default_factory=frozenset)
     """AccountingStorageEnforce: which of the recorded limits are kept."""
+    unclear: tuple[str, ...] = ()
+    """What was left out because it is no time of Slurm's: `partition gold: MaxTime=soon`."""
 
     @property
     def version(self) -> tuple[int, int, int] | None:
@@ -85,19 +88,39 @@ class Target:
 def read_cluster(facts: SlurmFacts) -> Cluster:
     """Understand what was collected; texts that are missing leave empty places."""
     config = settings(facts.config.text)
-    partitions = [row for row in oneliners(facts.partitions.text) if "PartitionName" in row]
-    associations = table(facts.associations.text) if facts.associations.known else []
+    unclear: list[str] = []
+
+    def understood(rows: Iterable[Fields], name: str, what: str, times: Sequence[str]) -> list[Fields]:
+        return [_with_times(row, f"{what} {row[name]}", times, unclear) for row in rows if name in row]
+
+    partitions = understood(oneliners(facts.partitions.text), "PartitionName", "partition", ("DefaultTime", "MaxTime"))
+    qos = understood(table(facts.qos.text), "Name", "QOS", ("MaxWall", "GraceTime", "PreemptExemptTime"))
+    associations = understood(table(facts.associations.text), "Cluster", "an association on", ("MaxWall",))
     reservations = [row for row in oneliners(facts.reservations.text) if "ReservationName" in row]
     return Cluster(
         client=version(facts.version.text),
         config=config,
         partitions={row["PartitionName"]: row for row in partitions},
         nodes=_nodes(facts.nodes.text),
-        qos={row["Name"]: row for row in table(facts.qos.text)} if facts.qos.known else None,
-        associations=[row for row in associations if row.get("Cluster") == config.get("ClusterName")],
+        qos={row["Name"]: row for row in qos} if facts.qos.known else None,
+        associations=[row for row in associations if row["Cluster"] == config.get("ClusterName")]
+        if facts.associations.known
+        else [],
         reservations={row["ReservationName"]: row for row in reservations},
         enforced=frozenset(options(config.get("AccountingStorageEnforce", "").lower())),
+        unclear=tuple(unclear),
     )
+
+
+def _with_times(row: Fields, what: str, times: Sequence[str], unclear: list[str]) -> Fields:
+    """A row without those of its times that are none, which are added to `unclear`."""
+    kept = dict(row)
+    for key in times:
+        try:
+            time_limit_s(row.get(key))
+        except ValueError:
+            unclear.append(f"{what}: {key}={kept.pop(key)}")
+    return kept
 
 
 def partition_names(cluster: Cluster, profile: Profile) -> list[str]:
@@ -142,7 +165,7 @@ def _nodes(text: str) -> dict[str, list[Node]]:
             name=name,
             state=re.sub(r"[^a-z_]", "", state.lower()),
             gres=gres(resources),
-            cpus=int(cpus) if cpus.isdigit() else 0,
+            cpus=int(cpus) if cpus.isdecimal() else 0,
             features=frozenset(features.split(",")) - {"(null)"},
         )
         found.setdefault(partition, []).append(node)

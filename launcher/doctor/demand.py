@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from launcher.backends.slurm.parse import time_limit_s
 from launcher.cluster.profile import Profile
 from launcher.doctor.finding import count
+from launcher.host.slurm.formats import time_limit_s
 from megatron_rl.config import RunConfig
 
 

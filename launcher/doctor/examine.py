@@ -52,6 +52,9 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
     cluster = read_cluster(facts.slurm)
     found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
     found += software.controller(facts.slurm, cluster)
+    for said in cluster.unclear:
+        text = f"{said}: is no time of Slurm's, so what depends on it was not checked"
+        found.append(warning("slurm", text, "see it with scontrol show partition, or sacctmgr show qos"))
     if facts.slurm.config.known:
         found += _placed(cluster, profile, demand)
         found.append(software.accounting(facts.slurm, cluster))

@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.backends.slurm.parse import Fields, number, time_limit_s, tres
+from launcher.backends.slurm.parse import Fields, number, tres
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster, Target
 from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
+from launcher.host.slurm.formats import time_limit_s
 
 SIGNAL_SLACK_S = 60  # Slurm may send --signal this much early, and never late
 REFUSED = "sbatch refuses it"

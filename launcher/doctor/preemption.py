@@ -5,11 +5,12 @@ By slurm.conf(5), qos(8) and, for what those leave open, Slurm's own preempt plu
 
 from __future__ import annotations
 
-from launcher.backends.slurm.parse import number, options, time_limit_s
+from launcher.backends.slurm.parse import number, options
 from launcher.doctor.cluster import Cluster, Target
 from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, note, ok, span, warning
 from launcher.host.judge.policy import REQUEUES_PREEMPTED_ITSELF
+from launcher.host.slurm.formats import time_limit_s
 
 KILL_WAIT_S = 30
 CREDENTIAL_S = 120  # cred_expire, after which a requeued job may start again

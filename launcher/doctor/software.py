@@ -43,9 +43,7 @@ def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
             "try again later; scontrol ping says more",
         )
     else:
-        shown = (
-            ".".join(f"{part:02}" for part in (cluster.version or ())[:2]) + "." + str((cluster.version or (0,))[-1])
-        )
+        shown = cluster.config.get("SLURM_VERSION", "of an unknown version")
         name = cluster.config.get("ClusterName", "without a name")
         if cluster.before(*OLDEST_SLURM):
             yield error("slurm", f"{shown}: steps side by side need 20.11 or later", "ask for a newer Slurm")

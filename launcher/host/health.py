@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from xml.etree import ElementTree
 
-from launcher.host.gpu_state import gpu_problems, limit_problems, network_gbps, nvlink_problems
+from launcher.host.gpu_state import gpu_problems, limit_problems, network_gbps, nvlink_problems, xid_problems
+from launcher.host.process.limited import run_limited
 from launcher.host.process.processes import Fork
 from megatron_rl.contract.attempt_records import NodeHealth
 from megatron_rl.contract.paths import RunDir
@@ -31,18 +32,12 @@ RDMA = "/sys/class/infiniband"
 TOOL_LIMIT = 60.0  # seconds for nvidia-smi: with a sick driver it never answers
 CANARY_LIMIT = 30.0  # seconds for a megabyte to the shared file system and back
 CANARY_BYTES = 1 << 20
+KERNEL_LOGS = (
+    ("dmesg",),
+    ("journalctl", "--dmesg", "--output=short-monotonic", "--lines=100000", "--no-pager", "--quiet"),
+)
 SHM_MIB = 64  # least free shared memory of a node
 SHM_MIB_PER_GPU = 512  # and for each GPU: NCCL's buffers and the ranks' queues live there
-XID_WINDOW = 3600.0  # seconds: older ones belong to somebody else's job
-FATAL_XIDS = {
-    48: "double-bit ECC error",
-    64: "row remapping failed",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    95: "uncontained ECC error",
-    119: "GPU firmware does not answer",
-    120: "GPU firmware error",
-}  # https://docs.nvidia.com/deploy/xid-errors
 
 
 class CheckResult(NamedTuple):
@@ -91,17 +86,6 @@ def check_state(document: str) -> CheckResult:
         return CheckResult(gpu_problems(document))
     except ElementTree.ParseError:
         return CheckResult()
-
-
-def check_xids(kernel_log: str, uptime: float) -> CheckResult:
-    """Pure: fatal GPU errors in the last hour of `dmesg`, whose lines begin with seconds since boot."""
-    problems = []
-    for line in kernel_log.splitlines():
-        match = re.match(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)", line)
-        if match and uptime - float(match.group(1)) <= XID_WINDOW and int(match.group(3)) in FATAL_XIDS:
-            xid = int(match.group(3))
-            problems.append("GPU at {}: Xid {} ({})".format(match.group(2), xid, FATAL_XIDS[xid]))
-    return CheckResult(list(dict.fromkeys(problems)))
 
 
 def check_shared_memory(free_mib: int, gpus: int) -> CheckResult:
@@ -172,20 +156,28 @@ def _gpus(wanted: int) -> List[CheckResult]:
     if problem:
         return [CheckResult(["nvidia-smi: {}".format(problem)])]
     results = [check_gpus(wanted, listing, [])]
-    links, _ = _output("nvidia-smi", "nvlink", "-s")
-    results.append(CheckResult(nvlink_problems(links or "")))
+    links, problem = _output("nvidia-smi", "nvlink", "-s")
+    skipped = ["NVLink: nvidia-smi nvlink -s: {}".format(problem or "no answer")] if links is None else []
+    results.append(CheckResult(nvlink_problems(links or ""), skipped))
     document, problem = _output("nvidia-smi", "-q", "-x")
     results.append(check_state(document or ""))
-    results.append(
-        check_ecc(document) if document else CheckResult(skipped=["ECC: nvidia-smi -q -x: {}".format(problem)])
-    )
-    kernel_log, problem = _output("dmesg")
-    if kernel_log is None:
-        results.append(CheckResult(skipped=["Xid: dmesg: {}".format(problem or "not on PATH")]))
-    else:
-        with open("/proc/uptime") as file:
-            results.append(check_xids(kernel_log, float(file.read().split()[0])))
+    why = "ECC: nvidia-smi -q -x: {}".format(problem or "no answer")
+    results.append(check_ecc(document) if document else CheckResult(skipped=[why]))
+    results.append(_xids())
     return results
+
+
+def _xids() -> CheckResult:
+    """By the first kernel log that may be read: which of the two is for everybody differs from site to site."""
+    skipped = []
+    for command in KERNEL_LOGS:
+        kernel_log, problem = _output(*command)
+        if kernel_log:
+            with open("/proc/uptime") as file:
+                return CheckResult(xid_problems(kernel_log, float(file.read().split()[0])))
+        why = problem or ("not on PATH" if kernel_log is None else "shows nothing")
+        skipped.append("{}: {}".format(command[0], why))
+    return CheckResult(skipped=["Xid: {}".format("; ".join(skipped))])
 
 
 def _limits_and_network(gpus: int) -> CheckResult:
@@ -218,13 +210,13 @@ def _shared_memory(gpus: int) -> CheckResult:
 def _output(*command: str) -> Tuple[Optional[str], Optional[str]]:
     """(output, None), (None, why there is none), or (None, None) where there is no such tool."""
     try:
-        answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=TOOL_LIMIT
-        )
+        answer = run_limited(command, TOOL_LIMIT)
     except FileNotFoundError:
         return None, None
     except subprocess.TimeoutExpired:
         return None, "no answer within {:.0f} s".format(TOOL_LIMIT)
+    except OSError as error:  # nobody may run it, its file system is gone
+        return None, str(error.strerror)
     text = answer.stdout.decode("utf-8", "replace")
     if answer.returncode != 0:
         words = (answer.stderr.decode("utf-8", "replace") or text).split()
@@ -238,7 +230,7 @@ def _is_uncorrectable(node: ElementTree.Element) -> bool:
 
 def _count(node: ElementTree.Element) -> int:
     text = (node.text or "").strip()
-    return int(text) if text.isdigit() else 0  # "N/A" where the GPU has no ECC
+    return int(text) if text.isdecimal() else 0  # "N/A" where the GPU has no ECC
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
@@ -254,7 +246,10 @@ def main(arguments: Optional[List[str]] = None) -> int:
         print("{}: {}".format(host, line), flush=True)
     if not writable:
         os._exit(0)  # a report cannot be written, which says it all
-    write(file, report)
+    try:
+        write(file, report)
+    except OSError as error:  # as if it had been found before: who does not report is not used
+        print("{}: {}: {}".format(host, file, error.strerror), flush=True)
     return 0
 
 

@@ -21,6 +21,7 @@ from launcher.host.attempt.this_machine import LocalRanks, RankSettings, ThisMac
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.process.signals import Signals
 from launcher.host.record.ledger import point_latest, write_line
+from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -57,6 +58,7 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
             return EXIT_FINISHED
         attempt.folder.mkdir(parents=True, exist_ok=True)
         attempt.logs.mkdir(parents=True, exist_ok=True)
+        make_checkpoints(run)
         _write_to(str(attempt.log(0, role="supervisor")))
         point_latest(attempt, str(os.getpid()))
         if attempt.address("train").exists():

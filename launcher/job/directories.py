@@ -52,7 +52,8 @@ def run_directory(given: Path | None, name: str, parent: Path) -> Iterator[Path]
 
 
 def _claim(stem: Path) -> Path:
-    for path in [stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))]:
+    for number in range(1, 1000):
+        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
             path.mkdir(mode=PRIVATE)
             return path
@@ -78,10 +79,9 @@ def _empty_ones_removed(made: Sequence[Path]) -> Iterator[None]:
         yield
         succeeded = True
     finally:
-        if not succeeded:
+        for folder in () if succeeded else made:
             with suppress(OSError):
-                for folder in made:
-                    folder.rmdir()
+                folder.rmdir()
 
 
 def clear(root: Path) -> None:

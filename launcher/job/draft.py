@@ -9,12 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from launcher import __file__ as launcher_file
-from launcher.backends.slurm.parse import time_limit_s
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.fetch import prefetch
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
+from launcher.host.slurm.formats import time_limit_s
 from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv

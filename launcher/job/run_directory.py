@@ -1,4 +1,4 @@
-"""The run directory before an attempt: make it, or check that the run in it is the one that is asked for."""
+"""The run directory before an attempt: made, or opened again, and put back where the caller fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,14 @@ from launcher.errors import BadInput
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.record.identity import identify
 from launcher.host.record.reading import UnreadableRecord
+from launcher.job.admission import accepted_changes, refuse_foreign, refuse_owned
 from launcher.job.directories import PRIVATE, clear, disk_errors, made
-from launcher.recipe.changes import CHANGEABLE, Change, as_json, changes
-from launcher.recipe.load import Recipe, asked_text, dump_resolved, read_resolved
+from launcher.recipe.changes import Change, as_json
+from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from launcher.recipe.located_yaml import read_text
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import ABSENT, Unreadable, append
+from megatron_rl.contract.records import append
 from megatron_rl.contract.run_records import RecipeChange
 
 
@@ -78,14 +78,14 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
         BadInput: the directory is in use, foreign or unwritable, or its run was asked for with other values.
     """
     run = RunDir(root)
-    _refuse_foreign(run)
+    refuse_foreign(run)
     with disk_errors(root), made(root, PRIVATE), _locked(run):
         found = Opened(run, False, ())
         with _put_back_on_failure(found):
-            _refuse_owned(run, my_job)
+            refuse_owned(run, my_job)
             altered: list[Change] = []
             if run.resolved.exists():
-                altered = _accept_changes(run, recipe.config, change)
+                altered = accepted_changes(run, recipe.config, change)
             found.finished = run.done.exists() and not altered
             found.changes = tuple(altered)
             found.run_id = _run_id(run)
@@ -100,7 +100,7 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
 def _put_back_on_failure(found: Opened) -> Iterator[None]:
     run = found.run
     files = (run.recipe, run.resolved, run.plan, run.script, run.changes, run.done, run.identity, run.job, run.wandb)
-    before = {path: read_text(path) if path.exists() else None for path in files}
+    before = {path: (_version_of(path), read_text(path) if path.exists() else None) for path in files}
     there = {path.name for path in run.root.iterdir()}
     code = _snapshot_of(run)
     succeeded = False
@@ -114,11 +114,22 @@ def _put_back_on_failure(found: Opened) -> Iterator[None]:
             clear(run.root)
         else:
             _put_code_back(run, code, there)
-            for path, text in before.items():
+            for path, (version, text) in before.items():
+                if _version_of(path) == version:
+                    continue  # what was read of it may not be what it holds
                 if text is None:
                     path.unlink(missing_ok=True)
                 else:
                     write_atomic(path, text)
+
+
+def _version_of(path: Path) -> tuple[int, int] | None:
+    """Another one once the file was replaced; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _snapshot_of(run: RunDir) -> Path | None:
@@ -128,61 +139,16 @@ def _snapshot_of(run: RunDir) -> Path | None:
 
 def _put_code_back(run: RunDir, before: Path | None, there: set[str]) -> None:
     """Have the run's code lead to the snapshot of before, and remove the one that was taken since."""
-    fresh = _snapshot_of(run)
-    if fresh is None or fresh == before:
-        return
-    if before is None:
-        run.code.unlink()
-    else:
-        link = run.code.with_name(f".{run.code.name}.{os.getpid()}")
-        link.symlink_to(before)
-        link.replace(run.code)
-    if str(fresh) not in there:
-        shutil.rmtree(run.root / fresh, ignore_errors=True)
-
-
-def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
-    """The changes that `prepare` would make, for a dry run. Touches nothing. Raises BadInput as `prepare` does."""
-    run = RunDir(root)
-    _refuse_foreign(run)
-    with disk_errors(root):
-        # The templates slurm/*.sbatch ask for their own script from inside the job that owns the run.
-        _refuse_owned(run, os.environ.get("SLURM_JOB_ID"))
-        return _accept_changes(run, recipe.config, change) if run.resolved.exists() else []
-
-
-def _refuse_foreign(run: RunDir) -> None:
-    with disk_errors(run.root):
-        if run.root.exists() and not run.root.is_dir():
-            raise BadInput(f"{run.root}: is a file, not a directory")
-        ours = any(path.exists() for path in (run.lock, run.resolved, run.job, run.identity))
-        if run.root.is_dir() and any(run.root.iterdir()) and not ours:
-            raise BadInput(f"{run.root}: is not empty and not a run directory; give a new or an empty one")
-
-
-def _refuse_owned(run: RunDir, my_job: str | None) -> None:
-    """A run belongs to the Slurm job that it was submitted as, until Slurm itself says that the job has ended."""
-    if not run.job.exists():
-        return
-    from launcher.backends.slurm.jobs import read_owners  # a new run asks nobody
-    from launcher.runs.state import Copy, has_left, last_line, recorded_owner
-
-    owner = recorded_owner(run)
-    if isinstance(owner, Unreadable):
-        raise BadInput(f"{owner}: which job owns the run cannot be told; remove the file if none does (squeue --me)")
-    if isinstance(owner, Copy) or owner is ABSENT or owner.job_id == my_job:
-        return
-    (job,) = read_owners([owner])
-    if has_left(job, last_line(run)):
-        return
-    if job.kind == "unknown":
-        raise BadInput(f"{run.root}: belongs to job {job.job_id}, and Slurm cannot be asked about it: {job.reason}")
-    if job.owns:
-        nodes = f" on {job.nodes}" if job.nodes else ""
-        what = f"see it with mrl status {run.root.name}, end it with mrl cancel --drain {run.root.name}"
-        if job.word == "COMPLETING":
-            what = "Slurm is ending what is left of it there; try again in a moment"
-        raise BadInput(f"{run.root}: belongs to job {job.job_id}, which is {job.word.lower()}{nodes}; {what}")
+    if _snapshot_of(run) != before:
+        if before is None:
+            run.code.unlink()
+        else:
+            link = run.code.with_name(f".{run.code.name}.{os.getpid()}")
+            link.symlink_to(before)
+            link.replace(run.code)
+    for snapshot in run.root.glob(f"{run.code.name}-*"):
+        if snapshot.name not in there:
+            shutil.rmtree(snapshot, ignore_errors=True)
 
 
 def _run_id(run: RunDir) -> str:
@@ -190,25 +156,6 @@ def _run_id(run: RunDir) -> str:
         return identify(run).id
     except UnreadableRecord as error:
         raise BadInput(f"{error}: which run this is cannot be told; remove the file if it is no copy") from error
-
-
-def _accept_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:
-    found = changes(read_resolved(run.resolved), config)
-    if not change:
-        _refuse(run, found, "go on with the values of before, or give --change")
-    refused = [one for one in found if not one.allowed]
-    _refuse(run, refused, f"a run that has begun can change only {', '.join(CHANGEABLE)}; start a new one instead")
-    reached = max(run.checkpoint_steps(), default=0)
-    if found and config.training.steps < reached:
-        raise BadInput(
-            f"{run.root}: training.steps {config.training.steps}: the run has already reached step {reached}"
-        )
-    return found
-
-
-def _refuse(run: RunDir, found: Sequence[Change], advice: str) -> None:
-    if found:
-        raise BadInput([f"{run.root}: this run has other values: {one}" for one in found] + [advice])
 
 
 def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> None:
@@ -227,11 +174,25 @@ def _write_recipe(run: RunDir, recipe: Recipe) -> None:
 
 @contextmanager
 def _locked(run: RunDir) -> Iterator[None]:
+    ours = not run.lock.exists()
     try:
         lock = RunLock(run.lock, "mrl-submit, which is preparing it", patience=1.0)
     except RunIsOwned as error:
         raise BadInput(f"{run.root}: {error}") from error
+    except OSError:
+        _remove_alone(run.lock, ours)
+        raise
     try:
         yield
+    except BaseException:
+        _remove_alone(run.lock, ours)
+        raise
     finally:
         lock.release()
+
+
+def _remove_alone(lock: Path, ours: bool) -> None:
+    """Where nothing has come of a new run directory, remove what the lock has left there."""
+    with suppress(OSError):
+        if ours and [path.name for path in lock.parent.iterdir()] == [lock.name]:
+            lock.unlink()

@@ -1,7 +1,4 @@
-"""Pure: recipe, plan and profile -> the text of the sbatch script, through the templates in slurm/.
-
-Every value that a template prints is quoted for the shell, unless this module made shell text of it (`Shell`).
-"""
+"""Pure: recipe, plan and profile -> the text of the sbatch script, through the templates in slurm/."""
 
 from __future__ import annotations
 
@@ -9,16 +6,12 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from launcher.cluster.profile import RUN_MODES, Profile
 from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
-from launcher.host.judge.policy import HOST_TRIES
 from launcher.job.steps import (
     INFERENCE,
     TRAINING,
@@ -33,19 +26,16 @@ from launcher.job.steps import (
     shell_lines,
     variables,
 )
+from launcher.job.templates import Shell, templates
 from launcher.plan.placement import Plan, Step
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
-from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import CodeSource
 from megatron_rl.supported import not_yet
 
 UNPACK_S = 1800  # that a node has to unpack an image
 END_S = 30  # seconds that an srun has to leave in order
-
-
-class Shell(str):
-    """Text that is shell already: not quoted again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +68,7 @@ def render(job: PlannedJob) -> str:
     config, profile = job.recipe.config, job.profile
     image = profile.container
     return (
-        _templates()
+        templates()
         .get_template("job.sbatch.j2")
         .render(
             unsupported=not_yet(config),
@@ -284,24 +274,3 @@ def _refuse_unwritable(job: PlannedJob, documents: dict[str, str]) -> None:
             problems.append(f"{name}_ends_here: the recipe must not hold this line: it ends a part of the script")
     if problems:
         raise BadInput(problems)
-
-
-@cache
-def _templates() -> jinja2.Environment:
-    beside, packaged = Path(__file__).parents[2] / "slurm", Path(__file__).parents[1] / "slurm"
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader([packaged, beside]),
-        undefined=jinja2.StrictUndefined,
-        finalize=_quoted,
-        comment_start_string="{##",  # bash has a use for {#
-        comment_end_string="##}",
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-
-
-def _quoted(value: object) -> str:
-    """A value as one shell word, whatever it holds."""
-    return value if isinstance(value, Shell) else shlex.quote(str(value))

@@ -43,8 +43,11 @@ def code_sources(recipe: Recipe, here: Path) -> list[CodeSource]:
 
 
 def heavy(snapshot: Path) -> str | None:
-    """A note where a snapshot is large for code: how large, and by which file."""
-    sizes = {path: path.lstat().st_size for path in snapshot.rglob("*") if path.is_symlink() or path.is_file()}
+    """A note where a snapshot is large for code: how large, and by which file; or that this cannot be told."""
+    try:
+        sizes = {path: path.lstat().st_size for path in snapshot.rglob("*") if path.is_symlink() or path.is_file()}
+    except OSError as error:
+        return f"code: how large the snapshot is cannot be told: {error.filename or snapshot}: {error.strerror}"
     total = sum(sizes.values())
     if total < HEAVY_BYTES:
         return None

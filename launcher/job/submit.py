@@ -20,6 +20,7 @@ from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.record import submissions
 from launcher.host.record.identity import comment_of
+from launcher.host.record.reading import PATIENCE_S
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
@@ -28,7 +29,7 @@ from launcher.job.script import PlannedJob, header, render
 from launcher.recipe.changes import Change
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import read, write
+from megatron_rl.contract.records import LOOK_S, read, write
 from megatron_rl.contract.run_records import CodeSnapshot, Owner, PlanRecord
 from megatron_rl.contract.shapes import from_json
 
@@ -70,6 +71,7 @@ def submit(
         raise BadInput(drafted.obstacles)
     if which("sbatch") is None:
         raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
+    prefetch.export_packages(drafted.job.recipe.config, drafted.job.profile)
     prefetch.import_image_on_login(drafted.job.recipe.config, drafted.job.profile)
     name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
     with run_directory(given, name, parent) as root:
@@ -88,6 +90,9 @@ def submit(
                 found.handed_over = False
                 reason = translate(str(error), flags_by_name(header(job)))
                 raise BadInput(f"cluster {job.cluster}: {reason}") from error
+            except OSError as error:
+                found.handed_over = False
+                raise BadInput(f"{error.filename}: {error.strerror}; nothing was submitted") from error
     complaint = submissions.note(run, job.cluster, job_id)
     notes = (*drafted.notes, *([complaint] if complaint else []))
     return SubmittedJob(run, job_id, found.changes, notes, fresh)
@@ -97,22 +102,38 @@ def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) 
     """Submit the script and record its job; the job's id.
 
     Raises:
-        SubmissionRefused: there is no job.
-        Unsure: there may be one.
+        SubmissionRefused, OSError: there is no job.
+        Unsure: there may be one, or is one that is not on record.
     """
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     flags.append(f"--comment={comment_of(run_id, flags_by_name(header(job)).get('comment', ''))}")
     by, slurm_cluster = os.environ.get("USER", ""), cluster_name()
     try:
-        job_id = str(sbatch.submit(run.script, flags).job_id)
-        owner = Owner(job_id, job.cluster, time.time(), by, slurm_cluster, run_id=run_id, name=job.run_dir.name)
-        write(run.job, owner)
-    except (SlurmSilent, OSError, KeyboardInterrupt) as error:
+        job_id = sbatch.submit(run.script, flags)
+    except (SlurmSilent, KeyboardInterrupt) as error:
         raise Unsure(
             f"cluster {job.cluster}: {str(error) or 'interrupted'}; whether it took the job is not known: see "
             f"`squeue --me` before you try again; the job would run {run.root}, which stays"
         ) from error
+    _record(run, Owner(job_id, job.cluster, time.time(), by, slurm_cluster, run_id=run_id, name=job.run_dir.name))
     return job_id
+
+
+def _record(run: RunDir, owner: Owner) -> None:
+    """Enter a job as the owner of its run, if need be a little later. Raises Unsure."""
+    give_up = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return write(run.job, owner)
+        except (OSError, KeyboardInterrupt) as error:
+            if time.monotonic() < give_up and isinstance(error, OSError):
+                time.sleep(LOOK_S)
+                continue
+            why = error.strerror if isinstance(error, OSError) else "interrupted"
+            raise Unsure(
+                f"job {owner.job_id} is submitted, and {run.job} is not written: {why}; the job writes it when it "
+                f"starts. Until then mrl does not know it: `scancel {owner.job_id}` ends it, and {run.root} stays"
+            ) from error
 
 
 def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:

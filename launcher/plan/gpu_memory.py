@@ -7,6 +7,7 @@ dropout, attention that never holds the scores, no fused kernels: fusion needs l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.plan.sizes import Sizes
@@ -21,8 +22,11 @@ ADAM_BYTES = {"bf16": 12, "fp32": 8}
 """fp32 weights, first and second moment; the weights are their own where the model is fp32."""
 CHECKPOINT_ADAM_BYTES = 12
 """As on the GPU, with the fp32 weights in any case."""
+CHUNK_BYTES = 2**28
+"""Of the logits in fp32 that exist at once; as in algorithms/logprobs.py."""
 LOGIT_BYTES = 16
-"""Beside the logit itself, per logit: fp32 copy, log-softmax, and two of that size for the entropy."""
+"""Where all logits exist at once, beside each: fp32 copy, log-softmax, and two of that size for the entropy."""
+CONTEXT = "context"
 CONTEXT_BYTES = 3 * 2**30
 """CUDA context and NCCL's buffers: a rule of thumb."""
 
@@ -38,7 +42,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the fullest rank of one role needs."""
+    """What a rank of one role needs."""
 
     role: str
     """colocated, training or inference."""
@@ -50,6 +54,11 @@ class Memory:
     def total(self) -> int:
         """Bytes of all terms."""
         return sum(term.bytes for term in self.terms)
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of what torch holds."""
+        return sum(term.bytes for term in self.terms if term.name != CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +76,16 @@ class Weights:
         return self.dense + self.experts
 
 
+def tokens_known(config: RunConfig) -> int | None:
+    """Rows of the embedding without padding; None where only the tokenizer knows."""
+    tokenizer = config.tokenizer
+    return config.model.vocab_size or (len(tokenizer.alphabet) + 2 if tokenizer.type == "characters" else None)
+
+
 def vocabulary(config: RunConfig) -> int | None:
     """Rows of the embedding, padding included; None where only the tokenizer knows."""
-    model, tokenizer = config.model, config.tokenizer
-    tokens = model.vocab_size or (len(tokenizer.alphabet) + 2 if tokenizer.type == "characters" else None)
-    return None if tokens is None else model.padded_vocab_size(tokens)
+    tokens = tokens_known(config)
+    return None if tokens is None else config.model.padded_vocab_size(tokens)
 
 
 def answers_per_update(config: RunConfig, dp: int) -> int:
@@ -121,6 +135,11 @@ def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
     return found
 
 
+def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: int) -> Memory:
+    """The memory of the ranks of one role and pipeline stage."""
+    return (_inference if role == "inference" else _training)(config, sizes, vocab, stage)
+
+
 def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
     """Bytes of one checkpoint, of all ranks together."""
     return whole_model(config.model, vocab) * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
@@ -130,21 +149,26 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
     parameters = f"{_count(held.all)} parameters"
-    terms = [
+    states = [
         Term("weights", size * held.all, f"{size} bytes x {parameters}"),
         Term("gradients", GRADIENT_BYTES * held.all, f"{GRADIENT_BYTES} bytes x {parameters}"),
         _adam(config, sizes, held),
     ]
     if config.grpo.kl_beta > 0:
-        terms.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
-    terms.append(_activations(config, sizes, stage))
-    if stage == sizes.pp - 1:
-        terms.append(_logits(config, sizes, vocab))
+        states.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
+    last = stage == sizes.pp - 1
+    of_layer = _layer_backward(config, sizes, vocab * (last and model.tied_embeddings))
+    of_loss = _loss(config, sizes, vocab) if last else of_layer
+    phases: list[tuple[Term, ...]] = [
+        (_activations(config, sizes, stage), max(of_layer, of_loss, key=lambda term: term.bytes))
+    ]
     if not sizes.partitioned:
-        if (sizes.inference_tp, sizes.inference_pp) != (sizes.tp, sizes.pp):
-            terms.append(_copy(config, sizes, vocab))
-        terms.append(_cache(config, sizes))
-    return Memory("training" if sizes.partitioned else "colocated", stage, (*terms, *_context(config)))
+        states += _engine_weights(config, sizes, vocab, held)
+        states.append(_cache(config, sizes))
+        phases += [(_prefill(config, sizes),), *_start(config, sizes, held)]
+    fullest = max(phases, key=lambda terms: sum(term.bytes for term in terms))
+    role = "training" if sizes.partitioned else "colocated"
+    return Memory(role, stage, (*states, *fullest, *_context(config)))
 
 
 def _inference(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
@@ -171,21 +195,36 @@ def _adam(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
 
 def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
     """A layer keeps of its two norms the input and what is normalised, both in fp32, and the output; queries, keys and
-    values, what attention makes of them before and after it is packed again, and its sums, in fp32; of the feed-forward
-    network its first output, the activated gate and the product. `selective` keeps of the norms input and output, as
-    they are, and not the activated gate."""
-    model, recompute = config.model, config.training.recompute
+    values, what attention makes of them before and after it is packed again, and its sums, in fp32; of norms of queries
+    and keys the input and what is normalised, in fp32; of the feed-forward network its first output, the activated gate
+    and the product. `selective` keeps of the two norms input and output, as they are, and not the activated gate."""
     tokens = _tokens(config, sizes)
-    kept = _kept(model, sizes, recompute)
-    layers, in_flight = model.num_layers // sizes.pp, sizes.pp - stage
-    whole = f"{_count(tokens)} tokens x {layers} layers x {_count(kept)} bytes"
-    total = tokens * layers * kept * in_flight
+    kept = _kept(config.model, sizes, config.training.recompute)
+    layers, in_flight = config.model.num_layers // sizes.pp, sizes.pp - stage
+    formula = f"{_count(tokens)} tokens x {layers} layers x {_count(kept)} bytes"
     if in_flight > 1:
-        whole += f" x {in_flight} micro-batches under way"
-    if recompute != "none":
-        total += tokens * (again := _kept(model, sizes, "none") - kept * (recompute == "selective"))
-        whole += f" + {_count(again)} bytes a token of the layer being recomputed ({recompute})"
-    return Term("activations", total, whole)
+        formula += f" x {in_flight} micro-batches under way"
+    return Term("activations", tokens * layers * kept * in_flight, formula)
+
+
+def _layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
+    """What the backward pass of one layer adds: what it keeps and did not, computed again, six gradients in the width
+    of the feed-forward network and two in that of the model. A tied table's gradient waits for its other end.
+
+    tied_rows: of the embedding, where it is the output layer as well.
+    """
+    model, recompute, size = config.model, config.training.recompute, WEIGHT_BYTES[config.model.dtype]
+    tokens = _tokens(config, sizes)
+    again = _kept(model, sizes, "none") - _kept(model, sizes, recompute) * (recompute == "selective")
+    width, choices = model.ffn_hidden_size, 1
+    if model.experts_per_token and model.expert_ffn_hidden_size:
+        width, choices = model.expert_ffn_hidden_size, model.experts_per_token
+    each = again * (recompute != "none") + size * (6 * choices * width // sizes.tp + 2 * model.hidden_size)
+    table = size * tied_rows // sizes.tp * model.hidden_size
+    formula = f"{_count(tokens)} tokens x {_count(each)} bytes in one layer's backward pass, recompute {recompute}"
+    if table:
+        formula += f" + {_count(table)} bytes of the tied table's gradient"
+    return Term("backward", tokens * each + table, formula)
 
 
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
@@ -204,6 +243,7 @@ def _kept(model: ModelConfig, sizes: Sizes, recompute: str) -> int:
     norms = 2 * (2 * size if selective else 2 * FP32_BYTES + size) * model.hidden_size
     heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
     attention = size * (3 * heads + 2 * groups) * head + FP32_BYTES * heads
+    attention += model.qk_norm * 2 * FP32_BYTES * (heads + groups) * head
     activations = 3 if selective else 4
     if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
         routed = model.experts_per_token
@@ -213,18 +253,34 @@ def _kept(model: ModelConfig, sizes: Sizes, recompute: str) -> int:
     return norms // split + attention // sizes.tp + size * feed_forward
 
 
-def _logits(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
-    tokens, each = _tokens(config, sizes), WEIGHT_BYTES[config.model.dtype] + LOGIT_BYTES
-    rows = vocab // sizes.tp
-    return Term(
-        "logits", tokens * rows * each, f"{_count(tokens)} tokens x {_count(rows)} of the vocabulary x {each} bytes"
+def _loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
+    """The backward pass of the log-probs: the output layer's gradient in fp32 and that of one chunk of tokens, the
+    chunk's logits in fp32 and, rounded, their gradient; of all tokens the last layer's output, what of it predicts and
+    its gradient; and what the last norm keeps."""
+    model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], _tokens(config, sizes)
+    rows, split = vocab // sizes.tp, sizes.tp if sizes.sequence_parallel else 1
+    whole = tokens * rows * FP32_BYTES
+    if sizes.tp == 1 and whole <= CHUNK_BYTES:
+        each = size + LOGIT_BYTES
+        formula = f"{_count(tokens)} tokens x {_count(rows)} of the vocabulary x {each} bytes"
+        return Term("logits", tokens * rows * each, formula)
+    table, chunk = (FP32_BYTES + size) * rows * model.hidden_size, min(CHUNK_BYTES, whole)
+    each = 3 * size * model.hidden_size + 2 * FP32_BYTES * model.hidden_size // split
+    formula = (
+        f"{FP32_BYTES + size} bytes x {_count(rows)} of the vocabulary x {model.hidden_size} + {FP32_BYTES + size} "
+        f"bytes x {_count(chunk // FP32_BYTES)} logits + {_count(tokens)} tokens x {_count(each)} bytes"
     )
+    return Term("logits", table + chunk * (FP32_BYTES + size) // FP32_BYTES + tokens * each, formula)
 
 
-def _copy(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
+def _engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> Iterator[Term]:
+    """What a rank generates by and does not train: cut alike, all that it trains is among what it generates by."""
     size = WEIGHT_BYTES[config.model.dtype]
-    held = weights(config.model, vocab, sizes.inference_tp, sizes.inference_pp)
-    return Term("inference weights", size * held.all, f"{size} bytes x {_count(held.all)} parameters: another layout")
+    needed = weights(config.model, vocab, sizes.inference_tp, sizes.inference_pp).all
+    same = sizes.inference_tp == sizes.tp and sizes.inference_pp in (1, sizes.pp)
+    if missing := needed - held.all * same:
+        formula = f"{size} bytes x {_count(missing)} parameters: another layout"
+        yield Term("inference weights", size * missing, formula)
 
 
 def _cache(config: RunConfig, sizes: Sizes) -> Term:
@@ -240,19 +296,36 @@ def _cache(config: RunConfig, sizes: Sizes) -> Term:
     )
 
 
+def _start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[tuple[Term]]:
+    """While a rank starts: an engine that is cut alike is built before it is given the trainer's weights. Where nothing
+    else is cut it is the trainer's own model from the beginning."""
+    size = WEIGHT_BYTES[config.model.dtype]
+    if sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1 and sizes.sequence_parallel:
+        formula = f"{size} bytes x {_count(held.all)} parameters of the engine, until it shares the trainer's"
+        yield (Term("start", size * held.all, formula),)
+
+
 def _prefill(config: RunConfig, sizes: Sizes) -> Term:
-    """The widest point of a layer; nothing is kept for a backward pass."""
-    model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], config.inference.prefill_tokens
-    width = 2 * model.hidden_size + 4 * model.ffn_hidden_size // sizes.inference_tp
-    return Term(
-        "prefill", tokens * width * size, f"{_count(tokens)} tokens x {_count(size * width)} bytes of one layer"
+    """The widest point of a layer; nothing is kept for a backward pass. Either the feed-forward network, with its first
+    output, the activated gate and the product, or a norm, three times in fp32. Experts are sent the tokens of all
+    tensor-parallel ranks, which are the same: their input, sorted too, their output, and that in fp32."""
+    model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
+    length = config.sequence_length
+    prompt = max(1, length - config.sampling.max_new_tokens)
+    tokens = max(
+        length, min(config.inference.prefill_tokens, length + (config.inference.max_batch - 1) * prompt) + prompt
     )
+    each = max(4 * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - 3 * size) * model.hidden_size)
+    if model.experts_per_token:
+        each = model.experts_per_token * (5 * tp + 3) * size * model.hidden_size
+    each += 4 * size * model.hidden_size
+    return Term("prefill", tokens * each, f"{_count(tokens)} tokens x {_count(each)} bytes of one layer")
 
 
 def _context(config: RunConfig) -> tuple[Term, ...]:
     if config.job.device == "cpu":
         return ()
-    return (Term("context", CONTEXT_BYTES, "CUDA and NCCL: a rule of thumb"),)
+    return (Term(CONTEXT, CONTEXT_BYTES, "CUDA and NCCL: a rule of thumb"),)
 
 
 def _count(number: int) -> str:

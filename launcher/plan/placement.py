@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from launcher.plan.nearest import nearest
 from launcher.plan.sizes import LayoutError, Sizes, check
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.rank.config import JobConfig, PlacementConfig
@@ -135,6 +134,8 @@ def _advice(
     if possible:
         counts = ", ".join(str(each.nodes) for each in reversed(possible))
         return f"job.nodes {job.nodes} has to begin and end with a count that works: {counts}"
+    from launcher.plan.nearest import nearest  # for an impossible layout alone
+
     return "nearest that work: " + ", or ".join(nearest(wrong, node_gpus, model))
 
 

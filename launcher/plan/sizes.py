@@ -178,26 +178,15 @@ def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
     """megatron-core shards weights evenly, or not at all."""
     if model is None:
         return
-    for key, tp in (("placement.training.tp", s.tp), ("placement.inference.tp", s.inference_tp)):
-        if key.endswith("inference.tp") and tp == s.tp:
-            continue
-        for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple"):
-            yield from _divides(key, tp, f"model.{name}", getattr(model, name))
-        if model.expert_ffn_hidden_size:
-            yield from _divides(key, tp, "model.expert_ffn_hidden_size", model.expert_ffn_hidden_size)
-        if tp % model.num_query_groups:  # more ranks than key/value heads: each is on several
-            yield from _divides(key, tp, "model.num_query_groups", model.num_query_groups)
-    for key, pp in (("placement.training.pp", s.pp), ("placement.inference.pp", s.inference_pp)):
-        yield from _divides(key, pp, "model.num_layers", model.num_layers)
-    if model.num_experts:
-        yield from _divides("placement.training.ep", s.ep, "model.num_experts", model.num_experts)
-    elif s.ep > 1:
-        yield f"placement.training.ep {s.ep} needs model.num_experts: there are no experts to share"
-
-
-def _divides(key: str, size: int, of: str, value: int) -> Iterator[str]:
-    if value % size:
-        yield f"{key} {size} does not divide {of} {value} ({_remainder(value, size)})"
+    training, inference = "placement.training", "placement.inference"
+    yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep))
+    inference_tp = 1 if s.inference_tp == s.tp else s.inference_tp  # said once
+    yield from (f"{inference}.{problem}" for problem in model.undivided(inference_tp, s.inference_pp, 1))
+    if model.num_experts and s.tp > 1 and not s.sequence_parallel:
+        yield (
+            f"{training}.tp {s.tp} with model.num_experts {model.num_experts} needs {training}.sequence_parallel: else "
+            "every tensor-parallel rank would send the experts all tokens"
+        )
 
 
 def _remainder(value: int, size: int) -> str:

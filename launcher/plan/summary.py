@@ -31,7 +31,9 @@ class Batch:
     answers: int
     """prompts x group_size"""
     prompts_per_replica: tuple[int, int]
-    """Fewest and most prompts of one data-parallel replica."""
+    """Fewest and most prompts of one data-parallel replica, which trains on their answers."""
+    prompts_per_engine: tuple[int, int]
+    """Fewest and most prompts of one inference replica, which answers them."""
     updates: int
     """Optimizer steps per step of the run."""
     answers_per_update: int
@@ -67,7 +69,8 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
         prompts=grpo.prompts_per_step,
         group_size=grpo.group_size,
         answers=grpo.prompts_per_step * grpo.group_size,
-        prompts_per_replica=(grpo.prompts_per_step // replicas, -(-grpo.prompts_per_step // replicas)),
+        prompts_per_replica=_share(grpo.prompts_per_step, replicas),
+        prompts_per_engine=_share(grpo.prompts_per_step, plan.sizes.replicas),
         updates=grpo.updates_per_pass * grpo.iterations,
         answers_per_update=grpo.samples_per_update,
         sequence_length=length,
@@ -76,20 +79,24 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
     )
 
 
+def _share(prompts: int, replicas: int) -> tuple[int, int]:
+    return prompts // replicas, -(-prompts // replicas)
+
+
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
     """What `mrl plan --json` prints, and plan.json holds with each step's argv. Sizes in bytes; `ranks` has one row a
     GPU; `alternatives` are the smaller plans of a range `job.nodes`, in what they may differ. `host_bytes`: of the copy
     that each training node keeps in its memory to write from."""
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
-    gpu_bytes = int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
+    limit = gpu_bytes(config, profile)
     one, kept = checkpoint_bytes(config, vocab), config.save.most_kept(config.training.steps)
     return {
         "mode": plan.mode,
         "gpus_per_node": plan.gpus_per_node,
         "spare_nodes": plan.spare_nodes,
-        **_of_count(config, plan, vocab, gpu_bytes),
-        "alternatives": [_of_count(config, smaller, vocab, gpu_bytes) for smaller in plan.smaller],
+        **_of_count(config, plan, vocab, limit),
+        "alternatives": [_of_count(config, smaller, vocab, limit) for smaller in plan.smaller],
         "model": {"parameters": whole_model(config.model, vocab), "vocabulary": vocab, "assumed": rows is None},
         "checkpoint": {
             "bytes": one,
@@ -101,6 +108,11 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
         },
         "ranks": rank_rows(plan),
     }
+
+
+def gpu_bytes(config: RunConfig, profile: Profile | None) -> int | None:
+    """Memory of one GPU of a cluster; None where that is not known, and for CPU processes."""
+    return int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
 
 
 def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) -> dict[str, Any]:

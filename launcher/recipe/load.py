@@ -9,7 +9,7 @@ import copy
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.problems import Locate, did_you_mean, known_keys, validation_problems, where_named
+from launcher.recipe.published import find_published
+from launcher.recipe.shipped import SHIPPED, shipped_recipes
 from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 
@@ -46,12 +48,13 @@ class _Override:
     value: Any
 
 
-def load_recipe(asked: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path] = ()) -> Recipe:
     """Read and validate a recipe.
 
     Args:
         asked: name of a shipped recipe, or path of a YAML file.
         overrides: `section.key=value`, the value written as in YAML; later ones win.
+        caches: of the Hugging Face libraries, where a model of the hub may be whose shape the recipe leaves out.
 
     Raises:
         BadInput: with every problem found, each with its file and line or the override it came from.
@@ -61,10 +64,13 @@ def load_recipe(asked: str, overrides: Sequence[str] = ()) -> Recipe:
     parsed = _parse_overrides(overrides)
     values = _apply(document.value, parsed)
     locate = _locator(file, document, parsed)
+    published = find_published(values, caches, locate)
     try:
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(published.fill(values) if published else values)
     except ValidationError as error:
         raise BadInput(validation_problems(error, RunConfig, locate)) from error
+    if published:
+        published.check(config.model, locate)
     _check_environment(config, locate)
     config = _with_absolute_code(config, asked, locate)
     return Recipe(asked, text, tuple(overrides), config)
@@ -83,12 +89,6 @@ def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
 def place_of(recipe: Recipe, key: str) -> str:
     """Where a key was given, or the nearest section around it: `my.yaml:7`, or an override."""
     return _locator_of(recipe)(tuple(key.split(".")))[0]
-
-
-def shipped_recipes() -> list[str]:
-    """Names that can be used instead of a path."""
-    names = (entry.name for entry in files("launcher.recipe.shipped").iterdir())
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def asked_text(recipe: Recipe) -> str:
@@ -125,7 +125,7 @@ def _read_text(asked: str) -> tuple[str, str]:
             close = difflib.get_close_matches(asked, names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(names)}"
             raise BadInput(f"no recipe is called {asked!r} and no file either; {hint}")
-        return f"{asked}.yaml", (files("launcher.recipe.shipped") / f"{asked}.yaml").read_text(encoding="utf-8")
+        return f"{asked}.yaml", (SHIPPED / f"{asked}.yaml").read_text(encoding="utf-8")
     return asked, read_text(path)
 
 
@@ -155,7 +155,7 @@ def _locator(file: str, document: Located, overrides: Sequence[_Override]) -> Lo
 
 
 def _parse_overrides(texts: Sequence[str]) -> list[_Override]:
-    known = known_keys(RunConfig.model_json_schema()) if texts else {}  # slow to make
+    known = _known_keys() if texts else {}
     parsed, problems = [], []
     for text in texts:
         key, equals, value = text.partition("=")
@@ -172,6 +172,12 @@ def _parse_overrides(texts: Sequence[str]) -> list[_Override]:
     if problems:
         raise BadInput(problems)
     return parsed
+
+
+@cache
+def _known_keys() -> Mapping[tuple[str, ...], Mapping[str, Any]]:
+    """Of a recipe; slow to find out, and asked for each run of a sweep."""
+    return known_keys(RunConfig.model_json_schema())
 
 
 def _apply(values: Mapping[str, Any], overrides: Sequence[_Override]) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 from launcher.errors import BadInput, Failed
+from launcher.host.record.reading import PATIENCE_S, UnreadableRecord, read_or_raise
 from launcher.host.slurm import tell
 from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
-from launcher.runs.state import UNSURE, RunStatus, last_line, resolved_values
-from megatron_rl.contract.attempt_records import AttemptStart, Drain
+from launcher.runs.state import UNSURE, RunStatus, resolved_values
+from megatron_rl.contract.attempt_records import LEDGER, AttemptStart, Drain
 from megatron_rl.contract.codes import CANCELLED, REQUEUE
-from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
 
 DRAIN_MARGIN_S = 60  # beside the save itself: the step that is under way
 SAVE_LIMIT_S = 600.0  # of a save, where the recipe of the run does not say it
@@ -31,20 +33,23 @@ def cancel(status: RunStatus, drain: bool) -> str:
     job = status.job
     if job is None:
         limit = _save_limit_s(status) if drain else 0.0
-        _ask_to_leave(status, CANCELLED, limit)
+        _ask_to_leave(status, status.attempt, CANCELLED, limit)
         return f"saving, then leaving, within {limit:.0f} s" if drain else "killed"
-    begun = _has_open_attempt(status)
+    begun = _open_attempt(status) if drain else _attempt_to_warn(status)
     if drain and begun:
-        _ask_to_leave(status, CANCELLED, None)
+        _ask_to_leave(status, begun, CANCELLED, None)
+        if job.kind == "pending":  # it was killed and has come back; or Slurm's answer is older than its start
+            _tell(tell.cancel_waiting, job.job_id)
+            return f"job {job.job_id} is cancelled; if it runs again already, it saves and leaves"
         return f"job {job.job_id} was asked to save and to leave; it will not be requeued{_signal(job.job_id)}"
     if not job.batch:
         if not begun:
             raise Failed(f"{status.name}: job {job.job_id} is an allocation that somebody works in; it stays")
-        _ask_to_leave(status, CANCELLED, 0.0)
+        _ask_to_leave(status, begun, CANCELLED, 0.0)
         return f"its ranks are ended; the allocation, job {job.job_id}, stays"
     if begun:  # or a drain that is under way for another cause would bring the job back
-        _ask_to_leave(status, CANCELLED, None)
-    _scancel(job.job_id)
+        _ask_to_leave(status, begun, CANCELLED, None)
+    _tell(tell.cancel, job.job_id)
     return f"job {job.job_id} is cancelled" + (", it had nothing to save" if drain else "")
 
 
@@ -67,16 +72,17 @@ def requeue(status: RunStatus, now: bool) -> str:
         raise Failed(f"{status.name}: job {job.job_id} is in the queue already")
     if job.kind != "running":
         raise Failed(f"{status.name}: is {status.state}; {resume} submits it again")
-    request = if_readable(read(Drain, status.run.attempt(status.attempt).drain))
-    if request and request.cause == CANCELLED and not now:
+    begun = None if now else _open_attempt(status)
+    request = None if now else _request(status, begun or status.attempt)
+    if request and request.cause == CANCELLED:
         raise Failed(f"{status.name}: is being cancelled; {resume} once it has ended")
-    if now or not _has_open_attempt(status):
+    if begun is None:
         try:
             tell.requeue(job.job_id)
         except SlurmRefused as error:
             raise Failed(f"{status.name}: {error}") from error
         return f"job {job.job_id} is requeued; it goes on from its newest checkpoint"
-    _ask_to_leave(status, REQUEUE, None)
+    _ask_to_leave(status, begun, REQUEUE, None)
     return f"job {job.job_id} was asked to save; then it is requeued{_signal(job.job_id)}"
 
 
@@ -85,20 +91,47 @@ def _refuse_unsure(status: RunStatus) -> None:
         raise Failed(f"{status.name}: {status.reason}")
 
 
-def _has_open_attempt(status: RunStatus) -> bool:
-    """Whether ranks of this very job may be at work: else there is nobody to hear and nothing to save."""
-    last, job = last_line(status.run), status.job
-    return job is not None and job.kind == "running" and isinstance(last, AttemptStart) and last.job_id == job.job_id
+def _open_attempt(status: RunStatus) -> int | None:
+    """Number of the attempt of this very job whose end is not on record; None: there is nobody to hear and nothing to
+    save. Raises Failed where that cannot be told: what is at work must not be ended without a save."""
+    job = status.job
+    if job is None:
+        return None
+    ledger = read_lines(LEDGER, status.run.attempts_ledger, PATIENCE_S)
+    doubt = "whether there is something to save cannot be told"
+    if isinstance(ledger, Unreadable):
+        raise Failed(f"{status.name}: {ledger}; {doubt}")
+    if ledger.damaged and ledger.damaged[-1].line >= len(ledger.records) + len(ledger.damaged):
+        raise Failed(f"{status.name}: the last line of {status.run.attempts_ledger} cannot be read; {doubt}")
+    last = ledger.records[-1] if ledger.records else None
+    return last.attempt if isinstance(last, AttemptStart) and last.job_id == job.job_id else None
 
 
-def _ask_to_leave(status: RunStatus, cause: str, limit_s: float | None) -> None:
+def _attempt_to_warn(status: RunStatus) -> int | None:
+    """The same where nothing is to be saved; where it cannot be told, the newest attempt there is."""
+    try:
+        return _open_attempt(status)
+    except Failed:
+        return status.attempt or None
+
+
+def _request(status: RunStatus, number: int) -> Drain | None:
+    """What an attempt has been asked already. Raises Failed where that cannot be told."""
+    try:
+        return read_or_raise(Drain, status.run.attempt(number).drain)
+    except UnreadableRecord as error:
+        raise Failed(f"{status.name}: {error}; what it was asked before cannot be told") from error
+
+
+def _ask_to_leave(status: RunStatus, number: int, cause: str, limit_s: float | None) -> None:
     """Write why, or write it instead of an earlier cause, whose deadline is still that of the job.
 
     Args:
+        number: of the attempt.
         limit_s: seconds from now to the deadline; None: the job's own.
     """
-    attempt, at = status.run.attempt(status.attempt), time.time()
-    before = if_readable(read(Drain, attempt.drain))
+    attempt, at = status.run.attempt(number), time.time()
+    before = if_readable(read(Drain, attempt.drain, PATIENCE_S))
     deadline = (before.deadline if before else None) if limit_s is None else at + limit_s
     by = f"{os.environ.get('USER', 'somebody')}, mrl {os.getpid()}"
     try:
@@ -116,9 +149,9 @@ def _signal(job_id: str) -> str:
     return ""
 
 
-def _scancel(job_id: str) -> None:
+def _tell(order: Callable[[str], None], job_id: str) -> None:
     try:
-        tell.cancel(job_id)
+        order(job_id)
     except SlurmRefused as error:
         raise Failed(f"job {job_id}: {error}") from error
 

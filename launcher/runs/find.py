@@ -8,8 +8,11 @@ from __future__ import annotations
 import difflib
 import errno
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import compress, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from launcher.errors import BadInput
 from launcher.host.record.submissions import index_file
@@ -20,23 +23,41 @@ from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.contract.run_records import Submission
 
 NEAR = 5  # names to offer where one was not found
+AHEAD = 64  # directories that are looked at before it is known whether they are asked for
+LOOKERS = 16  # threads
+
+T = TypeVar("T")
 
 
-def submissions() -> list[Submission]:
-    """Every submission whose run directory is still there, oldest first. Raises BadInput where the index cannot be
-    read; lines of it that cannot are left out."""
-    lines = read_lines(Submission, index_file())
-    if isinstance(lines, Unreadable):
-        raise BadInput(f"{lines}; name a run by its directory, or remove that file: it only lists runs")
-    return [one for one in lines.records if is_run(one.run_dir)]
+def newest_first(begun: str = "", unread: list[str] | None = None) -> Iterator[Submission]:
+    """The last submission of each run whose directory is still there, the newest run first. Directories are looked at
+    as they are needed: on a network file system ten thousand looks take long.
 
+    Args:
+        begun: the beginning of their names.
+        unread: gets what of the index could not be read.
 
-def newest_first(entries: Sequence[Submission]) -> list[Submission]:
-    """The last submission of each run, the newest run first."""
+    Raises:
+        BadInput: the index cannot be read. Lines of it that cannot are left out.
+    """
     newest: dict[str, Submission] = {}
-    for entry in reversed(entries):
-        newest.setdefault(entry.run_dir, entry)
-    return list(newest.values())
+    for entry in reversed(_submissions(unread)):
+        if Path(entry.run_dir).name.startswith(begun):
+            newest.setdefault(entry.run_dir, entry)
+    known = iter(newest.values())
+    while part := list(islice(known, AHEAD)):
+        there = at_once(is_run, [entry.run_dir for entry in part])
+        yield from compress(part, there)
+
+
+def at_once(look: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+    """What a look at the files of each run tells, many at a time: a network file system answers each one late.
+
+    Args:
+        arguments: of `look`, a sequence for each, as `map` takes them.
+    """
+    with ThreadPoolExecutor(LOOKERS) as threads:
+        return list(threads.map(look, *arguments))
 
 
 def find(name: str | None) -> RunDir:
@@ -49,14 +70,12 @@ def find(name: str | None) -> RunDir:
         raise BadInput("RUN is empty; give a name, a directory or a job id (`mrl ls` lists the runs)")
     if name is not None and is_run(name):
         return RunDir(name)
-    entries = submissions()
     if name is None:
-        if not entries:
+        newest = next(newest_first(), None)
+        if newest is None:
             raise BadInput("no run has been submitted by this account yet; name one by its directory")
-        return RunDir(newest_first(entries)[0].run_dir)
-    if name.isdigit():
-        return _of_job(name, entries)
-    return RunDir(_named(name, [entry.run_dir for entry in newest_first(entries)]))
+        return RunDir(newest.run_dir)
+    return RunDir(_of_job(name) if name.isdigit() else _named(name))
 
 
 def pasteable_command(words: str, run: str, more: str = "") -> str:
@@ -71,29 +90,40 @@ def pasteable_command(words: str, run: str, more: str = "") -> str:
     return " ".join(filter(None, ("mrl", words, dashes, shlex.quote(run), more)))
 
 
-def _of_job(job_id: str, entries: Sequence[Submission]) -> RunDir:
-    paths = list(dict.fromkeys(entry.run_dir for entry in reversed(entries) if entry.job_id == job_id))
+def _submissions(unread: list[str] | None = None) -> list[Submission]:
+    """All of the index, oldest first, whether or not the run directory is still there. Raises BadInput."""
+    lines = read_lines(Submission, index_file())
+    if isinstance(lines, Unreadable):
+        raise BadInput(f"{lines}; name a run by its directory, or remove that file: it only lists runs")
+    if lines.damaged and unread is not None:
+        unread.append(f"{index_file()}: {len(lines.damaged)} of its lines cannot be read")
+    return lines.records
+
+
+def _of_job(job_id: str) -> str:
+    submitted = (entry.run_dir for entry in reversed(_submissions()) if entry.job_id == job_id)
+    paths = [path for path in dict.fromkeys(submitted) if is_run(path)]
     if len(paths) > 1:  # of two clusters, or an id that was used again
         raise BadInput(f"job {job_id} was one of {len(paths)} runs; give the name or the path:{_listed(paths)}")
     if paths:
-        return RunDir(paths[0])
+        return paths[0]
     try:  # it may have been submitted by plain sbatch: its log stands beside its run directory
         log = Path(show_job(job_id).get("StdOut", ""))
     except SlurmRefused:
         log = Path()
     if log.name.endswith(".log") and is_run(str(log.with_suffix(""))):
-        return RunDir(log.with_suffix(""))
+        return str(log.with_suffix(""))
     raise BadInput(f"no run with job {job_id} is known; `mrl ls` lists the runs, a path names any")
 
 
-def _named(name: str, paths: Sequence[str]) -> str:
-    exact = [path for path in paths if Path(path).name == name]
-    found = exact or [path for path in paths if Path(path).name.startswith(name)]
+def _named(name: str) -> str:
+    begun = [entry.run_dir for entry in newest_first(name)]
+    found = [path for path in begun if Path(path).name == name] or begun
     if len(found) == 1:
         return found[0]
     if found:
         raise BadInput(f"{name!r} means {len(found)} runs; give the whole name or the path:{_listed(found)}")
-    names = [Path(path).name for path in paths]
+    names = [Path(entry.run_dir).name for entry in newest_first()]
     close = difflib.get_close_matches(name, names, n=NEAR)
     hint = f"did you mean {', '.join(close)}?" if close else "`mrl ls` lists them"
     raise BadInput(f"no run is called {name!r}; {hint}")
@@ -109,6 +139,13 @@ def is_run(path: str) -> bool:
     try:
         return bool(path) and RunDir(path).resolved.is_file()
     except OSError as error:
-        return error.errno not in (errno.ENAMETOOLONG, errno.ELOOP)
+        return error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) and _may_be_directory(path)
     except ValueError:  # a name that no file can have
         return False
+
+
+def _may_be_directory(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return True

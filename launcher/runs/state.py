@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.backends.slurm.reasons import wait_of
@@ -15,14 +15,15 @@ from launcher.host.judge.policy import STARTS_AGAIN, SUCCESSOR
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.lock import owner_of
-from launcher.host.record.identity import copied_from
 from launcher.host.slurm.formats import CLOCK_S
 from launcher.recipe.located_yaml import read_mapping, read_text
+from launcher.runs.find import at_once
+from launcher.runs.owner import Copy, recorded_owner
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain, LedgerLine, Requeued
 from megatron_rl.contract.codes import DRAINED, LOST, STOPPED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, if_readable, read, read_lines
-from megatron_rl.contract.run_records import Owner, RunIdentity
+from megatron_rl.contract.run_records import Owner
 
 State = Literal[
     "new",
@@ -53,15 +54,6 @@ _CLUSTER = re.compile(r"^cluster: (?!null$)([A-Za-z][A-Za-z0-9._-]*)$", re.MULTI
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILINE)
 
 
-class Copy(NamedTuple):
-    """A directory is a copy of that of another run."""
-
-    original: str
-
-    def __str__(self) -> str:
-        return f"a copy of {self.original}, which is another run; mrl resume starts it as a run of its own"
-
-
 @dataclass(frozen=True, slots=True)
 class RunStatus:
     """How a run is."""
@@ -80,6 +72,8 @@ class RunStatus:
     """Number of the newest one; 0 before the first."""
     steps: int
     """That the run is to make; 0 where its recipe cannot be read."""
+    unread: tuple[str, ...] = ()
+    """Which of the files that tell all this could not be read, and why."""
 
     @property
     def name(self) -> str:
@@ -94,36 +88,16 @@ class RunStatus:
 
 def read_statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
     """The status of each of these runs; Slurm is asked once for all of them."""
-    owners = [recorded_owner(run) for run in runs]
+    owners = at_once(recorded_owner, runs)
     jobs = iter(read_owners([owner for owner in owners if isinstance(owner, Owner)]))
-    return [_status(run, owner, jobs) for run, owner in zip(runs, owners, strict=True)]
+    of_runs = [next(jobs) if isinstance(owner, Owner) else None for owner in owners]
+    return at_once(_status, runs, owners, of_runs)
 
 
-def recorded_owner(run: RunDir) -> Owner | Copy | Absent | Unreadable:
-    """The Slurm job that owns the run, or was the last to; ABSENT for a local run."""
-    identity = read(RunIdentity, run.identity)
-    if isinstance(identity, Unreadable):
-        return identity
-    if identity is not ABSENT:
-        try:
-            original = copied_from(run, identity)
-        except OSError as error:
-            return Unreadable(str(error.filename or run.root), str(error.strerror))
-        if original is not None:
-            return Copy(original)
-    return read(Owner, run.job)
-
-
-def read_job(run: RunDir) -> JobState | None:
-    """What Slurm says of the run's job; None for a run without one. Raises BadInput where it cannot be told which."""
-    owner = _owner_or_refusal(run)
-    return read_owners([owner])[0] if owner is not None else None
-
-
-def _status(run: RunDir, owner: Owner | Copy | Absent | Unreadable, jobs: Iterator[JobState]) -> RunStatus:
+def _status(run: RunDir, owner: Owner | Copy | Absent | Unreadable, job: JobState | None) -> RunStatus:
     if isinstance(owner, Unreadable):
-        return RunStatus(run, "", "unreadable", str(owner), "", None, 0, 0)
-    status = read_status(run, next(jobs) if isinstance(owner, Owner) else None)
+        return RunStatus(run, "", "unreadable", str(owner), "", None, 0, 0, (str(owner),))
+    status = read_status(run, job)
     if isinstance(owner, Copy) and status.state not in ("finished", "unreadable"):
         return replace(status, state="copy", reason=str(owner), waits_for="")
     return status
@@ -135,16 +109,19 @@ def read_status(run: RunDir, job: JobState | None) -> RunStatus:
     Args:
         job: what Slurm says of the job in RunDir.job; None for a run without one.
     """
-    problem, cluster, steps, attempt = "", "", 0, 0
+    unread: list[str] = []
+    cluster, steps, attempt = "", 0, 0
     try:
         cluster, steps = _cluster_and_steps(run)
     except BadInput as error:
-        problem = "\n".join(error.problems)
+        unread += error.problems
+    problem = "\n".join(unread)
     try:
         attempt = run.last_attempt()
-        state, reason, waits_for = _state(run, job)
+        state, reason, waits_for = _state(run, job, unread)
     except OSError as error:
         state, reason, waits_for = "unreadable", f"{error.filename or run.root}: {error.strerror or error}", ""
+        unread.append(reason)
     return RunStatus(
         run=run,
         cluster=cluster,
@@ -154,6 +131,7 @@ def read_status(run: RunDir, job: JobState | None) -> RunStatus:
         job=job,
         attempt=attempt,
         steps=steps,
+        unread=tuple(unread),
     )
 
 
@@ -168,22 +146,6 @@ def _cluster_and_steps(run: RunDir) -> tuple[str, int]:
     training = values.get("training")
     count = training.get("steps") if isinstance(training, dict) else 0
     return str(values.get("cluster") or "local"), count if isinstance(count, int) else 0
-
-
-def job_id_of(run: RunDir) -> str | None:
-    """The Slurm job that owns the run, or was the last to; None for a local run. Raises BadInput where job.json cannot
-    be read, and for a copy of a run."""
-    owner = _owner_or_refusal(run)
-    return None if owner is None else owner.job_id
-
-
-def _owner_or_refusal(run: RunDir) -> Owner | None:
-    owner = recorded_owner(run)
-    if isinstance(owner, Copy):
-        raise BadInput(f"{run.root}: is {owner}")
-    if isinstance(owner, Unreadable):
-        raise BadInput(str(owner))
-    return None if owner is ABSENT else owner
 
 
 def resolved_values(run: RunDir) -> dict[str, Any]:
@@ -212,16 +174,23 @@ def has_left(job: JobState, last: LedgerLine | None) -> bool:
     return isinstance(last, AttemptEnd) and _ended_in(job, last) and not (job.batch and last.then in STARTS_AGAIN)
 
 
-def _state(run: RunDir, job: JobState | None) -> tuple[State, str, str]:
-    """(state, reason, what it waits for). Raises OSError."""
+def _state(run: RunDir, job: JobState | None, unread: list[str]) -> tuple[State, str, str]:
+    """(state, reason, what it waits for). Raises OSError.
+
+    Args:
+        unread: gets what could not be read, and why.
+    """
     ledger = read_lines(LEDGER, run.attempts_ledger)
     if run.done.exists():
         return "finished", "", ""
     if isinstance(ledger, Unreadable):
+        unread.append(str(ledger))
         return "unreadable", str(ledger), ""
+    if ledger.damaged:
+        unread.append(f"{run.attempts_ledger}: {len(ledger.damaged)} of its lines cannot be read")
     last = ledger.records[-1] if ledger.records else None
     if job is None:
-        return _of_local_run(run, last)
+        return _of_local_run(run, last, unread)
     if has_left(job, last):
         return _ended(run, last, "failed", "its script was killed")
     if job.kind == "unknown":
@@ -229,7 +198,7 @@ def _state(run: RunDir, job: JobState | None) -> tuple[State, str, str]:
     if job.kind == "pending":
         return _pending(job, last)
     if job.kind == "running":
-        return _of_running_job(run, job, last)
+        return _of_running_job(run, job, last, unread)
     if last and last.job_id != job.job_id:
         last = None  # of an earlier job: this one left no record
     if job.word == "CANCELLED" and not isinstance(last, AttemptEnd):
@@ -237,15 +206,17 @@ def _state(run: RunDir, job: JobState | None) -> tuple[State, str, str]:
     return _ended(run, last, "lost" if job.kind == "gone" else "failed", _end_of_job(job))
 
 
-def _of_local_run(run: RunDir, last: LedgerLine | None) -> tuple[State, str, str]:
+def _of_local_run(run: RunDir, last: LedgerLine | None, unread: list[str]) -> tuple[State, str, str]:
     try:
         held = owner_of(run.lock) is not None
     except OSError as error:  # no locks there, or a run of somebody else
         if isinstance(last, AttemptStart):
-            return "unreadable", f"whether its supervisor runs cannot be told: {run.lock}: {error.strerror}", ""
+            why = f"whether its supervisor runs cannot be told: {run.lock}: {error.strerror}"
+            unread.append(why)
+            return "unreadable", why, ""
         held = False
     if held:
-        return _running(run)
+        return _running(run, unread)
     return _ended(run, last, "lost", "its supervisor was killed") if last else ("new", "it has never started", "")
 
 
@@ -258,14 +229,14 @@ def _pending(job: JobState, last: LedgerLine | None) -> tuple[State, str, str]:
     return state, _sentence(end) if end else "", wait.what
 
 
-def _of_running_job(run: RunDir, job: JobState, last: LedgerLine | None) -> tuple[State, str, str]:
+def _of_running_job(run: RunDir, job: JobState, last: LedgerLine | None, unread: list[str]) -> tuple[State, str, str]:
     if job.word == "CONFIGURING":
         return "running", "", "its nodes to boot"
     if isinstance(last, AttemptEnd) and _ended_in(job, last) and job.batch and last.then in STARTS_AGAIN:
         return "requeued", _sentence(last), "its earlier attempt to be cleaned up"  # on its way back into the queue
     begun = isinstance(last, AttemptStart) and last.job_id == job.job_id
     # Else the newest attempt is an earlier one's, and so is its request to leave.
-    return _running(run) if begun else ("running", "", "its attempt to begin")
+    return _running(run, unread) if begun else ("running", "", "its attempt to begin")
 
 
 def _ended_in(job: JobState, last: AttemptEnd) -> bool:
@@ -273,10 +244,12 @@ def _ended_in(job: JobState, last: AttemptEnd) -> bool:
     return last.job_id == job.job_id and (job.started_at is None or last.at >= job.started_at - CLOCK_S)
 
 
-def _running(run: RunDir) -> tuple[State, str, str]:
+def _running(run: RunDir, unread: list[str]) -> tuple[State, str, str]:
     drain = read(Drain, run.attempt(run.last_attempt()).drain)
     if drain is ABSENT:
         return "running", "", ""
+    if isinstance(drain, Unreadable):
+        unread.append(str(drain))
     return "saving", "" if isinstance(drain, Unreadable) else drain.cause, "the ranks to save and leave"
 
 

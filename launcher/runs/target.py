@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import BadInput
-from launcher.runs.find import NEAR, find, is_run, newest_first, submissions
+from launcher.runs.find import NEAR, find, is_run, newest_first
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.contract.paths import RunDir
 
@@ -30,7 +30,7 @@ def target_of(name: str | None) -> Target:
         BadInput: there is none, or more than one, or what was named is a copy of it.
     """
     if name is None:
-        runs = [RunDir(one.run_dir) for one in newest_first(submissions())]
+        runs = [RunDir(one.run_dir) for one in newest_first()]
         return Target(_only([one for one in read_statuses(runs) if one.alive]), "no RUN was given")
     (status,) = read_statuses([find(name)])
     if status.state == "copy":

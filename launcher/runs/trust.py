@@ -27,8 +27,10 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
     for path in (run.root, run.resolved, run.code, run.script, run.checkpoints):
         try:
             owner = path.stat().st_uid
-        except OSError:  # not there, or not to be looked at: whoever needs it says so
+        except (FileNotFoundError, NotADirectoryError):
             continue
+        except OSError as error:
+            raise BadInput(f"{path}: whose it is cannot be told: {error.strerror}; try again, or --trust it") from error
         if owner not in (os.geteuid(), ROOT):
             raise BadInput(
                 f"{path}: belongs to {_name(owner)}; what is in that run would act as you: its code is run, and parts "

@@ -1,21 +1,144 @@
-"""Log-probs of given tokens and the entropy of the distributions they were drawn from."""
+"""Log-probs of given tokens and the entropy of the distributions they were drawn from.
+
+The logits of all tokens at once are the largest tensor of a training pass by far: 12,000 tokens of a vocabulary of
+152,000 take 7 GB in fp32, and several of them are needed. So they are made chunk by chunk inside the function that
+needs them, dropped, and made again in the backward pass; and no rank ever sees another's part of the vocabulary.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.model.output import OutputPart
+
+CHUNK_BYTES = 2**28
+"""Of a chunk's logits in fp32; about three such tensors exist at once. Smaller ones would not keep a GPU busy."""
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets under softmax(logits / temperature), and that distribution's entropy in nats.
+def predicted_logprobs(
+    hidden: Tensor, output: OutputPart, targets: Tensor, temperature: float, *, with_entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the targets under softmax(logits / temperature) over the whole vocabulary, and that distribution's
+    entropy in nats where it is asked for.
 
-    logits [tokens, vocab], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] without.
-    Temperature 0, greedy decoding, counts as 1.
+    hidden [tokens, hidden], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] without.
+    The gradient to `hidden` is that of this rank's part of the vocabulary: see `Policy.predictors`. Temperature 0,
+    greedy decoding, counts as 1. Collective over `output.group`.
     """
+    chunk = max(1, CHUNK_BYTES // (4 * len(output.weight)))
+    if output.group is None and len(targets) <= chunk:
+        return token_logprobs(output.logits(hidden), targets, temperature, with_entropy=with_entropy)
+    logprobs, entropy = _PredictedLogprobs.apply(
+        hidden, output.weight, targets, output.tokens, output.group, temperature or 1.0, chunk, with_entropy
+    )
+    return logprobs, entropy if with_entropy else None
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """The same from logits of the whole vocabulary, [tokens, vocab]."""
     scaled = logits.float()
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature
     all_logprobs = torch.log_softmax(scaled, dim=-1)
-    with torch.no_grad():
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    entropy = None
+    if with_entropy:
+        with torch.no_grad():
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+class _PredictedLogprobs(torch.autograd.Function):
+    """Of a token with logits l / T = z, its target t and Z = sum exp z:
+
+        log-prob = z_t - log Z     entropy = log Z - sum exp(z) z / Z     d log-prob / d z = onehot(t) - exp(z) / Z
+
+    Every rank sums over its part of the vocabulary, relative to the largest z of that part. What all parts make is
+    found once for all chunks: one maximum and one sum over the ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        tokens: range,
+        group: dist.ProcessGroup | None,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        of_chunks = []
+        for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            scaled = _scaled_logits(part, weight, len(tokens), temperature)
+            of_chunks.append(_over_part(scaled, target - tokens.start, len(tokens), with_entropy))
+            del scaled  # before the next ones are made
+        largest, mass, chosen, weighted = torch.cat(of_chunks, dim=1).unbind()
+        if group is not None:
+            of_part = largest.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            below = of_part - largest
+            sums = torch.stack((mass, chosen, weighted + mass * below))
+            sums[::2] *= below.exp()
+            dist.all_reduce(sums, group=group)
+            mass, chosen, weighted = sums.unbind()
+        entropy = mass.log() - weighted / mass
+        logprobs = chosen - largest - mass.log()
+        ctx.save_for_backward(hidden, weight, targets, largest + mass.log())
+        ctx.tokens, ctx.temperature, ctx.chunk = tokens, temperature, chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_mass = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        # Over many chunks bf16 would lose what one product sums up in fp32.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for first in range(0, len(targets), ctx.chunk):
+            rows = slice(first, first + ctx.chunk)
+            of_logits = _scaled_logits(hidden[rows], weight, len(ctx.tokens), ctx.temperature)
+            of_logits.sub_(log_mass[rows, None]).exp_().neg_()
+            target = targets[rows] - ctx.tokens.start
+            here = (target >= 0) & (target < len(ctx.tokens))
+            of_logits.scatter_add_(1, target.clamp(0, len(weight) - 1)[:, None], here.to(of_logits.dtype)[:, None])
+            of_logits.mul_((gradient[rows] / ctx.temperature)[:, None])
+            rounded = of_logits.to(hidden.dtype)
+            of_hidden[rows] = rounded @ weight
+            if of_weight is not None:
+                of_weight += rounded.t() @ hidden[rows]
+            del of_logits, rounded
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 6
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, tokens: int, temperature: float) -> Tensor:
+    """[tokens of the chunk, rows] fp32 logits / temperature, the least there is where a row pads the vocabulary."""
+    scaled = (hidden @ weight.t()).float()
+    if temperature != 1.0:
+        scaled.div_(temperature)
+    scaled[:, tokens:] = torch.finfo(torch.float32).min
+    return scaled
+
+
+def _over_part(scaled: Tensor, target: Tensor, tokens: int, with_entropy: bool) -> Tensor:
+    """[4, tokens of the chunk] of a part of the vocabulary: the largest z, the sum of exp(z - largest), z of the target
+    where it is in this part else 0, and the sum of exp(z - largest) (z - largest) where it is asked for. Changes
+    `scaled`."""
+    largest = scaled.amax(dim=1)
+    if not tokens:  # all of the part is padding
+        return torch.stack((largest, *[torch.zeros_like(largest)] * 3))
+    here = (target >= 0) & (target < tokens)
+    chosen = torch.where(here, scaled.gather(1, target.clamp(0, tokens - 1)[:, None]).squeeze(1), 0.0)
+    below = scaled.sub_(largest[:, None])
+    weights = below.exp()
+    mass = weights.sum(dim=1)
+    weighted = weights.mul_(below).sum(dim=1) if with_entropy else torch.zeros_like(mass)
+    return torch.stack((largest, mass, chosen, weighted))

@@ -8,13 +8,21 @@ select               ^  ^ ^        whose logits predict the trained tokens of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, compress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room, Tree, spread
 from megatron_rl.platform.attention import PackedSequences
+
+HEAD = 64
+"""Tokens behind their beginning by which sequences are told apart, before all of them are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,138 +56,203 @@ class MicroBatch(PackedSequences):
 def pack(
     tokens: Sequence[list[int]], loss_masks: Sequence[list[bool]], chosen: Iterable[int], limit: int
 ) -> list[MicroBatch]:
-    """Pack the chosen sequences, in their order, into micro-batches of at most `limit` packed tokens, on the CPU.
+    """The chosen sequences in micro-batches of at most `limit` packed tokens, whatever is gathered of them again: see
+    `Packing`."""
+    packing = Packing(tokens, loss_masks, chosen)
+    return [packing.microbatch(names) for names in packing.bins(Room(limit, ROWS_ARE_FREE))]
 
-    A sequence that alone has more makes its own; one without a trained token is left out. Neighbours that begin alike
-    up to their first trained token share it within a micro-batch, and the beginnings of what follows too, which the
-    limit counts as if they did not.
 
-    Args:
-        tokens: all sequences of the batch, [seq] each.
-        loss_masks: [seq] for each, which of its tokens are trained on; never the first.
+class Packing:
+    """Sequences that go through the model together; those without a trained token are left out.
+
+    Neighbours that begin alike up to their first trained token are a tree: within a micro-batch they share that, and
+    the beginnings of what follows too. What shares what is found once; micro-batches are then made of runs of tokens,
+    however long.
     """
-    starts = [0, *accumulate(map(sum, loss_masks))]
-    packed: list[MicroBatch] = []
-    filling = _Filling()
-    for index in chosen:
-        sequence, mask, trained = tokens[index], loss_masks[index], range(starts[index], starts[index + 1])
-        if not trained:
-            continue
-        first, last = mask.index(True), len(mask) - 1
-        if not mask[last]:
-            last -= mask[::-1].index(True)
-        beginning = sequence[:first]
-        alike = filling.beginning == beginning
-        if filling.size and filling.size + (last - first if alike else last) > limit:
-            packed.append(filling.close())
-            filling, alike = _Filling(), False
-        if not alike:
-            filling.begin(beginning)
-        filling.add(sequence[first:last], sequence[first : last + 1], mask[first : last + 1], trained)
-    if filling.size:
-        packed.append(filling.close())
-    return packed
 
+    def __init__(self, tokens: Sequence[list[int]], loss_masks: Sequence[list[bool]], chosen: Iterable[int]) -> None:
+        """
+        Args:
+            tokens: all sequences of the batch, [seq] each.
+            loss_masks: [seq] for each, which of its tokens are trained on; never the first.
+            chosen: which of them go through the model.
+        """
+        masks = [bytes(mask) for mask in loss_masks]
+        starts = [0]
+        for mask in masks:
+            starts.append(starts[-1] + mask.count(1))
+        packed = [index for index in chosen if starts[index] < starts[index + 1]]
+        self._sequences: list[_Sequence] = []
+        groups: list[tuple[list[int], list[_Rest]]] = []  # of each tree the beginning, and what follows it
+        start = 0
+        for index in packed:
+            sequence, first, last = tokens[index], masks[index].find(1), masks[index].rfind(1)
+            beginning = sequence[:first]
+            if not groups or groups[-1][0] != beginning:
+                groups.append((beginning, []))
+            groups[-1][1].append((sequence, first, last))
+            trained = range(starts[index], starts[index + 1])
+            self._sequences.append(_Sequence(len(groups) - 1, start, start + first, start + last, trained))
+            start += len(sequence)
+        self._lists = [tokens[index] for index in packed]
+        self._flags = [masks[index] for index in packed]
+        self.trees: list[Tree] = []
+        """Lengths of all; a sequence's name is its place among those that are packed."""
+        named = 0
+        for beginning, rests in groups:
+            self.trees.append(_tree(len(beginning), range(named, named + len(rests)), rests))
+            named += len(rests)
 
-class _Filling:
-    """A micro-batch being filled: tree after tree of sequences with the same beginning, all tokens up to the first
-    trained one."""
+    @cached_property
+    def _tokens(self) -> NDArray[np.int64]:
+        """Of all that are packed, one sequence after the other."""
+        return np.fromiter(chain.from_iterable(self._lists), np.int64, sum(map(len, self._lists)))
 
-    def __init__(self) -> None:
-        self.size = 0
-        """Packed tokens, were nothing shared but the beginnings."""
-        self.beginning: list[int] | None = None
-        """Of the tree that is being filled."""
-        self._rests: list[list[int]] = []
-        self._masks: list[list[bool]] = []
-        self._tokens: list[int] = []
-        self._positions: list[int] = []
-        self._ends: list[int] = []
-        self._edges = [0]
-        self._select: list[int] = []
-        self._targets: list[int] = []
-        self._trained: list[int] = []
+    @cached_property
+    def _masks(self) -> NDArray[np.bool_]:
+        return np.frombuffer(b"".join(self._flags), np.bool_)
 
-    def begin(self, beginning: list[int]) -> None:
-        """Go on with another tree."""
-        self._end()
-        self.beginning = beginning
-        self.size += len(beginning)
-
-    def add(self, rest: list[int], targets: list[int], mask: list[bool], trained: range) -> None:
-        """Add a sequence to the tree.
+    def bins(self, room: Room, count: int = 1) -> list[list[int]]:
+        """Names of the sequences of each micro-batch, ascending.
 
         Args:
-            rest: its tokens behind the beginning, without the last trained one, which predicts nothing.
-            targets: its tokens from the first trained one to the last.
-            mask: which of these are trained on.
-            trained: places of these among all trained tokens of the batch.
+            room: of a micro-batch; a sequence that alone needs more makes its own.
+            count: micro-batches that are run anyway: where fewer would do, the sequences are spread over as many.
         """
-        self.size += len(rest)
-        self._rests.append(rest)
-        self._masks.append(mask)
-        self._targets.extend(compress(targets, mask))
-        self._trained.extend(trained)
+        return spread(self.trees, room, count)
 
-    def _end(self) -> None:
-        """Pack the tree."""
-        if self.beginning is None:
-            return
-        paths = _merge(self.beginning, self._rests, self._tokens, self._positions, self._ends)
-        self._edges.append(len(self._tokens))
-        last_of_beginning = len(self.beginning) - 1
-        for path, mask in zip(paths, self._masks, strict=True):
-            self._select.extend(compress(path[last_of_beginning:], mask))
-        self._rests, self._masks = [], []
-
-    def close(self) -> MicroBatch:
-        self._end()
+    def microbatch(self, names: Sequence[int]) -> MicroBatch:
+        """The sequences of these names, ascending, on the CPU."""
+        sequences = [self._sequences[name] for name in names]
+        merged = _Merged()
+        in_bin = set(names)
+        for number in dict.fromkeys(each.tree for each in sequences):
+            self._merge(self.trees[number], in_bin, merged)
+        ends = np.array(sorted(merged.ends))
+        # Of each sequence the tokens from the first trained one to the last, and the places that predict them.
+        spans = _places([(each.first, each.last + 1 - each.first) for each in sequences])
+        trained = self._masks[spans]
+        select = _places([run for name in names for run in merged.paths[name]])
         return MicroBatch(
-            cu_seqlens=torch.tensor(self._edges, dtype=torch.int32),
-            subtree_ends=torch.tensor(self._ends, dtype=torch.int32),
-            tokens=torch.tensor(self._tokens),
-            positions=torch.tensor(self._positions),
-            select=torch.tensor(self._select),
-            targets=torch.tensor(self._targets),
-            trained=torch.tensor(self._trained),
+            cu_seqlens=torch.tensor(merged.edges, dtype=torch.int32),
+            subtree_ends=torch.from_numpy(np.repeat(ends[:, 2], ends[:, 1])).int(),
+            tokens=torch.from_numpy(self._tokens[_places(merged.sources)]),
+            positions=torch.from_numpy(_places(merged.positions)),
+            select=torch.from_numpy(select[trained]),
+            targets=torch.from_numpy(self._tokens[spans[trained]]),
+            trained=torch.from_numpy(_places([(each.trained.start, len(each.trained)) for each in sequences])),
         )
 
+    def _merge(self, tree: Tree, in_bin: set[int], merged: _Merged) -> None:
+        """Append the tree of those of its sequences that are in the bin, depth first, everything they share once."""
+        members = [place for place, name in enumerate(tree.names) if name in in_bin]
+        start, beginning = merged.edges[-1], tree.beginning
+        end = start + beginning
+        merged.add(self._sequences[tree.names[members[0]]].start, 0, beginning)
+        last_of_beginning: Run = (end - 1, 1)
+        path: list[Run] = []
+        predicting = [last_of_beginning]
+        before = members[0]
+        for place in members:
+            rest = tree.rests[place]
+            # A sequence shares most with the one before it, and follows those it continues.
+            shared = tree.shared[place] if place == before + 1 else min(tree.shared[before + 1 : place + 1], default=0)
+            before = place
+            if shared < rest:
+                path = merged.leave(path, shared, end)
+                path.append((end, rest - shared))
+                predicting = [last_of_beginning, *path]
+                source = self._sequences[tree.names[place]].first + shared
+                merged.add(source, beginning + shared, rest - shared)
+                end += rest - shared
+            merged.paths[tree.names[place]] = predicting
+        merged.leave(path, 0, end)
+        merged.ends.append((start, beginning, end))
+        merged.edges.append(end)
 
-def _merge(
-    beginning: list[int], rests: list[list[int]], tokens: list[int], positions: list[int], ends: list[int]
-) -> list[list[int]]:
-    """Append sequences with one beginning to the packed tokens, positions and subtree ends, depth first, everything
-    they share once.
 
-    Returns:
-        The places of the beginning followed by each rest.
-    """
-    shared_by_all = len(beginning)
-    path = list(range(len(tokens), len(tokens) + shared_by_all))
-    tokens.extend(beginning)
-    positions.extend(range(shared_by_all))
-    ends.extend(beginning)  # to be replaced, when what continues them is known
-    paths = [path] * len(rests)
-    previous: list[int] = []
-    # In this order a sequence shares most with the one before it, and follows those it continues.
-    for index in sorted(range(len(rests)), key=rests.__getitem__):
-        rest = rests[index]
-        shared = _common_beginning(previous, rest)
-        if shared < len(rest):
-            for place in path[shared_by_all + shared :]:
-                ends[place] = len(tokens)
-            path = [*path[: shared_by_all + shared], *range(len(tokens), len(tokens) + len(rest) - shared)]
-            tokens.extend(rest[shared:])
-            positions.extend(range(shared_by_all + shared, len(path)))
-            ends.extend(rest[shared:])
-            previous = rest
-        paths[index] = path
-    for place in path:
-        ends[place] = len(tokens)
-    return paths
+class _Sequence(NamedTuple):
+    """One that is packed."""
+
+    tree: int
+    start: int
+    """Where it begins among the tokens of all that are packed."""
+    first: int
+    """... its first trained token is there,"""
+    last: int
+    """... and its last one, which predicts nothing."""
+    trained: range
+    """Its trained tokens among all of the batch."""
+
+
+Run = tuple[int, int]
+"""First of a number of consecutive places, and that number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """Trees one after the other, in runs of packed tokens."""
+
+    edges: list[int] = field(default_factory=lambda: [0])
+    """Where each tree begins, and the end."""
+    sources: list[Run] = field(default_factory=list)
+    """Where the packed tokens stand among those of the sequences."""
+    positions: list[Run] = field(default_factory=list)
+    ends: list[tuple[int, int, int]] = field(default_factory=list)
+    """Runs of packed tokens with one subtree end, and that."""
+    paths: dict[int, list[Run]] = field(default_factory=dict)
+    """By a sequence's name, the packed tokens that it has from the last of its beginning on."""
+
+    def add(self, source: int, position: int, length: int) -> None:
+        self.sources.append((source, length))
+        self.positions.append((position, length))
+
+    def leave(self, path: list[Run], shared: int, end: int) -> list[Run]:
+        """The first `shared` tokens of a path; those behind them are continued by nothing from `end` on."""
+        prefix: list[Run] = []
+        for place, length in path:
+            stays = min(length, shared)
+            shared -= stays
+            if stays:
+                prefix.append((place, stays))
+            if stays < length:
+                self.ends.append((place + stays, length - stays, end))
+        return prefix
+
+
+def _places(runs: Sequence[Run]) -> NDArray[np.int64]:
+    """All places of some runs, one after the other."""
+    starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
+    before = lengths.cumsum() - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+
+
+_Rest = tuple[list[int], int, int]
+"""The tokens first..last-1 of a sequence."""
+
+
+def _tree(beginning: int, names: range, rests: Sequence[_Rest]) -> Tree:
+    heads = [sequence[first : min(last, first + HEAD)] for sequence, first, last in rests]
+    full = [tuple(head) for head in heads if len(head) == HEAD]
+    if len({*full}) < len(full):
+        heads = [sequence[first:last] for sequence, first, last in rests]
+    order = sorted(range(len(rests)), key=heads.__getitem__)
+    shared = [0, *(_common_beginning(heads[one], heads[other]) for one, other in pairwise(order))]
+    lengths = [last - first for _, first, last in rests]
+    return Tree(beginning, [names[index] for index in order], [lengths[index] for index in order], shared)
 
 
 def _common_beginning(one: list[int], other: list[int]) -> int:
     """How many tokens both start with."""
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    if one == other:  # as short answers often are
+        return len(one)
+    found, end, width = 0, min(len(one), len(other)), 8
+    while found < end:
+        stop = min(found + width, end)
+        if one[found:stop] == other[found:stop]:
+            found, width = stop, 2 * width
+        elif stop == found + 1:
+            return found
+        else:
+            width = (stop - found) // 2
+    return end

@@ -9,6 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from megatron_rl.section import NonNegativeInt, PositiveInt, Section
 
+MOST_WAITING = 2
+"""Checkpoints that are kept for an export that is not there yet: the one under way and the next."""
+
 
 def _steps_or_auto(value: Any) -> int | Literal["auto"]:
     if value == "auto" or (type(value) is int and value >= 0):
@@ -32,8 +35,15 @@ class SaveConfig(Section):
     """Newest checkpoints that stay on disk."""
     keep_every: NonNegativeInt = 0
     """Checkpoints of steps that are a multiple of this are made in any case and stay for good; 0: none."""
+    export_hf_every: NonNegativeInt = 0
+    """Checkpoints of steps that are a multiple of this are made in any case, and converted to Hugging Face's format
+    beside the training: hf/step-000040 in the run directory, which stays; 0: none."""
     timeout_s: PositiveInt = 600
-    """Longest time a save may take, in seconds."""
+    """Longest time a save may take, and as long an export, in seconds."""
+
+    def exported(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is to be exported."""
+        return self.export_hf_every > 0 and step % self.export_hf_every == 0
 
     def stays(self, step: int) -> bool:
         """Whether the checkpoint of `step` is never deleted to make room."""
@@ -41,4 +51,5 @@ class SaveConfig(Section):
 
     def most_kept(self, steps: int) -> int:
         """Checkpoints on disk at most, in a run of `steps`; one being written comes on top."""
-        return self.keep + (steps // self.keep_every if self.keep_every else 0)
+        waiting = MOST_WAITING if self.export_hf_every else 0
+        return self.keep + waiting + (steps // self.keep_every if self.keep_every else 0)

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.publish import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
+from megatron_rl.checkpoint.replicas import LoadOnce
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
@@ -132,19 +133,29 @@ def verify(folder: Path, control: dist.ProcessGroup) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(folder, manifest)
 
 
-def read(checkpoint: VerifiedCheckpoint, sharded_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(
+    checkpoint: VerifiedCheckpoint,
+    sharded_state: dict[str, Any],
+    data: dist.ProcessGroup,
+    expert_data: dist.ProcessGroup | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """State and meta of the checkpoint. Collective over all ranks.
 
-    sharded_state: megatron-core's sharded state dict of the model (and optimizer) as it is now; says which part of
-    which tensor this rank wants. Tensors in it are overwritten.
-    Returns (state dict for `load_state_dict`, the meta given to `save`).
+    Args:
+        sharded_state: megatron-core's sharded state dict of the model (and optimizer) as it is now; says which part of
+            which tensor this rank wants, and whether it reads it or is sent it. Tensors in it are overwritten.
+        data: the data-parallel ranks, which hold the same part of the model.
+        expert_data: those with the same experts, where not all of them are.
+
+    Returns:
+        (state dict for `load_state_dict`, the meta given to `save`).
 
     Raises:
         CheckpointError: it is of another model.
         Damaged: it has become unreadable since it was verified; the tensors may be half overwritten.
     """
     try:
-        state = dist_checkpointing.load(sharded_state, str(checkpoint.folder))
+        state = dist_checkpointing.load(sharded_state, str(checkpoint.folder), LoadOnce(data, expert_data or data))
     # torch wraps what goes wrong on any rank into CheckpointException, which is no Exception.
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.config import SaveConfig
+from megatron_rl.checkpoint.config import MOST_WAITING, SaveConfig
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 
@@ -230,22 +230,35 @@ def clean_up(run_dir: RunDir) -> None:
 
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
     """Delete what `newest`, which has just been published, supersedes: of its line of training all before the newest
-    `keep` good ones, but for those that stay for good; and whatever is newer than its parent. Those were passed over
-    when the run resumed: this one has replaced their line, and they must not be found by the next start.
+    `keep` good ones, but for those that stay for good or wait for their export; and whatever is newer than its parent,
+    exports too. Those were passed over when the run resumed: this one has replaced their line, and they must not be
+    found by the next start.
 
     A look at a file may be wrong for a moment on a network file system. So no look decides that one is deleted, only
     that it does not count among those kept; and the one just published is not looked at.
     """
     before = newest.step if newest.parent is None else newest.parent
+    for step in run_dir.export_steps():
+        if step > before or step == newest.step:
+            discard(run_dir.export(step))
     kept = 1
-    for step in run_dir.checkpoint_steps():
+    steps = run_dir.checkpoint_steps()
+    waiting = waiting_for_export(run_dir, steps, config)
+    for step in steps:
         if step == newest.step:
             continue
         folder = run_dir.checkpoint(step)
-        if step > before or (kept >= config.keep and not config.stays(step)):
+        stays = config.stays(step) or step in waiting
+        if step > before or (kept >= config.keep and not stays):
             discard(folder)
         elif find_defect(folder) is None:
             kept += 1
+
+
+def waiting_for_export(run_dir: RunDir, steps: Iterable[int], config: SaveConfig) -> list[int]:
+    """Those of the published steps, newest first, that are still to be exported; older ones are given up."""
+    waiting = [step for step in steps if config.exported(step) and not run_dir.export(step).exists()]
+    return waiting[:MOST_WAITING]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -46,7 +46,8 @@ class SaveSchedule:
     def due(self, step: int) -> bool:
         """Whether to save after `step`; the same on all ranks. Each asks once a step, and saves where it is due.
         Collective in some steps where `save.every` is auto."""
-        due = step == self._last or self._checkpointer.config.stays(step) or self._regular(step)
+        config = self._checkpointer.config
+        due = step == self._last or config.stays(step) or config.exported(step) or self._regular(step)
         if due:
             self._saved_at = self._clock()
         return due

@@ -125,7 +125,7 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
     results = []
     if plan.items:
         name = f"__{rank}_0.distcp"
-        with _Recorded(folder / name, check) as file:
+        with RecordedFile(folder / name, check) as file:
             for item in plan.items:
                 check()
                 start = file.position
@@ -138,7 +138,7 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
         files[name] = file.record
     if rank == 0:
-        with _Recorded(folder / COMMON_STATE_FNAME, check) as file:
+        with RecordedFile(folder / COMMON_STATE_FNAME, check) as file:
             file.save(snapshot.common)
         files[COMMON_STATE_FNAME] = file.record
         write_atomic(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig("torch_dist"))))
@@ -167,7 +167,7 @@ def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
     return hash_file(folder / _DCP_METADATA)
 
 
-class _Recorded:
+class RecordedFile:
     """A new file that counts and hashes what is written, and is fsynced when closed."""
 
     def __init__(self, path: Path, check: Callable[[], None]) -> None:
@@ -177,7 +177,7 @@ class _Recorded:
         self._failure: OSError | Abandoned | None = None
         self.position = 0
 
-    def __enter__(self) -> _Recorded:
+    def __enter__(self) -> RecordedFile:
         self._file: BinaryIO = self._path.open("wb")
         return self
 

@@ -38,6 +38,8 @@ HEARTBEAT_WAIT = "waiting for the other ranks"  # phase of a rank that waits for
 DRAIN_SIGNAL = signal.SIGUSR1  # look at the drain file and leave
 STACKS_SIGNAL = signal.SIGQUIT  # write down where every thread is
 
+HOST_TRIES = 5  # starts in a row that come to nothing because of the host side: then the job is held
+
 # Deadlines, in seconds. Of each pair the later one is computed, so that its order cannot be lost.
 
 # Before Drain.deadline the host side ends ranks that are still there: it needs the rest to close the attempt.

@@ -144,6 +144,15 @@ class RunDir:
         """Folder of one published checkpoint."""
         return self.checkpoints / "step-{:06d}".format(step)
 
+    @property
+    def exports(self) -> Path:
+        """Folder of all exports: weights in Hugging Face's format."""
+        return self.root / "hf"
+
+    def export(self, step: int) -> Path:
+        """Folder of the export of one checkpoint; it is there once it is whole."""
+        return self.exports / "step-{:06d}".format(step)
+
     def checkpoint_under_way(self, step: int, save_id: str) -> Path:
         """Where a save is written until it is published; every `.tmp` is debris once its processes are gone."""
         return self.checkpoints / "step-{:06d}.{}.tmp".format(step, save_id)
@@ -151,8 +160,12 @@ class RunDir:
     def checkpoint_steps(self) -> List[int]:
         """Steps that have a published checkpoint, newest first; whether it is intact is another question. Raises
         OSError where the folder is there and cannot be listed."""
-        names = names_in(self.checkpoints)
-        return sorted((int(name[5:]) for name in names if re.match(r"^step-[0-9]{6,}$", name)), reverse=True)
+        return _steps_in(self.checkpoints)
+
+    def export_steps(self) -> List[int]:
+        """Steps that have a whole export, newest first. Raises OSError where the folder is there and cannot be
+        listed."""
+        return _steps_in(self.exports)
 
     @property
     def latest_checkpoint(self) -> Path:
@@ -167,6 +180,11 @@ class RunDir:
         """Number of the newest attempt, 0 before the first. Raises OSError where the folder is there and cannot be
         listed."""
         return max([int(name) for name in names_in(self.root / "attempts") if re.match(r"^[0-9]+$", name)] or [0])
+
+
+def _steps_in(folder: Path) -> List[int]:
+    names = names_in(folder)
+    return sorted((int(name[5:]) for name in names if re.match(r"^step-[0-9]{6,}$", name)), reverse=True)
 
 
 class Attempt:

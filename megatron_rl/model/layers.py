@@ -15,29 +15,53 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.config import Recompute
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout
+from megatron_rl.platform.router import mend_router
 
 
-def packed_layer_spec(config: TransformerConfig, recompute: Recompute, platform: Platform) -> Any:
-    """What GPTModel builds each of its layers from."""
-    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform: Platform, stage: int) -> Any:
+    """What GPTModel builds the layers of a pipeline stage and the norm behind the last one from."""
+    if config.num_moe_experts is not None:
+        mend_router()
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     spec.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
     attention, mlp = spec.submodules.self_attention, spec.submodules.mlp
     attention.module = PackedAttention
     attention.submodules.core_attention = NoCoreAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
     if linears := platform.linears(config):
-        # A ModuleSpec in 0.16.1, a partial builder in 0.19.2.
-        of_mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-        attention.submodules.linear_qkv = of_mlp.linear_fc1 = linears[0]
-        attention.submodules.linear_proj = of_mlp.linear_fc2 = linears[1]
-    return spec
+        attention.submodules.linear_qkv, attention.submodules.linear_proj = linears
+        of_mlp = _submodules(mlp)
+        if config.num_moe_experts is not None:
+            of_mlp = _submodules(of_mlp.experts)
+        of_mlp.linear_fc1, of_mlp.linear_fc2 = linears
+    layers = get_num_layers_to_build(config, pp_rank=stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
+
+
+def _submodules(part: Any) -> Any:
+    """A part of a layer is a ModuleSpec in 0.16.1, a partial builder in 0.19.2."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm (arXiv 1910.07467), also of a part of the tokens, which megatron-core's own for torch refuses to be."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # finalize_model_grads
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +94,11 @@ class PackedLayer(TransformerLayer):
         normed = self.elementwise(self.input_layernorm, hidden_states)
         hidden_states = hidden_states + self.self_attention(normed, rotary_pos_emb, packed_seq_params)
         normed = self.elementwise(self.pre_mlp_layernorm, hidden_states)
-        gate_and_value, _bias = self.mlp.linear_fc1(normed)
-        out, _bias = self.mlp.linear_fc2(self.elementwise(swiglu, gate_and_value))
+        if self.config.num_moe_experts is not None:
+            out, _bias = self.mlp(normed)
+        else:
+            gate_and_value, _bias = self.mlp.linear_fc1(normed)
+            out, _bias = self.mlp.linear_fc2(self.elementwise(swiglu, gate_and_value))
         return hidden_states + out, None
 
     def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -87,10 +114,18 @@ def swiglu(gate_and_value: Tensor) -> Tensor:
 
 class PackedAttention(SelfAttention):
     def forward(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
-        """[tokens, 1, hidden] -> the same."""
+        """[tokens, 1, hidden] -> the same. Of a part of the tokens where they are split between tensor-parallel ranks:
+        the linears gather and scatter them, and with them the tokens that make the parts equal, which are behind those
+        of the layout and attend to nothing."""
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
+        padding = len(query) - len(rotation.cosines)
+        if padding:
+            query, key, value = (x[:-padding] for x in (query, key, value))
         query, key = rotation.turn(query, key)
-        out, _bias = self.linear_proj(layout.attend(self.layer_number, query, key, value)[:, None])
+        attended = layout.attend(self.layer_number, query, key, value)
+        if padding:
+            attended = pad(attended, (0, 0, 0, padding))
+        out, _bias = self.linear_proj(attended[:, None])
         return out
 
 

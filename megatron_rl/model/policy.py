@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig, Recompute
-from megatron_rl.model.layers import Rotation, packed_layer_spec
+from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
+from megatron_rl.model.layers import Rotation, packed_block_spec
+from megatron_rl.model.output import OutputPart
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout, PackedSequences
 
@@ -25,19 +32,77 @@ class Policy(GPTModel):
     """
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
-        """Logits of the packed tokens in `select` (all where None).
+        """Logits of the packed tokens in `select` (all where None), of a policy that is no pipeline.
 
-        tokens, positions [tokens], select [selected] -> [selected, vocab] in the model's dtype, without the rows
-        that pad the embedding: no token stands behind them.
+        tokens, positions [tokens], select [selected] -> [selected, len(output().tokens)] in the model's dtype: of this
+        rank's part of the vocabulary.
         """
-        hidden = self.embedding(tokens[None], positions[None])  # [tokens, 1, hidden]
+        hidden = self.hidden(tokens, positions, layout)
+        if select is None:
+            return self.output().logits(self._whole(hidden)[: len(tokens), 0])
+        return self.output().logits(self.predictors(hidden, select))
+
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None) -> Tensor:
+        """What this stage of the pipeline makes of packed tokens, for the next one or for `predictors`.
+
+        tokens, positions [tokens] -> `hidden_shape`: [tokens, 1, hidden], or this rank's part of them.
+
+        received: the same of the stage before; None on the first.
+        """
+        embedded = None
+        if received is not None:
+            self.decoder.set_input_tensor(received)
+        else:
+            if padding := self._padding(len(tokens)):
+                tokens = pad(tokens, (0, padding))
+            embedded = self.embedding(tokens[None], positions[None])
         rotation = Rotation(self._cosines[positions], self._sines[positions])
-        hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
-        if select is not None:
-            hidden = self._platform.gather(hidden, select)  # answers that begin alike select the same token
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=weight)
-        return logits.squeeze(1)[:, : self._tokens]
+        made: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
+        self.decoder.set_input_tensor(None)
+        return made
+
+    def hidden_shape(self, tokens: int) -> tuple[int, int, int]:
+        """Of `hidden` of so many packed tokens: under sequence parallelism each tensor-parallel rank has a part."""
+        rows = tokens + self._padding(tokens)
+        return rows // self._tensor.size() if self.config.sequence_parallel else rows, 1, self.config.hidden_size
+
+    def predictors(self, hidden: Tensor, select: Tensor) -> Tensor:
+        """[selected, hidden] of `hidden` of the last stage, whole on every tensor-parallel rank: what `output` makes
+        logits of. Its gradient is summed over those ranks, each of which has that of its part of the vocabulary."""
+        if self.config.sequence_parallel:
+            return self._platform.gather(self._whole(hidden), select).squeeze(1)
+        selected = self._platform.gather(hidden, select)  # answers that begin alike select the same token
+        return self._whole(selected).squeeze(1)
+
+    def output(self) -> OutputPart:
+        """This rank's part of the output layer, on the last stage."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        first = self._tensor.rank() * len(weight)
+        group = self._tensor if self._tensor.size() > 1 else None
+        return OutputPart(weight, range(min(first, self._tokens), min(first + len(weight), self._tokens)), group)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """[rows, vocab] on every tensor-parallel rank, of the parts that they have, [rows, len(output().tokens)]."""
+        ranks = self._tensor.size()
+        if ranks == 1:
+            return logits
+        part = pad(logits, (0, self.vocab_size // ranks - logits.shape[1]))
+        parts = [torch.empty_like(part) for _ in range(ranks)]
+        dist.all_gather(parts, part, group=self._tensor)
+        return torch.cat(parts, dim=1)[:, : self._tokens]
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        if self.config.sequence_parallel:
+            gathered: Tensor = gather_from_sequence_parallel_region(hidden, group=self._tensor)
+            return gathered
+        if self._tensor.size() > 1:
+            return copy_to_tensor_model_parallel_region(hidden, group=self._tensor)
+        return hidden
+
+    def _padding(self, tokens: int) -> int:
+        """Tokens to add so that all tensor-parallel ranks have as many, where they share them out."""
+        return -tokens % self._tensor.size() if self.config.sequence_parallel else 0
 
     @property
     def device(self) -> torch.device:
@@ -56,6 +121,7 @@ class Policy(GPTModel):
         """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,
         1, head size], computed in fp32 and kept in the model's dtype."""
         self._tokens, self._platform, device = tokens, platform, platform.device
+        self._tensor = self.pg_collection.tp
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
         angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
         cosines, sines = angles.cos(), angles.sin()
@@ -63,8 +129,22 @@ class Policy(GPTModel):
         self._sines = torch.cat((-sines, sines), dim=-1)[:, None].to(self.config.params_dtype)
 
 
-def transformer_config(model: ModelConfig, platform: Platform) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, platform: Platform, groups: ProcessGroupCollection, *, sequence_parallel: bool = False
+) -> TransformerConfig:
+    """The model's shape, and how these groups cut it."""
     dtype = DTYPES[model.dtype]
+    experts: dict[str, Any] = {}
+    if model.num_experts is not None:
+        experts = {
+            "num_moe_experts": model.num_experts,
+            "moe_router_topk": model.experts_per_token,
+            "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_pre_softmax": model.experts_per_token == 1,  # of one alone it would be 1
+        }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -82,41 +162,76 @@ def transformer_config(model: ModelConfig, platform: Platform) -> TransformerCon
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,  # DDP sums gradients: the loss is already weighted for the global batch
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=groups.tp.size(),
+        pipeline_model_parallel_size=groups.pp.size(),
+        expert_model_parallel_size=groups.ep.size(),
+        expert_tensor_parallel_size=groups.expt_tp.size(),
+        sequence_parallel=sequence_parallel,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        **experts,
         **platform.transformer_overrides,
     )
 
 
-def build_policy(model: ModelConfig, vocab_size: int, platform: Platform, recompute: Recompute = "none") -> Policy:
-    """The policy with random weights (drawn from torch's generator) on the platform's device.
+def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies for more positions than they were trained for, the fast ones as they are (Llama 3.1,
+    arXiv 2407.21783). [head size / 2] -> the same."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)  # over the positions known before
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
-    vocab_size: the tokenizer's; see `ModelConfig.padded_vocab_size` for the embedding's.
 
-    Raises ConfigurationError where the tokenizer has more tokens than `model.vocab_size`.
+def build_policy(
+    model: ModelConfig,
+    vocab_size: int,
+    platform: Platform,
+    recompute: Recompute = "none",
+    *,
+    sequence_parallel: bool = False,
+    groups: ProcessGroupCollection | None = None,
+    initialize: bool = True,
+) -> Policy:
+    """This rank's part of the policy with random weights (drawn from torch's generator) on the platform's device.
+
+    Args:
+        vocab_size: the tokenizer's; see `ModelConfig.padded_vocab_size` for the embedding's.
+        groups: ranks that share the model out; default: megatron-core's own, which are those of training.
+        initialize: False where its weights come from elsewhere: until then they are what was in memory.
+
+    Raises:
+        ConfigurationError: the tokenizer has more tokens than `model.vocab_size`, or the model cannot be shared out so.
     """
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise ConfigurationError(
             f"model.vocab_size {model.vocab_size} is less than the tokenizer's {vocab_size} tokens"
         )
-    config = transformer_config(model, platform)
-    policy = Policy(
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+    tp, pp, ep = groups.tp.size(), groups.pp.size(), groups.ep.size()
+    if undivided := next(model.undivided(tp, pp, ep), None):
+        raise ConfigurationError(f"the model cannot be shared out: {undivided}")
+    if sequence_parallel and tp == 1:
+        raise ConfigurationError("sequence_parallel splits activations between tensor-parallel ranks, and tp is 1")
+    config = transformer_config(model, platform, groups, sequence_parallel=sequence_parallel)
+    config.perform_initialization = initialize
+    make = partial(
+        Policy,
         config=config,
-        transformer_layer_spec=packed_layer_spec(config, recompute, platform),
+        transformer_layer_spec=packed_block_spec(config, recompute, platform, groups.pp.rank()),
         vocab_size=model.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=groups.pp.rank() == 0,
+        post_process=groups.pp.rank() == pp - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_base,
-        rope_scaling=model.rope_scaling is not None,
-        rope_scaling_factor=model.rope_scaling or 1.0,
+        pg_collection=groups,
     )
-    policy.to(device=platform.device, dtype=DTYPES[model.dtype])
+    policy = platform.build(make, DTYPES[model.dtype])
+    if model.rope_scaling is not None:  # megatron-core's own has a factor and no more
+        policy.rotary_pos_emb.inv_freq = stretched(policy.rotary_pos_emb.inv_freq, model.rope_scaling)
     policy.prepare(vocab_size, platform)
     return policy

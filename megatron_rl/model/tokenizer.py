@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_rl.model.config import TokenizerConfig, is_hub_name
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.hub import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,22 +104,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
     try:
-        # Imported here because they take seconds, and a character tokenizer must not need them installed.
-        from huggingface_hub import snapshot_download
+        # Imported here because it takes seconds, and a character tokenizer must not need it installed.
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError(f"tokenizer.type huggingface needs `pip install mrl[huggingface]`: {error}") from error
-    folder = Path(path)
-    if not folder.is_dir():
-        if not is_hub_name(path):
-            raise ValueError(f"tokenizer.path {path}: no such directory; give one that holds tokenizer.json")
-        try:
-            folder = Path(snapshot_download(path, local_files_only=True))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"tokenizer.path {path}: no such directory, and nothing of that name in the Hugging Face cache; "
-                "`mrl prefetch RECIPE` fetches it where there is internet"
-            ) from error
+    folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
         return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError) as error:

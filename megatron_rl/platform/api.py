@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -12,6 +13,9 @@ from megatron_rl.platform.attention import Layout, PackedSequences
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig  # who only asks for a device has no time for it
+
+
+AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)
 
 
 class UnsupportedPlatform(ConfigurationError):
@@ -47,6 +51,9 @@ class Platform(Protocol):
 
     def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
         """Classes that replace megatron-core's column- and row-parallel linear; None where its own are to be used."""
+
+    def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
+        """The module that `make` makes, on this device, its weights of this type."""
 
     def synchronize(self) -> None:
         """Wait for queued device work, so that a clock read afterwards is honest."""

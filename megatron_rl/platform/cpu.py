@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.platform.api import DeviceUse, UnsupportedPlatform
+from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
+from megatron_rl.platform.gloo import UnevenCollectives
 from megatron_rl.platform.whole_linears import whole_linears
 
 _FACTORIES = frozenset({"arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"})
@@ -30,6 +33,10 @@ _MODULES_NAMING_CUDA = {
     "megatron.core.optimizer.distrib_optimizer": "the loading buffers of the distributed optimizer",
     "megatron.core.distributed.param_and_grad_buffer": "the gradient buffers of DDP",
     "megatron.core.utils": "the multi-tensor norm without TE and Apex",
+    "megatron.core.tensor_parallel.layers": "the backward of a linear under sequence parallelism",
+    "megatron.core.tensor_parallel.mappings": "gathering what tensor-parallel ranks have split",
+    "megatron.core.transformer.moe.router": "the forward of a router",
+    "megatron.core.transformer.moe.token_dispatcher": "the construction of a dispatcher",
 }
 
 
@@ -58,6 +65,9 @@ class CpuPlatform:
     def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
         return whole_linears(config)
 
+    def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
+        return make().to(device=self.device, dtype=dtype)
+
     def synchronize(self) -> None:
         pass
 
@@ -83,8 +93,21 @@ class CpuPlatform:
 def install_patches() -> None:
     """Patch megatron-core for the CPU, once per process. Raises UnsupportedPlatform where a symbol is gone."""
     for name in _MODULES_NAMING_CUDA:
-        _replace(name, "torch", _CpuTorch())
+        _replace(name, "torch", _TorchOn(torch.device("cpu")))
+    importlib.import_module("megatron.core.tensor_parallel.mappings").torch.distributed = UnevenCollectives()
+    _replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _on_host)
     _patch_tensor_type()
+    _patch_tensor_cuda()
+
+
+@contextmanager
+def patched_for(device: torch.device) -> Iterator[None]:
+    """Meanwhile megatron-core finds this device, which is neither the CPU nor one of CUDA, where it names CUDA."""
+    install_patches()
+    with ExitStack() as patches:
+        for name in _MODULES_NAMING_CUDA:
+            patches.enter_context(mock.patch(f"{name}.torch", _TorchOn(device)))
+        yield
 
 
 def _replace(module_name: str, attribute: str, value: object) -> None:
@@ -97,39 +120,71 @@ def _replace(module_name: str, attribute: str, value: object) -> None:
     setattr(module, attribute, value)
 
 
-class _CpuTorch:
+class _TorchOn:
     """Stands in for the module-level name `torch` of one megatron-core module: tensors asked for on a CUDA
-    device are made on the CPU, the current device is the CPU, all else is torch itself."""
+    device are made on this one, which is the current device, all else is torch itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
         if name in _FACTORIES:
-            value = _on_cpu(value)
+            value = _on(self._device, value)
         elif name == "cuda":
-            value = _CpuCuda()
+            value = _CudaOn(self._device)
         setattr(self, name, value)
         return value
 
 
-class _CpuCuda:
-    def current_device(self) -> torch.device:
-        return torch.device("cpu")
+class _CudaOn:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def current_stream(self) -> None:
-        """There is none; 0.19.2 asks before it reduces gradients and uses it only with CUDA graphs."""
+    def current_device(self) -> torch.device:
+        return self._device
+
+    def current_stream(self) -> _NoStream:
+        """0.19.2 asks before it reduces gradients and uses it only with CUDA graphs."""
+        return _NO_STREAM
+
+    def Stream(self) -> _NoStream:
+        """A dispatcher of experts makes one to copy to the host by."""
+        return _NO_STREAM
+
+    def stream(self, stream: _NoStream) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+class _NoStream:
+    """Stands in for a stream, and for an event in it: what was asked for is done."""
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_NO_STREAM = _NoStream()
+
+
+def _on(device: torch.device, factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
+            kwargs["device"] = device
         return factory(*args, **kwargs)
 
     return make
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron-core's (0.16.1 and 0.19.2) leaves a tensor of the CPU a tensor, where its caller needs an array."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _patch_tensor_type() -> None:
@@ -140,6 +195,12 @@ def _patch_tensor_type() -> None:
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+        return f"torch.cuda.{result.rpartition('.')[2]}" if isinstance(result, str) else result
 
     torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
+
+
+def _patch_tensor_cuda() -> None:
+    """torch.Tensor.cuda: tied embeddings of a pipeline's last stage (0.16.1 language_module.py:244) are moved to the
+    device before they are set equal to the first stage's; here they are where they belong."""
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.platform.api import DeviceUse, UnsupportedPlatform
+from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import FanOut, dense_layout
 
@@ -60,6 +61,12 @@ class CudaPlatform:
 
         return whole_linears(config)
 
+    def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
+        from megatron_rl.platform.multi_tensor import mend_multi_tensor
+
+        mend_multi_tensor()
+        return make().to(device=self.device, dtype=dtype)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
@@ -78,7 +85,8 @@ class CudaPlatform:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
+        # As the first of all ranks: weights are drawn whole where a run begins with random ones, see run.build_models.
+        model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megatron_rl.contract.attempt_records import Progress
+from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import write
 
@@ -43,6 +46,14 @@ class Activity:
         """Enter another part of the phase."""
         self.doing = doing
         self.entered += 1
+        self.beat()
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Say, within a part of a phase, that it is another rank of the same that gets on, or does not."""
+        doing, self.doing = self.doing, HEARTBEAT_WAIT
+        yield
+        self.doing = doing  # not after an error: its report says what the rank was at
         self.beat()
 
     def beat(self) -> None:

@@ -10,6 +10,9 @@ from megatron_rl.inference.engine import Engine
 class Refit(Protocol):
     """The way from the trainer's weights to the engine's."""
 
+    moved_bytes: int
+    """Of all ranks together, that cross from one to another with every publication."""
+
     def publish(self, policy_version: int) -> None:
         """Have the engine sample by the trainer's weights, of which `policy_version` counts the optimizer steps.
         Collective; no request is under way."""
@@ -19,6 +22,8 @@ class Refit(Protocol):
 class SharedWeights:
     """Trainer and engine of one process in one layout: the engine reads the training weights where they are, and all
     that it takes is to know their version."""
+
+    moved_bytes = 0
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -24,49 +24,46 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.recording import Recording
-from megatron_rl.rollout.stream import PromptStream, shares
+from megatron_rl.rollout.exchange import exchange
+from megatron_rl.rollout.generation import AgentLoop
+from megatron_rl.rollout.stream import PromptStream
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """What one step trains on, as this driver sees it."""
+    """What one step trains on, as this rank sees it."""
 
     groups: list[TrajectoryGroup]
-    """This driver's groups, whole, in ordinal order."""
+    """Those that its replica of the trained model trains on, whole, in ordinal order; the same on every rank of it."""
     positions: list[int]
     """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order. Of a prompt that was too long, where
     nothing could take its place, it stays empty."""
     first_ordinal: int
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)
-    """This driver's ordinals that are settled without training, and why."""
+    """Ordinals that this driver has settled without training, and why."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Answers of groups to train on that this driver has lost, by reason."""
     rounds: int = 1
-
-    @property
-    def failures(self) -> Mapping[str, int]:
-        """Answers of this driver's groups that were lost, by reason."""
-        total: Counter[str] = Counter()
-        for group in self.groups:
-            total.update(group.failures)
-        return total
 
 
 class RolloutDriver:
-    """Runs the agent on this rank's share of the prompts; all drivers agree on what the batch is."""
+    """Runs the agent on this rank's share of the prompts, or follows the rank that does for its engine replica; all
+    agree on what the batch is."""
 
     def __init__(
         self,
         agent: GroupedRolloutGenerator,
         inference: ResumableInference,
-        bank: Bank,
+        bank: Bank | None,
         config: RunConfig,
         groups: Groups,
         safe_points: SafePoints,
-        runner: asyncio.Runner,
+        loop: AgentLoop,
     ) -> None:
-        """runner: of the one loop in which this rank's agents and engine take turns."""
+        """bank: None on a rank that follows."""
         self.agent = agent
         self.inference = inference
         self.bank = bank
@@ -74,7 +71,7 @@ class RolloutDriver:
         self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.groups = groups
         self.safe_points = safe_points
-        self.runner = runner
+        self.loop = loop
         self._answered = 0  # groups so far
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
@@ -97,7 +94,7 @@ class RolloutDriver:
         while filled < wanted and round_ < rounds:
             round_ += 1
             drawn = range(ordinal, ordinal + wanted - filled)
-            share = shares(ordinal, len(drawn), dist.get_world_size(self.groups.data))[dist.get_rank(self.groups.data)]
+            share = self.loop.share(ordinal, len(drawn))
             groups = self._roll_out(share)
             self.safe_points.agree()
             last = round_ == rounds
@@ -111,28 +108,49 @@ class RolloutDriver:
             kept |= {position[group.ordinal]: group for group in usable}
             filled += len(placed)
             ordinal = drawn.stop
-        return RolloutBatch([*kept.values()], [*kept], first_ordinal, ordinal, dropped, round_)
+        failures: Counter[str] = Counter()
+        for group in kept.values():
+            failures.update(group.failures)
+        with self.safe_points.phase("wait"):
+            trained_here = exchange(kept, self.config, self.groups, self.stream.problem)
+        return RolloutBatch(
+            groups=[*trained_here.values()],
+            positions=[*trained_here],
+            first_ordinal=first_ordinal,
+            next_ordinal=ordinal,
+            dropped=dropped,
+            failures=failures,
+            rounds=round_,
+        )
+
+    def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
+        """See `Bank.begin_checkpoint`."""
+        if self.bank is not None:
+            self.bank.begin_checkpoint(step, next_ordinal)
+
+    def end_checkpoint(self, step: int) -> None:
+        """See `Bank.end_checkpoint`."""
+        if self.bank is not None:
+            self.bank.end_checkpoint(step)
 
     def close(self) -> None:
         """Write what is banked, and end the loop."""
-        self.bank.close()
-        self.runner.close()
+        if self.bank is not None:
+            self.bank.close()
+        self.loop.close()
 
     def _roll_out(self, ordinals: range) -> list[TrajectoryGroup]:
         """The groups of these ordinals, without those whose prompt is too long; none where this rank was asked to
-        leave meanwhile."""
+        leave meanwhile, or follows."""
         with self.safe_points.phase("generate"):
             began, busy_s = time.perf_counter(), self.inference.busy_s
-            groups = self.runner.run(
-                self.safe_points.run_until_asked(
-                    self._answers(ordinals), lambda: (self.inference.busy_s, self._answered)
-                )
-            )
+            groups = self.loop.run(lambda: self._answers(ordinals), lambda: (self.inference.busy_s, self._answered))
             idle_s = time.perf_counter() - began - (self.inference.busy_s - busy_s)
         self.safe_points.timeline.move("generate", "reward", idle_s)
         return sorted(groups or [], key=lambda group: group.ordinal)
 
     async def _answers(self, ordinals: Sequence[int]) -> list[TrajectoryGroup]:
+        assert self.bank is not None, "a rank that follows has no agents"
         tasks: list[asyncio.Task[TrajectoryGroup | None]] = []
         try:
             async with self.bank.recording(self.inference, ordinals, self.stream.problem) as recording:

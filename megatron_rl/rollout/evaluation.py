@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rollout.stream import shares
+from megatron_rl.rollout.generation import AgentLoop
 
 
 def evaluate(
@@ -22,29 +22,23 @@ def evaluate(
     config: RunConfig,
     groups: Groups,
     safe_points: SafePoints,
-    runner: asyncio.Runner,
+    loop: AgentLoop,
 ) -> dict[str, float]:
     """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
-    Raises LeaveAgreed where a rank was asked to leave.
-
-    runner: see RolloutDriver.
-    """
+    Raises LeaveAgreed where a rank was asked to leave."""
     greedy = Sampling(temperature=0.0, max_new_tokens=config.sampling.max_new_tokens)
     sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
     right = torch.zeros(len(sets), dtype=torch.float64)
     for index, problems in enumerate(sets.values()):
-        share = shares(0, len(problems), dist.get_world_size(groups.data))[dist.get_rank(groups.data)]
         request = EvaluationRequest(
-            problems=[problems[i] for i in share],
+            problems=[problems[i] for i in loop.share(0, len(problems))],
             sampling=greedy,
             samples_per_problem=1,
             key=0,
             inference=inference,
             reward_timeout_s=config.environment.reward_timeout_s,
         )
-        response = runner.run(
-            safe_points.run_until_asked(agent.evaluate(request), sign_of_life=lambda: inference.busy_s)
-        )
+        response = loop.run(partial(agent.evaluate, request), sign_of_life=lambda: inference.busy_s)
         if response is not None:
             right[index] = sum(reward == 1.0 for reward in response.rewards)
         safe_points.agree()

@@ -1,4 +1,7 @@
-"""A rank's trajectories as what an update reads: tensors, and micro-batches that all ranks have equally many of."""
+"""A rank's trajectories as what an update reads: tensors, and micro-batches that all ranks have equally many of.
+
+chosen trajectories -> UpdatePart -> (all ranks agree on normaliser and number of micro-batches) -> UpdateBatch
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
-from megatron_rl.algorithms.advantages import group_advantages
-from megatron_rl.algorithms.loss import has_gradient
-from megatron_rl.algorithms.overlong import trained_mask
-from megatron_rl.algorithms.packing import MicroBatch, pack
+from megatron_rl.algorithms.bins import Room
+from megatron_rl.algorithms.credit import assign_credit
+from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser
-from megatron_rl.algorithms.signal import group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import BatchStats
+from megatron_rl.model.flops import rows_per_token
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 
 
@@ -58,24 +61,20 @@ def training_batch(
     policy_version: of the weights that are to be trained on them.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = group_rewards(groups, config.sampling.max_new_tokens, config.grpo.overlong)
+    credit = assign_credit(groups, config)
     lengths = torch.tensor([sum(t.loss_mask) for t in trajectories], dtype=torch.long)
     trained = list(chain.from_iterable(t.loss_mask for t in trajectories))
     logprobs = list(compress(chain.from_iterable(t.logprobs for t in trajectories), trained))
     versions = list(compress(chain.from_iterable(t.versions for t in trajectories), trained))
-    cut = torch.tensor([t.finish_reason == "length" for t in trajectories], dtype=torch.bool)
-    divide = config.grpo.advantage_std
-    advantages = group_advantages(rewards.shaped, rewards.group, len(groups), divide_by_std=divide)
-    carries_loss = trained_mask(cut, config.grpo.overlong)
     return TrainingBatch(
         trajectories=trajectories,
-        group=rewards.group,
-        rewards=rewards.scored,
-        advantages=advantages,
-        signal=has_signal(rewards.shaped, rewards.group, len(groups)),
+        group=credit.group,
+        rewards=credit.rewards,
+        advantages=credit.advantages,
+        signal=credit.signal,
         lengths=lengths,
-        carries_loss=carries_loss,
-        has_gradient=has_gradient(advantages, carries_loss, config.grpo).tolist(),
+        carries_loss=credit.carries_loss,
+        has_gradient=credit.has_gradient,
         trajectory_of_token=torch.repeat_interleave(torch.arange(len(trajectories)), lengths).to(device),
         inference_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
         current=None
@@ -116,41 +115,74 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateBatch:
-    """What of a batch goes into one optimizer step on this rank."""
+class UpdatePart:
+    """What of a batch goes into one optimizer step on this rank, before the ranks have agreed on it."""
 
-    microbatches: Sequence[MicroBatch]
+    packing: Packing
+    """Of the chosen trajectories but those without a gradient, which are in the mean as zeros."""
+    bins: Sequence[Sequence[int]]
+    """Fewest that were found for them: see `Packing.bins`."""
     normaliser: float
     """This rank's part, see `local_normaliser`: of all chosen trajectories, also those that are not packed."""
 
-    @property
-    def packed_tokens(self) -> int:
-        return sum(len(micro.tokens) for micro in self.microbatches)
 
-
-def update_batch(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig) -> UpdateBatch:
-    """The chosen trajectories, packed but for those without a gradient, which are in the mean as zeros."""
+def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig) -> UpdatePart:
+    """The chosen trajectories' part of an update."""
     tokens = [trajectory.tokens for trajectory in batch.trajectories]
     masks = [trajectory.loss_mask for trajectory in batch.trajectories]
+    packing = Packing(tokens, masks, (each for each in chosen if batch.has_gradient[each]))
     index = torch.tensor(chosen, dtype=torch.long)
-    return UpdateBatch(
-        pack(
-            tokens, masks, (each for each in chosen if batch.has_gradient[each]), config.training.tokens_per_microbatch
-        ),
+    return UpdatePart(
+        packing,
+        packing.bins(_room(config)),
         local_normaliser(batch.lengths[index], batch.carries_loss[index], config.grpo.reduction),
     )
 
 
-def agreed(updates: Sequence[UpdateBatch], data: dist.ProcessGroup, device: torch.device) -> list[UpdateBatch]:
-    """The same updates with the normaliser of the global batch, and with as many micro-batches on every rank: those
-    that have fewer get empty ones. Collective over `data`, the ranks with the same part of the model."""
-    mine = [[update.normaliser, float(len(update.microbatches))] for update in updates]
-    table = torch.tensor(mine, dtype=torch.float64, device=device)
-    of_ranks = [torch.empty_like(table) for _ in range(dist.get_world_size(data))]
-    dist.all_gather(of_ranks, table, group=data)
-    everyone = torch.stack(of_ranks).cpu()  # [ranks, updates, 2]
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What the ranks have agreed on for one optimizer step."""
+
+    microbatches: int
+    """As many as the rank needs that needs most."""
+    normaliser: float
+    """Of the global batch."""
+
+
+def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
+    """For each update its normaliser and the number of its micro-batches: those of all ranks with the same part of the
+    model. Collective over all ranks, and no device waits."""
+    mine = [[part.normaliser, float(len(part.bins))] for part in parts]
+    table = torch.tensor(mine, dtype=torch.float64)
+    of_all = [torch.empty_like(table) for _ in range(groups.control.size())]
+    dist.all_gather(of_all, table, group=groups.control)
+    everyone = torch.stack([of_all[rank] for rank in dist.get_process_group_ranks(groups.data)])  # [ranks, updates, 2]
     normalisers, counts = everyone[..., 0].sum(0).tolist(), everyone[..., 1].amax(0).int().tolist()
-    return [
-        UpdateBatch([*update.microbatches, *[MicroBatch.empty()] * (count - len(update.microbatches))], normaliser)
-        for update, normaliser, count in zip(updates, normalisers, counts, strict=True)
-    ]
+    return [Agreed(count, normaliser) for count, normaliser in zip(counts, normalisers, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBatch:
+    """What this rank runs in one optimizer step."""
+
+    microbatches: Sequence[MicroBatch]
+    """As many on every rank, empty ones at the end where this one has fewer trajectories."""
+    normaliser: float
+    """Of the global batch."""
+
+    @property
+    def packed_tokens(self) -> int:
+        return sum(len(micro.tokens) for micro in self.microbatches if len(micro.targets))
+
+
+def update_batch(part: UpdatePart, agreed: Agreed, config: RunConfig) -> UpdateBatch:
+    """A rank that needs fewer micro-batches than another spreads its part evenly over as many."""
+    bins = part.bins
+    if len(bins) < agreed.microbatches:
+        bins = part.packing.bins(_room(config), agreed.microbatches)
+    empty = [MicroBatch.empty()] * (agreed.microbatches - len(bins))
+    return UpdateBatch([*map(part.packing.microbatch, bins), *empty], agreed.normaliser)
+
+
+def _room(config: RunConfig) -> Room:
+    return Room(config.training.tokens_per_microbatch, rows_per_token(config.model))

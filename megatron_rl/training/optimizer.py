@@ -61,6 +61,7 @@ class PolicyOptimizer:
                 use_distributed_optimizer=config.distributed,
             ),
             [self.ddp],
+            use_gloo_process_groups=False,
         )
         for part in self._parts():
             if isinstance(part.optimizer, torch.optim.Adam):  # neither Transformer Engine's nor Apex's, both fused

@@ -1,10 +1,19 @@
-"""The one place where micro-batches go through the model: a pipeline schedule can own it."""
+"""The one place where micro-batches go through the model, all of it or one stage of a pipeline.
+
+The schedule of a pipeline is one forward, one backward (arXiv 2104.04473, section 2.2.1): a stage begins as many
+micro-batches as there are stages behind it, and from then on finishes one for every one that it begins, so that it
+never holds the activations of more. What stands idle is (stages - 1) / (stages - 1 + micro-batches) of the pass.
+
+Where ranks wait for one another within a pass, stages of a pipeline or parts of a layer, none of them may leave it by
+itself: `stop` is for ranks that nobody waits for. The others end the pass, and agree behind it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +21,7 @@ from torch import Tensor
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout
+from megatron_rl.training.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +37,72 @@ class ModelInput:
 
 
 def forward_backward(
-    model: Any,
+    policy: Policy,
     inputs: Sequence[ModelInput],
     loss: Callable[[Tensor, MicroBatch], Tensor],
+    pipeline: Pipeline,
     *,
     stop: Callable[[], bool],
 ) -> None:
     """Add the gradients of the micro-batches' losses to the model's.
 
     Args:
-        model: the policy, or DDP around it.
-        inputs: as many on every rank; see `MicroBatch.empty`.
-        loss: of logits [selected, vocab] and their micro-batch, a scalar with gradient.
-        stop: asked before every micro-batch; True leaves out the rest. Here, where no rank waits for another in
-            between, each may stop by itself.
+        inputs: the same on all ranks of a replica, and as many on every replica; see `MicroBatch.empty`.
+        loss: of [selected, hidden], what the last stage's output layer makes logits of, and their micro-batch: a scalar
+            with gradient. Called on the last stage alone.
+        pipeline: that the policy is a stage of.
+        stop: asked before every micro-batch; True leaves out the rest.
     """
-    _run(model, inputs, lambda logits, batch: loss(logits, batch).backward(), stop)
+    under_way: deque[tuple[Tensor | None, Tensor]] = deque()  # what was received, and what was made of it
+    for each in inputs:
+        if stop():
+            break
+        received, made = _forward(policy, each, pipeline)
+        if pipeline.last:
+            made = loss(policy.predictors(made, each.batch.select), each.batch)
+        else:
+            pipeline.send_forward(made.detach())
+        under_way.append((received, made))
+        if len(under_way) > pipeline.behind:
+            _backward(*under_way.popleft(), pipeline)
+    while under_way:
+        _backward(*under_way.popleft(), pipeline)
+    pipeline.flush()
 
 
 def forward(
-    model: Any,
+    policy: Policy,
     inputs: Sequence[ModelInput],
     receive: Callable[[Tensor, MicroBatch], None],
+    pipeline: Pipeline,
     *,
     stop: Callable[[], bool],
 ) -> None:
-    """Hand the micro-batches' logits to `receive`, without gradients. The other arguments as of `forward_backward`."""
+    """Hand to `receive` what `forward_backward` hands to `loss`, without gradients. The other arguments as there."""
     with torch.no_grad():
-        _run(model, inputs, receive, stop)
+        for each in inputs:
+            if stop():
+                break
+            _, made = _forward(policy, each, pipeline)
+            if pipeline.last:
+                receive(policy.predictors(made, each.batch.select), each.batch)
+            else:
+                pipeline.send_forward(made)
+    pipeline.flush()
 
 
-def _run(
-    model: Any, inputs: Sequence[ModelInput], use: Callable[[Tensor, MicroBatch], object], stop: Callable[[], bool]
-) -> None:
-    for each in inputs:
-        if stop():
-            return
-        batch = each.batch
-        use(model(batch.tokens, batch.positions, each.layout, batch.select), batch)
+def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tensor | None, Tensor]:
+    """What this stage received and what it made of it."""
+    batch = each.batch
+    shape, dtype = policy.hidden_shape(len(batch.tokens)), policy.config.params_dtype
+    received = pipeline.receive_forward(partial(torch.empty, shape, dtype=dtype, device=policy.device))
+    if received is not None:
+        received.requires_grad_(torch.is_grad_enabled())
+    return received, policy.hidden(batch.tokens, batch.positions, each.layout, received)
+
+
+def _backward(received: Tensor | None, made: Tensor, pipeline: Pipeline) -> None:
+    made.backward(pipeline.receive_backward(made))
+    if received is not None:
+        assert received.grad is not None
+        pipeline.send_backward(received.grad)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.api import Demonstrator
-from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
@@ -32,6 +32,7 @@ from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def teach(
 ) -> None:
     """Give `policy` the taught weights, from the cache where they are in it.
 
-    policy: with the random weights of seed `model.supervised.seed`.
+    policy: the whole model, with the random weights of seed `model.supervised.seed`.
     writer: whether this rank puts the result into the cache.
 
     Where this rank is asked to leave meanwhile it returns with weights that are of no use.
@@ -92,8 +93,9 @@ def _train(
     tokens, loss_masks = [list(column) for column in zip(*examples, strict=True)]
     generator = torch.Generator().manual_seed(config.seed)
 
-    def loss(logits: Tensor, batch: MicroBatch) -> Tensor:
-        return -token_logprobs(logits, batch.targets, temperature=1.0)[0].mean()
+    def loss(hidden: Tensor, batch: MicroBatch) -> Tensor:
+        logprobs, _ = predicted_logprobs(hidden, policy.output(), batch.targets, temperature=1.0, with_entropy=False)
+        return -logprobs.mean()
 
     for _ in range(config.steps):
         if safe_points.poll():
@@ -101,7 +103,7 @@ def _train(
         chosen = torch.randint(len(examples), (config.batch_size,), generator=generator).tolist()
         inputs = [ModelInput.of(policy, batch) for batch in pack(tokens, loss_masks, chosen, limit=2**62)]
         adam.zero_grad()
-        forward_backward(policy, inputs, loss, stop=lambda: False)
+        forward_backward(policy, inputs, loss, Pipeline(), stop=lambda: False)
         adam.step()
     policy.zero_grad(set_to_none=True)
 

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
-from megatron_rl.metrics.stats import DeviceStats, LossStats, StepStats, UpdateStats, combined
+from megatron_rl.metrics.stats import BatchStats, DeviceStats, LossStats, StepStats, UpdateStats, combined, uncounted
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.driver import RolloutBatch
-from megatron_rl.training.batch import TrainingBatch, UpdateBatch, agreed, batch_stats, training_batch, update_batch
+from megatron_rl.training.batch import (
+    TrainingBatch,
+    UpdateBatch,
+    agree,
+    batch_stats,
+    training_batch,
+    update_batch,
+    update_part,
+)
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
+from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward, forward_backward
 
 
@@ -57,9 +66,11 @@ class Trainer:
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
         """Whether weights and optimizer are those that a step began with or ended with."""
+        self._pipeline = Pipeline(groups)
 
     def train(self, rollouts: RolloutBatch, step: int) -> StepStats:
-        """All passes and updates over one batch, and what this rank counted of them. Collective.
+        """All passes and updates over one batch, and what this rank counted of them: of the ranks of a replica, which
+        all need its batch, the one that `Groups.reports`. Collective.
 
         Raises LeaveAgreed where a rank was asked to leave: before the first update with all as it was. After that the
         step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
@@ -67,12 +78,15 @@ class Trainer:
         grpo = self.config.grpo
         batch = training_batch(rollouts.groups, self.config, self.policy_version, self.platform.device)
         chosen = self._chosen(batch, rollouts.positions, step)
-        mine = [update_batch(batch, each, self.config) for each in chosen]
+        parts = [update_part(batch, each, self.config) for each in chosen]
+        with self.safe_points.phase("wait"):
+            agreed = agree(parts, self.groups)
+        mine = [update_batch(part, of_all, self.config) for part, of_all in zip(parts, agreed, strict=True)]
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
         seen = batch_stats(batch, rollouts, self.policy_version, packed_tokens)
-        with self.safe_points.phase("wait"):
-            of_all_ranks = agreed(mine, self.groups.data, self.platform.device)
-        inputs = [self._input(batch, update) for update in of_all_ranks]
+        if not self.groups.reports:  # what a driver has lost or dropped is its own, whoever trains on the rest
+            seen = replace(uncounted(BatchStats), failed=seen.failed, dropped=seen.dropped)
+        inputs = [self._input(batch, update) for update in mine]
         first_pass = [each for update in inputs[: grpo.updates_per_pass] for each in update.inputs]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
         with self.safe_points.phase("log-probs"):
@@ -90,8 +104,9 @@ class Trainer:
             with self.safe_points.phase("train"):
                 updates.append(self._update(batch, update, before, reference, losses, unfinished_s))
             self.between_steps = len(updates) == len(planned)
-        device = self._device_stats(mine, len(planned))
-        return StepStats(seen, combined(losses) if losses else None, _update_stats(updates), device)
+        device = self._device_stats(mine if self.groups.reports else [], len(planned))
+        loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
+        return StepStats(seen, loss, _update_stats(updates), device)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
         """For every update of the step the trajectories it trains on; for one update where all are the same.
@@ -116,14 +131,22 @@ class Trainer:
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
         """[trained tokens] log-probs under `policy`, without gradient, of those in `inputs`, else 0; not of all where
-        this rank was asked to leave meanwhile."""
+        this rank was asked to leave meanwhile, and of none where it is no last stage of a pipeline."""
         scores = torch.zeros_like(batch.inference_logprobs)
+        output = policy.output() if self._pipeline.last else None
 
-        def receive(logits: Tensor, micro: MicroBatch) -> None:
-            scores[micro.trained] = token_logprobs(logits, micro.targets, self.config.sampling.temperature)[0]
+        def receive(hidden: Tensor, micro: MicroBatch) -> None:
+            assert output is not None
+            scores[micro.trained], _ = predicted_logprobs(
+                hidden, output, micro.targets, self.config.sampling.temperature, with_entropy=False
+            )
 
-        forward(policy, inputs, receive, stop=self.safe_points.poll)
+        forward(policy, inputs, receive, self._pipeline, stop=self._leaves)
         return scores
+
+    def _leaves(self) -> bool:
+        """Note that this rank gets on, and return whether it was asked to leave and may do so within a pass."""
+        return self.safe_points.poll() and not self.groups.in_step
 
     def _update(
         self,
@@ -141,9 +164,12 @@ class Trainer:
             reference: [trained tokens] log-probs of the reference policy, where there is one.
             unfinished_s: see SafePoints.agree.
         """
+        output = self.policy.output() if self._pipeline.last else None
 
-        def loss(logits: Tensor, micro: MicroBatch) -> Tensor:
-            logprobs, entropy = token_logprobs(logits, micro.targets, self.config.sampling.temperature)
+        def loss(hidden: Tensor, micro: MicroBatch) -> Tensor:
+            assert output is not None
+            logprobs, entropy = predicted_logprobs(hidden, output, micro.targets, self.config.sampling.temperature)
+            assert entropy is not None
             index = micro.trained
             weights, advantages = update.per_trajectory[:, batch.trajectory_of_token[index]]
             inference = batch.inference_logprobs[index]
@@ -165,16 +191,23 @@ class Trainer:
 
         self.optimizer.zero_grad()
         first = unfinished_s is None  # later ones are finished: what they began cannot be saved half done
-        forward_backward(self.optimizer.ddp, update.inputs, loss, stop=lambda: self.safe_points.poll() and first)
+        forward_backward(self.policy, update.inputs, loss, self._pipeline, stop=lambda: self._leaves() and first)
         self.safe_points.agree(unfinished_s)
         done = self.optimizer.update(self.policy_version)
         self._count(done)
         return done
 
+    def _loss_stats(self, losses: Sequence[LossStats]) -> LossStats:
+        if self.groups.reports:
+            return combined(losses)
+        grpo = self.config.grpo
+        absent = {"kl": grpo.kl_beta == 0, "importance_weight": grpo.importance_cap is None}
+        return uncounted(LossStats, *(name for name, is_absent in absent.items() if is_absent))
+
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
         """What this step took of the device.
 
-        mine: what this rank trained on; `updates` may go round it several times.
+        mine: what is counted here of what this rank trained on; `updates` may go round it several times.
         """
         used = self.platform.device_use()
         if used is None:
@@ -196,7 +229,7 @@ class Trainer:
             peak_memory=used.peak_memory,
             power=used.power or 0.0,
             powers=used.power is not None,
-            flops=sum(of_each) * updates / len(mine) if peak else 0.0,
+            flops=sum(of_each) * updates / len(mine) if peak and mine else 0.0,
             peak_flops=peak,
         )
 

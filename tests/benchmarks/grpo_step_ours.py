@@ -72,7 +72,7 @@ def main() -> None:
     attempt = run_dir.attempt(1)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     platform = select(config.job, world.local_rank)
-    groups = connect(world, config.job, platform.backend, attempt.address("train"))
+    groups = connect(world, config.job, config.placement.training, platform.backend, attempt.address("train"))
     safe_points = SafePoints(Activity(attempt, published=world.rank == 0), DrainListener(attempt), Timeline())
     safe_points.connect(groups)
     run = set_up(run_dir, attempt, config, platform, groups, safe_points)
@@ -89,12 +89,14 @@ def main() -> None:
 
 @torch.no_grad()
 def export(run: Run, folder: Path) -> None:
-    """What the other side starts from: the same weights, with logits to check them by, and the same prompts."""
+    """What the other side starts from: the same weights, unless both read them from one directory, with logits to check
+    them by, and the same prompts."""
     model, tokenizer = run.config.model, run.environment.tokenizer
     tokens = torch.randint(tokenizer.vocab_size, (12,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(tokens))
     logits = run.trainer.policy(tokens, positions, run.trainer.policy.layout(whole_sequences([len(tokens)])))
-    weights = as_qwen2(run.trainer.policy, model, tokenizer.vocab_size)
+    own = model.init != "huggingface"
+    weights = as_qwen2(run.trainer.policy, model, tokenizer.vocab_size) if own else {}
     torch.save({"weights": weights, "tokens": tokens, "logits": logits}, folder / "base.pt")
     problems = (run.driver.stream.problem(ordinal) for ordinal in range(PROMPTS))
     rows = [{"prompt": problem.prompt, "answer": problem.golden["answer"]} for problem in problems]

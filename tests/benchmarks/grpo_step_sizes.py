@@ -1,4 +1,4 @@
-"""What is measured: three models with their batches, and the arithmetic that a step of them needs."""
+"""What is measured: models with their batches, and the arithmetic that a step of them needs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,13 +27,14 @@ class Size:
     title: str
     steps: int
     """Of one turn."""
+    recipe: str = "demo"
     changes: tuple[str, ...] = ()
-    """To the demo's recipe, as on the command line of mrl-submit."""
+    """To the recipe, as on the command line of mrl-submit."""
     end_bias: float = 0.0
     """Makes answers longer than by chance; see `grpo_step_weights.lengthen`."""
 
     def config(self) -> RunConfig:
-        return load_recipe("demo", FIXED + self.changes).config
+        return load_recipe(self.recipe, FIXED + self.changes).config
 
 
 SIZES = {
@@ -57,6 +58,15 @@ SIZES = {
             "grpo.prompts_per_step=8",
         ),
         end_bias=2.2,
+    ),
+    "smollm2": Size(
+        "SmolLM2-135M-Instruct on sums",
+        steps=2,
+        recipe="smollm2-135m-chain-sum",
+        changes=("model.dtype=fp32", "grpo.prompts_per_step=8"),  # with 16 TRL takes more than 13 GB
+    ),
+    "smollm2-bf16": Size(
+        "the same in bf16", steps=2, recipe="smollm2-135m-chain-sum", changes=("grpo.prompts_per_step=8",)
     ),
 }
 

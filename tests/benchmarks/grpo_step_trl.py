@@ -16,10 +16,20 @@ from datasets import Dataset
 from grpo_step_sizes import LEARNING_RATE, SIZES
 from grpo_step_turns import Turns
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_rl.config import RunConfig
+from megatron_rl.environments.reasoning_gym import last_number
+from megatron_rl.model.hub import local_folder
 from megatron_rl.rank.world import die_with_parent
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -62,10 +72,10 @@ def main() -> None:
         store = dist.FileStore(str(folder / "trl-rendezvous"), RANKS)
         dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS)
     config = SIZES[(folder / "size.txt").read_text(encoding="utf-8")].config()
-    tokenizer = characters(config)
+    tokenizer = load_tokenizer(config)
     trainer = Timed(
         model=load(config, tokenizer, folder / "base.pt"),
-        reward_funcs=exact_match,
+        reward_funcs=last_number_matches if config.environment.name == "reasoning-gym" else exact_match,
         args=arguments(config, folder),
         train_dataset=Dataset.from_list(json.loads((folder / "prompts.json").read_text(encoding="utf-8"))),
         processing_class=tokenizer,
@@ -92,7 +102,7 @@ def arguments(config: RunConfig, folder: Path) -> GRPOConfig:
         max_grad_norm=config.optimizer.clip_grad,
         max_steps=config.training.steps,
         shuffle_dataset=False,
-        bf16=False,
+        bf16=config.model.dtype == "bf16",
         use_cpu=True,
         gradient_checkpointing=False,
         # What our side does not spend time on either, or less: nothing is logged, saved or shown.
@@ -100,6 +110,15 @@ def arguments(config: RunConfig, folder: Path) -> GRPOConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+    )
+
+
+def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
+    path = config.tokenizer.path
+    return (
+        AutoTokenizer.from_pretrained(local_folder(path, "tokenizer.path", "tokenizer.json"), padding_side="left")
+        if path
+        else characters(config)
     )
 
 
@@ -112,9 +131,28 @@ def characters(config: RunConfig) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING, padding_side="left")
 
 
-def load(config: RunConfig, tokenizer: PreTrainedTokenizerFast, base: Path) -> Qwen2ForCausalLM:
+def load(config: RunConfig, tokenizer: PreTrainedTokenizerFast, base: Path) -> PreTrainedModel:
     """Our side's weights. Raises AssertionError where they do not give our side's logits."""
     ours = torch.load(base, weights_only=True)
+    model = published(config) if config.model.init == "huggingface" else exported(config, tokenizer, ours["weights"])
+    if config.model.dtype == "fp32":
+        with torch.no_grad():
+            torch.testing.assert_close(model(ours["tokens"][None]).logits[0], ours["logits"], rtol=1e-4, atol=1e-3)
+    return model
+
+
+def published(config: RunConfig) -> PreTrainedModel:
+    """The weights that our side reads too."""
+    assert config.model.huggingface is not None
+    return AutoModelForCausalLM.from_pretrained(
+        local_folder(config.model.huggingface, "model.huggingface", "config.json"), dtype=torch.float32
+    )
+
+
+def exported(
+    config: RunConfig, tokenizer: PreTrainedTokenizerFast, weights: dict[str, torch.Tensor]
+) -> PreTrainedModel:
+    """Our side's own weights."""
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
@@ -132,15 +170,17 @@ def load(config: RunConfig, tokenizer: PreTrainedTokenizerFast, base: Path) -> Q
             pad_token_id=tokenizer.pad_token_id,
         )
     ).float()
-    missing, unexpected = model.load_state_dict(ours["weights"], strict=False)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing in ([], ["lm_head.weight"]) and not unexpected, (missing, unexpected)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ours["tokens"][None]).logits[0], ours["logits"], rtol=1e-4, atol=1e-4)
     return model
 
 
 def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [float(text.partition(END)[0] == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def last_number_matches(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [float(last_number(text) == last_number(right)) for text, right in zip(completions, answer, strict=True)]
 
 
 if __name__ == "__main__":

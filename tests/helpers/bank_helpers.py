@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 from megatron_rl.agent.api import GroupedRolloutGenerator
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.rank import safe_points
+from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.rollout.generation import AgentLoop
 from megatron_rl.run import Run
 
 NOWHERE = Path("nowhere.bank")
@@ -43,8 +46,10 @@ def bank_in(
 def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) -> None:
     """Give a run a driver with this bank, and this agent in place of its environment, as if it had been built so."""
     run.driver.close()
+    ranks = EngineRanks.form(run.groups, 1, timedelta(seconds=60))
+    loop = AgentLoop(ranks, run.engine, run.safe_points, asyncio.Runner())
     run.driver = RolloutDriver(
-        agent or run.environment, run.engine, bank, run.config, run.groups, run.safe_points, asyncio.Runner()
+        agent or run.environment, run.engine, bank, run.config, run.groups, run.safe_points, loop
     )
 
 

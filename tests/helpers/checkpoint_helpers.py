@@ -29,10 +29,10 @@ def checkpointer(folder: Path, **config: Any) -> Checkpointer:
 
 
 def load(
-    folder: Path, sharded_state: dict[str, Any], control: dist.ProcessGroup
+    folder: Path, sharded_state: dict[str, Any], data: dist.ProcessGroup, expert_data: dist.ProcessGroup | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """State and meta of a checkpoint, every byte of which was verified."""
-    return read(verify(folder, control), sharded_state)
+    return read(verify(folder, world()), sharded_state, data, expert_data)
 
 
 def world() -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
@@ -182,20 +185,33 @@ def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7)
 
 def batch_of(groups: list[TrajectoryGroup], first: int, last: int) -> RolloutBatch:
     """The share [first, last) of a recorded batch."""
-    return RolloutBatch(groups[first:last], list(range(first, last)), 0, len(groups))
+    failures: Counter[str] = Counter()
+    for group in groups[first:last]:
+        failures.update(group.failures)
+    return RolloutBatch(groups[first:last], list(range(first, last)), 0, len(groups), failures=failures)
 
 
 # The same model in transformers
 
 
 def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
-    """The model of `transformers` that has this shape, with the policy's weights: Qwen3 where queries and keys are
-    normed, Llama where there are no biases, else Qwen2."""
+    """The model of `transformers` that has this shape, with the policy's weights: Qwen3, with experts or without, where
+    queries and keys are normed, Llama where there are no biases, else Qwen2."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_scaling is not None:
-        low_to_high = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        rope |= {"rope_type": "llama3", "factor": model.rope_scaling, **low_to_high}
-    if model.qk_norm:
+        rope |= {"rope_type": "llama3", **model.rope_scaling.model_dump()}
+    if model.num_experts is not None:
+        architecture, extra = (
+            (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+            {
+                "head_dim": model.head_size,
+                "num_experts": model.num_experts,
+                "num_experts_per_tok": model.experts_per_token,
+                "moe_intermediate_size": model.expert_ffn_hidden_size,
+                "norm_topk_prob": True,
+            },
+        )
+    elif model.qk_norm:
         architecture, extra = (Qwen3Config, Qwen3ForCausalLM), {"head_dim": model.head_size}
     elif not model.qkv_bias:
         architecture, extra = (LlamaConfig, LlamaForCausalLM), {"head_dim": model.head_size}
@@ -242,9 +258,16 @@ def in_their_names(policy: Policy, model: ModelConfig, of: Callable[[Tensor], Te
         theirs[f"{their_layer}.input_layernorm.weight"] = ours[f"{layer}.input_layernorm.weight"]
         theirs[f"{their_layer}.post_attention_layernorm.weight"] = ours[f"{layer}.pre_mlp_layernorm.weight"]
         theirs[f"{their_layer}.self_attn.o_proj.weight"] = ours[f"{layer}.self_attention.linear_proj.weight"]
-        theirs[f"{their_layer}.mlp.down_proj.weight"] = ours[f"{layer}.mlp.linear_fc2.weight"]
-        gate, up = ours[f"{layer}.mlp.linear_fc1.weight"].chunk(2)
-        theirs[f"{their_layer}.mlp.gate_proj.weight"], theirs[f"{their_layer}.mlp.up_proj.weight"] = gate, up
+        if model.num_experts is not None:
+            experts = [f"{layer}.mlp.experts.local_experts.{number}" for number in range(model.num_experts)]
+            theirs[f"{their_layer}.mlp.gate.weight"] = ours[f"{layer}.mlp.router.weight"]
+            for name, linear in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+                stacked = torch.stack([ours[f"{expert}.{linear}.weight"] for expert in experts])
+                theirs[f"{their_layer}.mlp.experts.{name}"] = stacked
+        else:
+            theirs[f"{their_layer}.mlp.down_proj.weight"] = ours[f"{layer}.mlp.linear_fc2.weight"]
+            gate, up = ours[f"{layer}.mlp.linear_fc1.weight"].chunk(2)
+            theirs[f"{their_layer}.mlp.gate_proj.weight"], theirs[f"{their_layer}.mlp.up_proj.weight"] = gate, up
         # megatron-core keeps each group's query heads, key and value together.
         for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
             qkv = ours[f"{layer}.self_attention.linear_qkv.{kind}"]

@@ -39,6 +39,9 @@ ERRORS = {
 """Error -> operations that it can befall."""
 KINDS = {**ERRORS, GARBAGE: ("read",), OLDER: ("open", "stat", "list")}
 
+State = dict[str, bytes | None]
+"""Content of each file, by path; None for a folder."""
+
 ONCE = 0.0
 OURS = (f"{os.sep}launcher{os.sep}", f"{os.sep}megatron_rl{os.sep}")
 _REAL = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
@@ -93,7 +96,7 @@ class FaultyFiles:
         self._until: float | None = None
         self._aside = 0
         self._paths: dict[int, str] = {}  # of descriptors
-        self._older: dict[str, bytes | None] = {}  # content by path; None: a folder
+        self._older: State = {}
         self._changed: set[str] = set()
         self._moved: set[str] = set()  # into place, with all that is in it
         self._hidden = Path(f"{self._root}.older")
@@ -108,14 +111,19 @@ class FaultyFiles:
         finally:
             self._aside -= 1
 
-    def remember(self) -> None:
-        """Have the older state be that of now, for a process that starts, on another host perhaps, from here on."""
+    def remember(self, state: State | None = None) -> State:
+        """Have the older state be this one, for a process that starts, on another host perhaps, from here on.
+
+        Args:
+            state: default: that of now.
+        """
         with self.aside():
-            self._older = {}
-            for folder, folders, names in os.walk(self._root):
+            self._older = {} if state is None else state
+            for folder, folders, names in os.walk(self._root) if state is None else ():
                 self._older.update(dict.fromkeys((os.path.join(folder, name) for name in [*folders, "."]), None))
                 for path in (os.path.join(folder, name) for name in names):
                     self._older[path] = Path(path).read_bytes()
+        return self._older
 
     def fail(self, fault: Fault | None) -> None:
         """Have this fail from here on."""

@@ -53,6 +53,7 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
+from megatron_rl.refit.publish import SharedWeights
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.run import Models
@@ -140,7 +141,7 @@ class Simulation:
             patch.setattr(attempt_module, "disconnect", lambda: None)
             patch.setattr(run_module, "build_environment", lambda *_: _Agent())
             patch.setattr(run_module, "build_models", self._build_models)
-            patch.setattr(run_module, "Engine", lambda policy, *_: _Engine(policy))
+            patch.setattr(run_module, "build_engine", lambda policy, *_: _engine(policy))
             patch.setattr(run_module, "Trainer", _Trainer)
             patch.setattr(run_module.asyncio, "Runner", lambda: runner)
             patch.setattr(tensorboard, "SummaryWriter", _Silence)
@@ -173,7 +174,7 @@ class Simulation:
         policy: Any = _Policy()
         self.policy = policy
         optimizer: Any = _Optimizer()
-        return Models(policy, optimizer, None, self.platform), None
+        return Models(policy, optimizer, None, self.platform, self.groups), None
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,9 @@ class _Engine:
     def _versions(self, tokens: Sequence[int]) -> list[int]:
         return [self.policy_version] * len(tokens)
 
+    def let_go(self) -> None:
+        """It has no followers."""
+
     def partial_answers(self) -> list[PartialAnswer]:
         return [
             PartialAnswer(request_id, sample, Beginning(list(tokens), [-1.0] * len(tokens), self._versions(tokens)))
@@ -347,6 +351,11 @@ class _Engine:
             for sample, tokens in enumerate(answers)
             if tokens
         ]
+
+
+def _engine(policy: _Policy) -> tuple[_Engine, SharedWeights]:
+    engine: Any = _Engine(policy)
+    return engine, SharedWeights(engine)
 
 
 class _Agent(GroupedRolloutGenerator, EvaluationAgent):

@@ -266,7 +266,7 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
     saver.save(20, sharded_state(1.0, rank, world_size), {})
     saver.wait(final=True)
     shards._CHUNK_BYTES = 4096
-    write = shards._Recorded.write
+    write = shards.RecordedFile.write
 
     class Slow:
         def __init__(self, file: Any) -> None:
@@ -288,7 +288,7 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
         finally:
             recorded._file = file
 
-    shards._Recorded.write = slowly  # type: ignore[method-assign]
+    shards.RecordedFile.write = slowly  # type: ignore[method-assign]
     saver.save(40, big_state(2.0, 64, rank, world_size), {})
     time.sleep(0.5)
     assert saver.under_way == 40
@@ -296,7 +296,7 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
     if rank == 0 or all_ranks:
         saver.abandon("no time left")
     in_time = saver.wait(until=time.monotonic() + 20)
-    shards._Recorded.write = write  # type: ignore[method-assign]
+    shards.RecordedFile.write = write  # type: ignore[method-assign]
     dist.barrier()
     kinds = [(type(event).__name__, event.step) for event in saver.poll()]
     saver.save(60, sharded_state(3.0, rank, world_size), {})

@@ -32,7 +32,7 @@ class _Moments:
         self._fatal = fatal
         self.seen: list[str] = []
         sys.addaudithook(self._seen)
-        write = shards._Recorded.write
+        write = shards.RecordedFile.write
 
         def torn(recorded: Any, data: Any) -> int:
             """Half of each write of a shard first, so that a moment lies in the middle of it."""
@@ -42,7 +42,7 @@ class _Moments:
             self._moment("write")
             return written + write(recorded, memoryview(data)[half:])
 
-        shards._Recorded.write = torn  # type: ignore[method-assign]
+        shards.RecordedFile.write = torn  # type: ignore[method-assign]
 
     def _seen(self, event: str, args: tuple[Any, ...]) -> None:
         if event in _TOUCHING and str(args[0]).startswith(self._below):

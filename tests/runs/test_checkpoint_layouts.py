@@ -7,21 +7,26 @@ Adam's moments were made a function of the weight, so each must be found beside 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_helpers import checkpointer, load, run_ranks, world
+from checkpoint_helpers import checkpointer, load, run_ranks
 from core_helpers import stir, tiny_model
 from megatron.core import parallel_state
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from megatron_rl.checkpoint.replicas import share_out_replicas
+from megatron_rl.checkpoint.replicas import sharded_weights
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
+from megatron_rl.rank.groups import Groups
 from megatron_rl.run import share_weights
 from megatron_rl.training.adam_state import _shares
 from megatron_rl.training.config import OptimizerConfig
@@ -35,6 +40,7 @@ class Layout(NamedTuple):
     tp: int = 1
     pp: int = 1
     distributed: bool = True
+    ep: int = 1
 
 
 ONE = Layout(1)
@@ -47,6 +53,7 @@ LAYOUTS = {
     "pp2-dp2": Layout(4, pp=2),
     "tp2-pp2": Layout(4, tp=2, pp=2),
     "dp2-plain": Layout(2, distributed=False),
+    "dp3-plain": Layout(3, distributed=False),
     "tp2-dp2-plain": Layout(4, tp=2, distributed=False),
 }
 
@@ -56,30 +63,38 @@ def a_model(dtype: str, tied: bool = False) -> ModelConfig:
     return tiny_model(dtype=dtype, ffn_hidden_size=44, tied_embeddings=tied, qkv_bias=True)
 
 
+EXPERTS = tiny_model(dtype="bf16", tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=20)
+
+
 class Training:
     def __init__(self, layout: Layout, model: ModelConfig) -> None:
-        parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
         platform = select(JobConfig(device="cpu"))
         platform.seed(1)
         self.policy = build_policy(model, 16, platform)
         stir(
             self.policy, 0.3, seed=torch.distributed.get_rank()
         )  # of nobody else, so none of it can be right by chance
-        share_weights(self.policy, parallel_state.get_data_parallel_group())
+        self.groups = Groups.from_megatron(timedelta(seconds=30))
+        share_weights(self.policy, self.groups)
         config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=layout.distributed)
         self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
-        self.megatron = self.optimizer.megatron.chained_optimizers[0]
 
     def state(self) -> dict[str, Any]:
-        model = self.policy.sharded_state_dict()
-        share_out_replicas(model, parallel_state.get_data_parallel_world_size())
+        model = sharded_weights(self.policy, self.groups.data, self.groups.expert_data)
         return {"model": model, "optimizer": self.optimizer.sharded_state(model)}
 
     def update(self, number: int) -> None:
         self.optimizer.zero_grad()
         losses = [torch.sin((number + 1.5) * weight.float()).sum() for weight in self.policy.parameters()]
-        mine = parallel_state.get_data_parallel_rank() == 0  # a sum with zeros is exact, one of thirds is not
-        (torch.stack(losses).sum() * mine).backward()
+        # A sum with zeros is exact, one of thirds is not. Of each weight only one copy counts.
+        dense = parallel_state.get_data_parallel_rank() == 0
+        experts = parallel_state.get_expert_data_parallel_rank() == 0
+        mine = [
+            (dense if getattr(weight, "allreduce", True) else experts) and not getattr(weight, "shared", False)
+            for weight in self.policy.parameters()
+        ]
+        (torch.stack(losses) * torch.tensor(mine)).sum().backward()
         assert self.optimizer.update(number).applied
 
     def moments_tell_their_weight(self) -> bool:
@@ -96,7 +111,8 @@ class Training:
             share.tensors["exp_avg_sq"].copy_(main.square())
 
     def _with_weights(self) -> Any:
-        for share in _shares(self.megatron, self.policy.parameters()):
+        parts = self.optimizer.megatron.chained_optimizers
+        for share in chain.from_iterable(_shares(part, self.policy.parameters()) for part in parts):
             length = len(share.tensors["exp_avg"])
             weight = share.parameter.detach().flatten()[share.start : share.start + length]
             main = share.tensors.get("param", weight)
@@ -112,7 +128,7 @@ class Training:
 
     def load(self, folder: Path, step: int, *, with_optimizer: bool = True) -> None:
         wanted = self.state() if with_optimizer else {"model": self.state()["model"]}
-        state, _ = load(RunDir(folder).checkpoint(step), wanted, world())
+        state, _ = load(RunDir(folder).checkpoint(step), wanted, self.groups.data, self.groups.expert_data)
         self.policy.load_state_dict(state["model"])
         if with_optimizer:
             self.optimizer.load_state(state["optimizer"])
@@ -234,15 +250,54 @@ def test_data_parallel_ranks_write_about_as_much_each(tmp_path: Path, layout: La
     assert max(written) < 1.15 * min(written)  # whole tensors, and such small ones
 
 
+def _bytes_read(rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path) -> int:
+    """Of tensors, while a checkpoint is loaded."""
+    training = Training(layout, model)
+    found: list[int] = []
+    read_data = FileSystemReader.read_data
+
+    def counted(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        tensors = [item.storage_index for item in plan.items if item.type is LoadItemType.TENSOR]
+        found.extend(self.storage_data[index].length for index in tensors)
+        return read_data(self, plan, planner)
+
+    FileSystemReader.read_data = counted  # type: ignore[method-assign]
+    training.load(folder, SAVED)
+    return sum(found)
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain")])
+def test_data_parallel_ranks_read_a_checkpoint_once_and_about_as_much_each(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    run_ranks(tmp_path, LAYOUTS[before].ranks, _begin, LAYOUTS[before], BF16, tmp_path)
+    read = run_ranks(tmp_path, LAYOUTS[after].ranks, _bytes_read, LAYOUTS[after], BF16, tmp_path)
+    written = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(SAVED).glob("*.distcp"))
+    assert sum(read) <= written
+    assert max(read) < 1.15 * min(read)
+
+
 def test_tensor_parallel_ranks_go_on_as_pipeline_stages(tmp_path: Path) -> None:
     before, after = LAYOUTS["tp2-dp2"], LAYOUTS["pp2"]
     run_ranks(tmp_path, before.ranks, _begin, before, BF16, tmp_path)
     assert ends(tmp_path, after, BF16)
 
 
-def test_embeddings_that_are_tied_go_along(tmp_path: Path) -> None:
-    """Not in a pipeline, whose last stage has a copy: megatron-core cannot build it on a CPU."""
-    goes_on_on_one_rank(tmp_path, LAYOUTS["tp2-dp2"], a_model("bf16", tied=True))
+@pytest.mark.parametrize("layout", ["tp2-dp2", "tp2-pp2"])
+def test_embeddings_that_are_tied_go_along(tmp_path: Path, layout: str) -> None:
+    """In a pipeline the last stage has a copy of them."""
+    goes_on_on_one_rank(tmp_path, LAYOUTS[layout], a_model("bf16", tied=True))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, ep=2), Layout(4, tp=2, ep=2), Layout(4, ep=2, distributed=False)],
+    ids=["ep2", "tp2-ep2", "dp4-ep2-plain"],
+)
+def test_experts_that_are_shared_out_come_together_and_part_again(tmp_path: Path, layout: Layout) -> None:
+    goes_on_on_one_rank(tmp_path, layout, EXPERTS)
+    assert ends(tmp_path, Layout(4, ep=2, distributed=False), EXPERTS)  # two ranks hold the same experts
+    assert ends(tmp_path, Layout(4, tp=2, pp=2), EXPERTS)
 
 
 @pytest.mark.parametrize("of_one_rank", ["fp32"], indirect=True)

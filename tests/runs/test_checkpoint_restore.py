@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_state
+from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_state, world
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import load as load_module
@@ -45,7 +45,7 @@ class Model:
 
     def restore(self, checkpoint: VerifiedCheckpoint) -> None:
         self.asked.append(checkpoint.manifest.step)
-        self.state, self.meta = read(checkpoint, sharded_state(0.0, self.rank, self.world_size))
+        self.state, self.meta = read(checkpoint, sharded_state(0.0, self.rank, self.world_size), world())
 
     def holds(self, step: int) -> bool:
         expected = data_of(sharded_state(float(step), self.rank, self.world_size))
@@ -141,7 +141,7 @@ def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(tmp_path: P
 
 def test_one_that_does_not_fit_the_model_is_no_reason_to_fall_back(run_dir: RunDir) -> None:
     def restore(checkpoint: VerifiedCheckpoint) -> None:
-        read(checkpoint, {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))})
+        read(checkpoint, {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))}, world())
 
     with pytest.raises(CheckpointError, match="step-000060 does not fit this model"):
         checkpointer(run_dir.root).restore(restore)

@@ -106,7 +106,7 @@ def _whole(training: Training) -> list[torch.Tensor]:
     it, on others the weights."""
     tensors = [weight.detach().clone() for weight in training.policy.parameters()]
     for part in training.optimizer.megatron.chained_optimizers:
-        for buffer in (part.get_parameter_state_dp_zero() or {}).values():
+        for buffer in (part.get_parameter_state_dp_zero(use_gloo_comm=False) or {}).values():
             if isinstance(buffer, dict):
                 for state in buffer.values():
                     tensors += [state[name].clone() for name in ("param", "exp_avg", "exp_avg_sq")]

@@ -102,20 +102,20 @@ def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> N
     from megatron_rl.training import trainer as module
     from megatron_rl.training.trainer import Trainer
 
-    original, logprobs = getattr(Trainer, method), module.token_logprobs
+    original, logprobs = getattr(Trainer, method), module.predicted_logprobs
 
     def slowly(trainer: Trainer, *args: Any) -> Any:
-        def pausing(*inputs: Any) -> Any:
+        def pausing(*inputs: Any, **named: Any) -> Any:
             time.sleep(0.3)
-            return logprobs(*inputs)
+            return logprobs(*inputs, **named)
 
         if trainer.policy_version == policy_version:
             (folder / "here").touch()
-            module.token_logprobs = pausing
+            module.predicted_logprobs = pausing
         try:
             return original(trainer, *args)
         finally:
-            module.token_logprobs = logprobs
+            module.predicted_logprobs = logprobs
 
     setattr(Trainer, method, slowly)
 

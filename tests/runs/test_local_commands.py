@@ -15,7 +15,7 @@ import pytest
 from run_helpers import fake_ranks
 
 from launcher.host.process.lock import owner_of
-from launcher.runs.state import job_id_of
+from launcher.runs.owner import job_id_of
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, read_lines

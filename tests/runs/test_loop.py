@@ -138,15 +138,17 @@ def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, 
 
 def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> None:
     """Four ranks, whose shares of the prompts differ: what two cannot do to each other, three others can. Without KL
-    penalty each runs as many answers as have an advantage."""
-    recipe = loop_recipe(job={"gpus_per_node": 4}, grpo={"kl_beta": 0.0}, training={"steps": 8}, save={"every": 2})
+    penalty each runs as many answers as have an advantage, and groups move to ranks that would have less to do."""
+    grpo = {"kl_beta": 0.0, "prompts_per_step": 14, "group_size": 8}
+    recipe = loop_recipe(job={"gpus_per_node": 4}, grpo=grpo, training={"steps": 8}, save={"every": 2})
     undisturbed, interrupted = (prepare(tmp_path / name, recipe) for name in ("undisturbed", "interrupted"))
-    whole = Attempt(undisturbed, cache, ranks=4)
+    whole = Attempt(undisturbed, cache, ranks=4, sabotage=_move_groups_for_any_gain)
     assert whole.exit_codes() == [0] * 4, whole.logs()
-    killed = Attempt(interrupted, cache, ranks=4)
+    assert whole.logs().count("moved") > 4, whole.logs()
+    killed = Attempt(interrupted, cache, ranks=4, sabotage=_move_groups_for_any_gain)
     killed.wait_for_step(3)
     killed.kill()
-    drained = Attempt(interrupted, cache, ranks=4)
+    drained = Attempt(interrupted, cache, ranks=4, sabotage=_move_groups_for_any_gain)
     drained.wait_for_step(5)
     os.kill(drained.processes[2].pid, signal.SIGUSR1)
     assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
@@ -157,7 +159,7 @@ def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> Non
     assert 5 <= outcome.step < 8
     assert interrupted.checkpoint_steps()[0] == outcome.step
     assert lines_of(interrupted.metrics)[-1]["step"] == outcome.step  # nothing done twice
-    last = Attempt(interrupted, cache, ranks=4)
+    last = Attempt(interrupted, cache, ranks=4, sabotage=_move_groups_for_any_gain)
     assert last.exit_codes() == [0] * 4, last.logs()
     assert reproducible(interrupted) == reproducible(undisturbed)
     assert "was not saved" not in "".join(path.read_text() for path in interrupted.root.glob("log.*"))
@@ -246,6 +248,22 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
         return train(self, batch, step)
 
     Trainer.train = spoiled  # type: ignore[method-assign]
+
+
+def _move_groups_for_any_gain(rank: int) -> None:
+    from megatron_rl.rollout import driver
+    from megatron_rl.rollout import exchange as exchange_module
+
+    exchange_module.NEGLIGIBLE_FLOPS = 0.0
+    exchange = exchange_module.exchange
+
+    def told(made: Any, *args: Any) -> Any:
+        trained_here = exchange(made, *args)
+        if trained_here.keys() != made.keys():
+            os.write(2, b"moved\n")
+        return trained_here
+
+    driver.exchange = told
 
 
 def _expect_another_megatron_core(rank: int) -> None:

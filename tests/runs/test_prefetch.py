@@ -25,14 +25,36 @@ from launcher.cli.main import main
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.fetch.hub import explain, patterns
-from launcher.fetch.prefetch import Cache, Need, _environment, fetch, import_image_on_login, missing, needs, record_of
+from launcher.fetch.prefetch import (
+    Cache,
+    Need,
+    _environment,
+    export_packages,
+    fetch,
+    import_image_on_login,
+    missing,
+    needs,
+    record_of,
+)
 from launcher.recipe.load import load_recipe
 
 pytest.importorskip("huggingface_hub", reason="an extra of mrl")
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = {  # of Qwen2.5-32B, as far as it matters
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+}
 MODEL = {
-    "config.json": b"{}",
+    "config.json": json.dumps(CONFIG).encode(),
     "model.safetensors": b"weights" * 1000,
     "pytorch_model.bin": b"the same once more",
     "original/consolidated.pth": b"and again",
@@ -278,6 +300,25 @@ def test_an_image_for_the_login_node_is_imported_before_submitting_or_nothing_is
     assert "enroot is not on PATH" in capfd.readouterr().err
 
 
+PACKAGED = ["model.huggingface=package:no-such-weights", "tokenizer.path=package:no-such-weights"]
+
+
+def test_what_a_package_brings_along_is_exported_and_not_fetched(profile, capfd):
+    config = load_recipe("qwen2.5-32b-dapo", PACKAGED).config
+    cache, need = Cache.of(profile), Need("model", "package:no-such-weights")
+    assert [each for each in needs(config, profile) if each.package] == [need]
+    assert "model package:no-such-weights is not in" in missing(config, profile)[1]
+    assert "mrl-submit exports it first" in missing(config, profile)[1]
+    with pytest.raises(BadInput, match="model package:no-such-weights cannot be exported here"):
+        export_packages(config, profile)
+    assert "error: the Python package no-such-weights is not installed here" in capfd.readouterr().err
+    folder = cache.huggingface / "mrl" / "packages" / "no-such-weights"
+    folder.mkdir(parents=True)
+    assert cache.find(need) == folder
+    export_packages(config, profile)
+    assert capfd.readouterr().err == ""
+
+
 def test_the_command_fetches_and_reports(hub, profile, tmp_path, monkeypatch):
     clusters = tmp_path / "clusters.yaml"
     lab = {"gpus_per_node": 8, "run_root": profile.run_root, "partition": "gpu", "container": None}
@@ -323,3 +364,17 @@ def test_the_child_is_online_whatever_the_user_exported(profile):
     env = _environment(Cache.of(profile), {"HF_HUB_OFFLINE": "1", "HF_TOKEN_PATH": "/t"})
     assert (env["HF_HUB_OFFLINE"], env["HF_TOKEN_PATH"]) == ("0", "/t")
     assert env["HF_HOME"] == str(Path(profile.run_root) / "cache" / "huggingface")
+
+
+def test_a_recipe_may_leave_the_shape_to_a_model_that_is_yet_to_be_fetched(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    values = yaml.safe_load(load_recipe("demo").text) | {"model": {"init": "huggingface", "huggingface": "org/model"}}
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    for command in (["plan", str(recipe)], ["prefetch", str(recipe), "--check"]):
+        refused = CliRunner().invoke(main, command)
+        assert refused.exit_code == 2 and "`mrl prefetch RECIPE` fetches it" in refused.output
+    assert CliRunner().invoke(main, ["prefetch", str(recipe)]).exit_code == 0
+    assert CliRunner().invoke(main, ["prefetch", str(recipe), "--check"]).exit_code == 0
+    planned = CliRunner().invoke(main, ["plan", str(recipe), "--json"])
+    assert planned.exit_code == 0 and json.loads(planned.stdout)["model"]["vocabulary"] == 152064

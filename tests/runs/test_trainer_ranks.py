@@ -15,13 +15,16 @@ from core_helpers import batch_of, build_run, quiet_safe_points, random_groups, 
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rollout import exchange as exchange_module
+from megatron_rl.rollout.driver import RolloutBatch
 from megatron_rl.rollout.stream import shares
-from megatron_rl.run import set_up
+from megatron_rl.run import Run, set_up
 
 STEPS = 3
 
@@ -53,6 +56,12 @@ CASES: dict[str, dict[str, Any]] = {
         "grpo": {"prompts_per_step": 4, "group_size": 4},
         "equal_rewards": {1: 2, 2: 4},
     },
+    # In the first step all that has a gradient is on one rank, which hands half of it over.
+    "groups that move": {
+        "grpo": {"prompts_per_step": 8, "group_size": 4, "reduction": "sequence"},
+        "equal_rewards": {1: 4},
+        "move": True,
+    },
     # One group an update: in each of them one of the ranks has nothing to do.
     "updates that leave a rank empty": {
         "grpo": {"prompts_per_step": 3, "group_size": 4, "global_batch": 4, "kl_beta": 0.1, "importance_cap": 2.0},
@@ -66,6 +75,7 @@ def losses_and_weights(
     """Three steps on this rank's share of recorded batches: what was tallied and the weights after them."""
     sections = {"optimizer": {"learning_rate": 1e-3}, "sampling": {"max_new_tokens": 7}, **case}
     equal = sections.pop("equal_rewards", {})  # step -> how many groups from the first on have no signal
+    move = sections.pop("move", False)
     config = tiny_run(training={"tokens_per_microbatch": 60}, **sections)
     run = build_run(
         config, select(JobConfig(device="cpu")), of_ranks, scale=0.1
@@ -77,12 +87,24 @@ def losses_and_weights(
             alike = [replace(one, reward=0.5) for one in groups[number].trajectories]
             groups[number] = replace(groups[number], trajectories=alike)
         share = shares(0, len(groups), ranks)[rank]
+        batch = batch_of(groups, share.start, share.stop)
+        if move:
+            batch = moved(batch, run)
+            assert step > 1 or ranks == 1 or batch.positions != [*share]
         tally = Tally()
-        run.trainer.train(batch_of(groups, share.start, share.stop), step).put(tally)
+        run.trainer.train(batch, step).put(tally)
         total = dict(tally.reduce(of_ranks.control))
         del total["batch.packed_tokens"]  # how prompts were shared: the layout's own
         tallied.append(total)
     return tallied, torch.cat([weight.detach().flatten() for weight in run.trainer.policy.parameters()])
+
+
+def moved(batch: RolloutBatch, run: Run) -> RolloutBatch:
+    made = dict(zip(batch.positions, batch.groups, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_module, "NEGLIGIBLE_FLOPS", 0.0)
+        here = exchange_module.exchange(made, run.config, run.groups, lambda ordinal: Problem("", {}))
+    return replace(batch, groups=[*here.values()], positions=[*here])
 
 
 def all_cases(rank: int, ranks: int) -> list[tuple[list[dict[str, Any]], Tensor]]:

@@ -109,8 +109,8 @@ def hold(held: Held) -> None:
 
     before(SafePoints, "__init__", lambda safe_points, *_: setattr(held, "safe_points", safe_points))
     before(Engine, "step", lambda _: at_phase(TOKENS))
-    before(trainer, "token_logprobs", lambda *_: at_phase(0))
-    before(supervised, "token_logprobs", lambda *_: held.arrive("teach", 0, skip=3))
+    before(trainer, "predicted_logprobs", lambda *_: at_phase(0))
+    before(supervised, "predicted_logprobs", lambda *_: held.arrive("teach", 0, skip=3))
     before(writer, "write_part", half_written)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab import LabError
 from login import Login, Run
 
 LONG = {"steps": 3000, "seconds": 0.1}
@@ -54,6 +55,15 @@ def test_a_live_job_owns_its_run(owner: Login, run: Run) -> None:
     assert f"belongs to job {run.job}, which is running on node" in said
     owner.call("mrl", "resume", run.dir.root, code=2)
     assert owner.lab.jobs() == jobs
+
+
+def test_a_job_that_runs_already_is_not_taken_for_one_that_waits(owner: Login, run: Run) -> None:
+    """What `mrl cancel --drain` tells Slurm of a job that it believes to wait, and how a job that is gone is told."""
+    assert owner.lab.run("scancel", "--state=PENDING", run.job) == ""
+    assert run.state() == "RUNNING"
+    with pytest.raises(LabError, match="Invalid job id"):
+        owner.lab.run("squeue", "--noheader", "--all", "--states=all", "--jobs=9999")
+    assert owner.lab.run("squeue", "--noheader", "--all", "--states=all", "--jobs=9999,9998") == ""
 
 
 def test_a_job_that_can_never_start_says_so(login: Login) -> None:

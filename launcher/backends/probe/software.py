@@ -37,13 +37,13 @@ def inspect(host_python: str, plugstack: Path | None) -> Software:
         plugstack: Slurm's PlugStackConfig.
     """
     credentials = credentials_path()
-    found = _registries(credentials)
+    found, exposed = _registries(credentials)
     return Software(
         host_python=ask([host_python, "-c", PYTHON_PROBE]),
         pyxis=pyxis_version(plugstack) if plugstack else None,
         registries=found,
         credentials=credentials,
-        exposed=found is not None and bool(credentials.stat().st_mode & 0o077),
+        exposed=exposed,
     )
 
 
@@ -87,9 +87,11 @@ def _anchored(folder: Path, pattern: str) -> tuple[Path, str]:
     return (Path("/"), pattern.lstrip("/")) if pattern.startswith("/") else (folder, pattern)
 
 
-def _registries(credentials: Path) -> frozenset[str] | None:
+def _registries(credentials: Path) -> tuple[frozenset[str] | None, bool]:
+    """(machines, whether others may read them)."""
     try:
-        words = credentials.read_text(encoding="utf-8", errors="replace").split()
+        with credentials.open(encoding="utf-8", errors="replace") as file:
+            words, mode = file.read().split(), os.fstat(file.fileno()).st_mode
     except OSError:
-        return None
-    return frozenset(name for key, name in pairwise(words) if key == "machine")
+        return None, False
+    return frozenset(name for key, name in pairwise(words) if key == "machine"), bool(mode & 0o077)

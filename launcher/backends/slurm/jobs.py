@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from launcher.host.record.identity import is_job_of
-from launcher.host.slurm.call import SlurmRefused, SlurmSilent, run
+from launcher.host.slurm.ask import show_job
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent, run, unclear
 from launcher.host.slurm.formats import ENDED, parse_config, time_of
 from megatron_rl.contract.run_records import Owner
 
@@ -145,12 +146,34 @@ def cluster_name() -> str | None:
 
 def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
     form = ",".join(f"{name}:{width}" for name, width in SQUEUE_FIELDS.items())
-    answer = run(["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"])
+    command = ["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"]
+    answer = run(command)
     if answer.code == 0:
-        return {job.job_id: job for job in parse_squeue(answer.out)}
+        try:
+            found = {job.job_id: job for job in parse_squeue(answer.out)}
+        except ValueError:
+            raise unclear(command, answer.out) from None
+        if not all(job_id.isdecimal() for job_id in found):
+            raise unclear(command, answer.out)
+        if not found and _is_known(ids[0]):  # no word about any, and no error: nobody has asked the controller
+            raise unclear(command, answer.out)
+        return found
     if "Invalid job id" in answer.err:  # its answer where a single job is asked for and not known
         return {}
     raise SlurmSilent(_last_line(answer.err) or f"squeue failed with {answer.code}")
+
+
+def _is_known(job_id: str) -> bool:
+    """Whether the controller knows a job. Raises SlurmSilent where it does not say."""
+    try:
+        show_job(job_id)
+    except SlurmSilent:
+        raise
+    except SlurmRefused as error:
+        if "Invalid job id" in str(error):
+            return False
+        raise SlurmSilent(str(error)) from error
+    return True
 
 
 def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
@@ -158,14 +181,14 @@ def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
     form = ",".join(SACCT_FIELDS)
     try:
         answer = run(["sacct", "-X", "-P", "-D", "--noheader", f"--jobs={','.join(ids)}", f"--format={form}"])
-    except SlurmRefused:
+        jobs = parse_sacct(answer.out) if answer.code == 0 else []
+    except (SlurmRefused, ValueError):
         return {}
-    jobs = parse_sacct(answer.out) if answer.code == 0 else []
     return {job.job_id: job for job in jobs if job.kind == "ended"}
 
 
 def parse_squeue(text: str) -> list[JobState]:
-    """Lines of `squeue --Format` with SQUEUE_FIELDS."""
+    """Lines of `squeue --Format` with SQUEUE_FIELDS. Raises ValueError where they are something else."""
     return [_from_squeue(line) for line in text.splitlines() if line.strip()]
 
 
@@ -200,7 +223,8 @@ def _from_squeue(line: str) -> JobState:
 
 
 def parse_sacct(text: str) -> list[JobState]:
-    """Lines of `sacct -XPD` with SACCT_FIELDS: one a job, of its newest attempt; earlier ones count as restarts."""
+    """Lines of `sacct -XPD` with SACCT_FIELDS: one a job, of its newest attempt; earlier ones count as restarts. Raises
+    ValueError where they are something else."""
     newest: dict[str, JobState] = {}
     for line in filter(None, text.splitlines()):
         job_id, state, code, submit, start, end, nodes, name = line.split("|", len(SACCT_FIELDS) - 1)

@@ -10,11 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher.host.slurm.formats import parse_config, parse_fields
+from launcher.host.slurm.formats import NOTHING, parse_config, parse_fields
 
 Fields = dict[str, str]
-
-_NOTHING = {"", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +40,6 @@ def table(text: str) -> list[Fields]:
     return [_present(zip(lines[0], row, strict=True)) for row in lines[1:] if len(row) == len(lines[0])]
 
 
-def time_limit_s(text: str | None) -> int | None:
-    """Seconds of Slurm's time format, where a bare number counts minutes; None: no limit.
-
-    Raises:
-        ValueError: it is no time.
-    """
-    if text is None or text.upper() in _NOTHING or text == "-1":
-        return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if found is None:
-        raise ValueError(f"{text!r} is no time of Slurm's")
-    days, first, second, third = (int(part) if part is not None else None for part in found.groups())
-    assert first is not None
-    if days is not None:
-        return days * 86400 + first * 3600 + (second or 0) * 60 + (third or 0)
-    if third is not None:
-        return first * 3600 + (second or 0) * 60 + third
-    return first * 60 + (second or 0)
-
-
 def number(text: str | None, default: int = 0) -> int:
     """The number that starts `30 sec`, `20` or `5`."""
     found = re.match(r"\d+", text or "")
@@ -76,7 +54,7 @@ def options(text: str | None) -> dict[str, str]:
 
 def tres(text: str | None) -> dict[str, int]:
     """`node=2,gres/gpu=16` -> counts; what is no plain number (memory with its unit) is left out."""
-    return {key: int(value) for key, value in options(text).items() if value.isdigit()}
+    return {key: int(value) for key, value in options(text).items() if value.isdecimal()}
 
 
 def gres(text: str | None) -> list[Gres]:
@@ -84,7 +62,7 @@ def gres(text: str | None) -> list[Gres]:
     found = []
     for part in re.sub(r"\([^)]*\)", "", text or "").split(","):
         name, *rest = part.split(":")
-        if rest and rest[-1].isdigit():
+        if rest and rest[-1].isdecimal():
             found.append(Gres(name, rest[0] if len(rest) > 1 else None, int(rest[-1])))
     return found
 
@@ -96,4 +74,4 @@ def version(text: str) -> tuple[int, int, int] | None:
 
 
 def _present(pairs: Iterable[tuple[str, str]]) -> Fields:
-    return {key: value for key, value in pairs if value not in _NOTHING}
+    return {key: value for key, value in pairs if value not in NOTHING}

@@ -12,7 +12,7 @@ from shutil import which
 from submitit import SlurmExecutor, SlurmJob
 from submitit.helpers import CommandFunction
 
-from launcher.host.slurm.call import OF_ANY_JOB, NoSuchCommand, SlurmSilent, run
+from launcher.host.slurm.call import OF_ANY_JOB, NoSuchCommand, SlurmSilent, run, unclear
 
 SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
 DEFAULTS = {
@@ -48,6 +48,8 @@ class ScriptExecutor(SlurmExecutor):
         super().__init__(folder)
         self._script = script
         self._command = ["sbatch", "--parsable", *flags, str(script)]
+        self.job_id: str | None = None
+        """Of the job, once Slurm has taken it."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -64,21 +66,32 @@ class ScriptExecutor(SlurmExecutor):
             raise SubmissionRefused(str(error)) from error
         if answer.code != 0 and _LATE.search(answer.err):
             raise SlurmSilent(answer.err.strip())
-        job_id = answer.out.strip().rpartition("\n")[2].partition(";")[0]  # "4711" or "4711;cluster"
-        if answer.code != 0 or not job_id.isdigit():
+        if answer.code != 0:
             raise SubmissionRefused(answer.err or answer.out)
+        job_id = answer.out.strip().rpartition("\n")[2].partition(";")[0]  # "4711" or "4711;cluster"
+        if not job_id.isdecimal():
+            raise unclear(self._command, answer.out)
+        self.job_id = job_id
         return SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
 
 
-def submit(script: Path, flags: Sequence[str] = ()) -> SlurmJob[str]:
-    """Hand `script` to sbatch; the job has `job_id` and `cancel`.
+def submit(script: Path, flags: Sequence[str] = ()) -> str:
+    """Hand `script` to sbatch; the id of the job.
 
     Raises:
         SubmissionRefused: nothing was submitted.
-        SlurmSilent: sbatch did not answer in time; whether there is a job is not known.
+        OSError: nothing was submitted; the script cannot be read, or submitit's files cannot be written.
+        SlurmSilent: sbatch did not answer in time, or not with an id; whether there is a job is not known.
     """
-    with tempfile.TemporaryDirectory(prefix="mrl-submitit-") as folder:
-        return ScriptExecutor(Path(folder), script, flags).submit(CommandFunction([]))
+    executor: ScriptExecutor | None = None
+    try:
+        with tempfile.TemporaryDirectory(prefix="mrl-submitit-") as folder:
+            executor = ScriptExecutor(Path(folder), script, flags)
+            return str(executor.submit(CommandFunction([])).job_id)
+    except OSError:
+        if executor is None or executor.job_id is None:
+            raise
+        return executor.job_id  # what failed comes after: files of submitit's are put away, and then removed
 
 
 def estimate(script: Path, flags: Sequence[str] = ()) -> tuple[str, str, str]:

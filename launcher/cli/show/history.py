@@ -10,10 +10,11 @@ from pathlib import Path
 
 from megatron_rl.contract.attempt_records import MetricsLine, Progress
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import decode_lines, if_readable, read
+from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, read
 
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_LINE = 65536  # bytes
+TORN = "its last line cannot be read"
 RECENT = 20  # steps behind a mean and the time left
 
 
@@ -28,6 +29,8 @@ class History:
     """metrics.jsonl: one a step."""
     evaluations: list[MetricsLine] = field(default_factory=list)
     """evaluations.jsonl: one an evaluation."""
+    unread: list[str] = field(default_factory=list)
+    """What could not be read of it at the last look, and why."""
 
     @property
     def step(self) -> int:
@@ -65,11 +68,13 @@ class HistoryReader:
 
     def poll(self) -> History:
         """The history as it is now; of what cannot be read, as it was."""
-        for file in self._files:
-            file.poll()
-        progress = if_readable(read(Progress, self.attempt.progress))
-        if progress is not None:
+        problems = [file.poll() for file in self._files]
+        progress = read(Progress, self.attempt.progress)
+        if isinstance(progress, Progress):
             self.history.phase = progress.phase
+        elif progress is not ABSENT:
+            problems.append(str(progress))
+        self.history.unread = [problem for problem in problems if problem]
         return self.history
 
 
@@ -80,36 +85,49 @@ class _GrowingFile:
         self._path = path
         self._lines = lines
         self._identity: tuple[int, int] | None = None
-        self._offset = 0
+        self._offset = self._damaged = 0
 
-    def poll(self) -> None:
+    def poll(self) -> str | None:
+        """Read what is new; what could not be read, and why."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
                 if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
-                    self._identity, self._offset = (status.st_dev, status.st_ino), 0
+                    self._identity, self._offset, self._damaged = (status.st_dev, status.st_ino), 0, 0
                     self._lines.clear()
                 file.seek(self._offset)
                 data = file.read()
-        except OSError:  # not there yet, or not to be read for now
-            return
+        except (FileNotFoundError, NotADirectoryError):  # not there yet
+            return None
+        except OSError as error:
+            return f"{self._path}: {error.strerror}"
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        self._lines.extend(decode_lines(MetricsLine, whole).records)
+        found = decode_lines(MetricsLine, whole)
+        self._lines.extend(found.records)
+        self._damaged += len(found.damaged)
+        if b"\0" in data[len(whole) :]:  # as a file system leaves it that lost its power, not as a line begins
+            return f"{self._path}: {TORN}"
+        return f"{self._path}: {self._damaged} of its lines cannot be read" if self._damaged else None
 
 
-def newest_line(path: Path) -> MetricsLine | None:
-    """The last whole line of metrics.jsonl, without reading the rest; None where there is none that can be read."""
+def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
+    """The last whole line of metrics.jsonl that can be read, without reading the rest."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LONGEST_LINE))
             data = file.read()
-    except OSError:
-        return None
-    for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")):
-        if line and (found := decode_lines(MetricsLine, line).records):
+    except (FileNotFoundError, NotADirectoryError):
+        return ABSENT
+    except OSError as error:
+        return Unreadable(str(path), str(error.strerror))
+    if b"\0" in data[data.rfind(b"\n") + 1 :]:
+        return Unreadable(str(path), TORN)
+    lines = [line for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line]
+    for line in reversed(lines):
+        if found := decode_lines(MetricsLine, line).records:
             return found[-1]
-    return None
+    return Unreadable(str(path), "no line of it can be read") if lines else ABSENT
 
 
 def number(line: MetricsLine, name: str) -> float | None:

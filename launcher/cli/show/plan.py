@@ -154,7 +154,8 @@ def _counts(config: RunConfig, summary: dict[str, Any]) -> Table:
         ranks, (memory, *_) = plan["training"]["ranks"], plan["memory"]
         grid.add_row(
             f"{plan['nodes']} node{'s' * (plan['nodes'] > 1)}",
-            f"dp {plan['training']['dp']}, {ranks} ranks; {_share(plan['batch'])} prompts a replica, "
+            f"dp {plan['training']['dp']}, {ranks} ranks; "
+            f"{_share(plan['batch']['prompts_per_replica'])} prompts a replica, "
             f"{size(memory['bytes'])} a {'GPU' if config.job.device == 'cuda' else 'process'}",
         )
     skipped = sorted(set(range(config.job.fewest_nodes, plans[0]["nodes"])) - {plan["nodes"] for plan in plans})
@@ -188,10 +189,13 @@ def _product(sizes: dict[str, int], ranks: int) -> str:
 
 
 def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    trained, answered = batch["prompts_per_replica"], batch["prompts_per_engine"]
+    shares = f"{_share(trained)} prompts x {batch['group_size']} a replica"
+    if answered != trained:
+        shares += f", {_share(answered)} an inference replica"
     yield (
         "a step",
-        f"{batch['prompts']:,} prompts x {batch['group_size']} answers = {batch['answers']:,} answers; "
-        f"{_share(batch)} prompts x {batch['group_size']} a replica",
+        f"{batch['prompts']:,} prompts x {batch['group_size']} answers = {batch['answers']:,} answers; {shares}",
     )
     passes = f", {config.grpo.iterations} passes over them" if config.grpo.iterations > 1 else ""
     yield (
@@ -206,8 +210,8 @@ def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]
     )
 
 
-def _share(batch: dict[str, Any]) -> str:
-    fewest, most = batch["prompts_per_replica"]
+def _share(prompts: tuple[int, int]) -> str:
+    fewest, most = prompts
     return f"{most}" if fewest == most else f"{fewest} or {most}"
 
 
@@ -265,6 +269,8 @@ CURES = {
     "optimizer": "raise tp or pp, or use more nodes (optimizer.distributed)",
     "reference": "set grpo.kl_beta to 0, or raise tp",
     "activations": "lower training.tokens_per_microbatch and training.sequence_length, or set training.recompute: full",
+    "backward": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp",
+    "start": "raise tp",
     "logits": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp",
     "inference weights": "give placement.inference the sizes of placement.training",
     "KV cache": "lower inference.max_batch or training.sequence_length",

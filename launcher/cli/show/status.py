@@ -10,7 +10,8 @@ from launcher.errors import BadInput
 from launcher.host.attempt.avoid import excluded_since
 from launcher.host.record.accounting import USEFUL
 from launcher.host.record.goodput import read_usage
-from launcher.host.record.ledger import read_ledger_or_complain
+from launcher.host.record.ledger import read_ledger
+from launcher.host.record.reading import UnreadableRecord
 from launcher.host.slurm.ask import avoided_nodes, show_job
 from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
@@ -22,6 +23,9 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     """All that is known; absent is null, never a made-up number."""
     run, job = status.run, status.job
     history = HistoryReader(run, run.attempt(status.attempt), status.steps).poll()
+    unread = [*status.unread, *history.unread]
+    goodput = _goodput(status, unread)
+    details = _details(run, job.job_id, unread) if job and job.kind in ("pending", "running") else {}
     rewards = history.rewards()[-RECENT:]
     goes_on = status.state in ("running", "requeued", "queued") and status.steps
     return {
@@ -37,7 +41,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "steps": status.steps or None,
         "mean_reward": mean(rewards) if rewards else None,
         "eta_s": history.eta_s() if goes_on else None,
-        "goodput": _goodput(status),
+        "goodput": goodput,
         "job": job
         and {
             "id": job.job_id,
@@ -47,42 +51,54 @@ def status_json(status: RunStatus) -> dict[str, Any]:
             "nodes": job.nodes or None,
             "started_at": job.started_at,
             "ends_at": job.ended_at,
-            **(_details(run, job.job_id) if job.kind in ("pending", "running") else {}),
+            **details,
         },
+        "unread": unread,
         "logs": str(run.attempt(status.attempt).logs if status.attempt else run.batch_log),
     }
 
 
-def _goodput(status: RunStatus) -> dict[str, Any] | None:
-    """Where the GPU-seconds went; None before there is a timeline, and where the files cannot be read."""
+def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
+    """Where the GPU-seconds went; None before there is a timeline.
+
+    Args:
+        unread: gets the reason where it cannot be told.
+    """
     run = status.run
+    running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     try:
         if not any(run.attempt(number).timeline.exists() for number in range(1, status.attempt + 1)):
             return None
-    except OSError:
-        return None
-    running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
-    device = "GPU" if _device(run) == "cuda" else "process"
-    return {"device": device, **read_usage(run, time.time(), running, queued).as_json()}
+        device = "GPU" if _device(run) == "cuda" else "process"
+        return {"device": device, **read_usage(run, time.time(), running, queued).as_json()}
+    except UnreadableRecord as error:
+        unread.append(str(error))
+    except OSError as error:
+        unread.append(f"{error.filename or run.root}: {error.strerror}")
+    except BadInput as error:
+        unread += error.problems
+    return None
 
 
 def _device(run: RunDir) -> str | None:
-    try:
-        job = resolved_values(run).get("job")
-    except BadInput:
-        return None
+    """What the recipe says. Raises BadInput."""
+    job = resolved_values(run).get("job")
     return job.get("device") if isinstance(job, dict) else None
 
 
-def _details(run: RunDir, job_id: str) -> dict[str, Any]:
+def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
     """What squeue does not tell: nodes that the job avoids, since when if they failed it, and that it is being
-    preempted."""
+    preempted.
+
+    Args:
+        unread: gets the reason where it cannot be told.
+    """
     try:
         record = show_job(job_id)
-        avoids = avoided_nodes(record)
-    except SlurmRefused:
+        avoids, since = avoided_nodes(record), excluded_since(read_ledger(run))
+    except (SlurmRefused, UnreadableRecord) as error:
+        unread.append(str(error))
         return {}
-    since = excluded_since(read_ledger_or_complain(run))
     preempted_at = record.get("PreemptTime")
     return {
         "avoids": {host: since.get(host) for host in avoids},
@@ -108,6 +124,7 @@ def status_lines(told: dict[str, Any]) -> list[str]:
         rows.append(("left", f"about {clock(told['eta_s'])} of running"))
     if told["goodput"] and told["goodput"]["shares"]:
         rows.append(("goodput", _shares(told["goodput"])))
+    rows += [("not read", problem) for problem in told["unread"]]
     rows += [("directory", told["run_dir"]), ("logs", told["logs"]), ("next", _next(told))]
     return [f"{told['run']}: {told['state']}", *(f"  {name:<10} {value}" for name, value in rows if value)]
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from launcher.host.slurm.formats import time_of
 from launcher.job.draft import Draft
 from launcher.job.script import PlannedJob
 from launcher.plan.placement import Plan
@@ -110,8 +111,6 @@ def estimate_json(draft: Draft, start: str, nodes: str, partition: str) -> dict[
 
 
 def _foreseen(start: str) -> bool:
-    from launcher.host.slurm.formats import time_of
-
     return (time_of(start) or 0) < time.time() + FORESIGHT_S
 
 

@@ -7,7 +7,6 @@ import click
 from launcher.cli.submit.request import Request, plan_runs, why_local
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.job.directories import refuse_unusable
-from launcher.runs.trust import refuse_others
 from megatron_rl.contract.paths import RunDir
 
 
@@ -17,6 +16,8 @@ def launch(request: Request) -> int:
     cluster, planned = plan_runs(request, clusters)
     for one in planned:
         if one.given is not None:
+            from launcher.runs.trust import refuse_others  # it knows Slurm, which a new run has no use for yet
+
             refuse_unusable(one.given)
             refuse_others(RunDir(one.given), request.trust)
     if cluster != LOCAL:

@@ -14,8 +14,10 @@ from launcher.cli.show.terminal import Interruptions, tell
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
 from launcher.errors import BadInput
+from launcher.fetch.prefetch import export_packages
+from launcher.job.admission import check
 from launcher.job.directories import run_directory
-from launcher.job.run_directory import Prepared, check, prepare
+from launcher.job.run_directory import Prepared, prepare
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved
 from megatron_rl.config import RunConfig
@@ -51,6 +53,7 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
         return EXIT_FINISHED
     if missing := not_yet(recipe.config):
         raise BadInput(missing)
+    export_packages(recipe.config, None)
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:
         prepared = prepare(recipe, root, request.change)
     if prepared.attempt is None:

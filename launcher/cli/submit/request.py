@@ -12,6 +12,7 @@ import click
 from launcher.cli.show.terminal import at_terminal
 from launcher.cluster.choice import LOCAL, Clusters
 from launcher.errors import BadInput, Failed
+from launcher.fetch.prefetch import known_caches
 from launcher.job.directories import run_name
 from launcher.recipe.load import Recipe, load_recipe, place_of
 from launcher.recipe.sweep import Variant, count, variants
@@ -21,7 +22,7 @@ LARGE_SWEEP = 100  # runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The command line of mrl-submit, or what `mrl resume` and `mrl fork` make of theirs."""
+    """The command line of mrl-submit, option by option, or what `mrl resume` and `mrl fork` make of theirs."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -67,7 +68,8 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     _refuse_contradictions(request)
     _confirm_large(count(request.overrides), request.yes)
     found = variants(request.overrides)
-    recipes = [load_recipe(request.recipe, variant.overrides) for variant in found]
+    caches = known_caches(clusters)
+    recipes = [load_recipe(request.recipe, variant.overrides, caches) for variant in found]
     _refuse_twins(recipes, found)
     chosen = {clusters.choose(request.cluster, recipe.config.cluster) for recipe in recipes}
     if len(chosen) > 1:

@@ -20,8 +20,9 @@ from launcher.cli.show.submission import (
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
+from launcher.job.admission import check
+from launcher.job.directories import disk_errors
 from launcher.job.draft import Draft, default_root, draft
-from launcher.job.run_directory import check
 from megatron_rl.contract.codes import EXIT_FINISHED
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
 def _draft(planned: PlannedRun, profile: Profile, update_code: bool) -> Draft:
     cluster = str(planned.recipe.config.cluster)
     root = planned.given.absolute() if planned.given else default_root(profile, planned.name)
-    return draft(planned.recipe, cluster, profile, root, update_code)
+    with disk_errors(root, "nothing was submitted"):
+        return draft(planned.recipe, cluster, profile, root, update_code)
 
 
 def _show(drafts: Sequence[Draft], request: Request) -> None:
@@ -88,7 +90,7 @@ def _job_to_wait_for(text: str) -> str:
     """The job id that --after means, known to Slurm: it takes a dependency on a job that never was for fulfilled."""
     from launcher.backends.slurm.jobs import read_jobs
     from launcher.runs.find import find
-    from launcher.runs.state import job_id_of
+    from launcher.runs.owner import job_id_of
 
     try:
         job_id = text if text.isdigit() else job_id_of(find(text))

@@ -11,7 +11,8 @@ from launcher.cli.show.panel import View, choose_view
 from launcher.cli.show.terminal import Interruptions, discard_output, tell
 from launcher.errors import BadInput
 from launcher.runs.find import pasteable_command
-from launcher.runs.state import UNSURE, RunStatus, job_id_of, last_line, read_job, read_status
+from launcher.runs.owner import job_id_of, read_job
+from launcher.runs.state import UNSURE, RunStatus, last_line, read_status
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, MISCONFIGURED
 from megatron_rl.contract.paths import RunDir
@@ -51,13 +52,15 @@ def _until_the_end(
     asked_at, gone_at = float("-inf"), None
     said: tuple[str, int, str] | None = None
     job = JobState(job_id, "", "pending")
-    reader = HistoryReader(run, run.attempt(run.last_attempt()), read_status(run, job).steps)
+    status = read_status(run, job)
+    reader = HistoryReader(run, run.attempt(status.attempt), status.steps)
     while True:
         now = time.monotonic()
-        if now >= asked_at + ASK_EVERY_S or run.last_attempt() != reader.attempt.number:
-            asked_at, job = now, read_job(run) or job
+        if now >= asked_at + ASK_EVERY_S:
+            asked_at, job = now, _job_now(run, job)
         status = read_status(run, job)
         if status.attempt and status.attempt != reader.attempt.number:
+            asked_at = float("-inf")
             reader = HistoryReader(run, run.attempt(status.attempt), status.steps)
         key = (status.state, status.attempt, status.waits_for)  # a reason may count the seconds
         text = _news(status)
@@ -78,6 +81,14 @@ def _until_the_end(
         else:
             gone_at = None
         time.sleep(TICK)
+
+
+def _job_now(run: RunDir, job: JobState) -> JobState:
+    """What Slurm says of the run's job; what it said, where the run's files do not tell which that is for now."""
+    try:
+        return read_job(run) or job
+    except BadInput:
+        return job
 
 
 def _news(status: RunStatus) -> str:

@@ -15,6 +15,7 @@ from launcher.host.judge.policy import STAYS
 from launcher.host.record.goodput import gpus_per_node
 from launcher.host.record.ledger import newest_line, point_latest, write_line
 from launcher.host.record.reading import UnreadableRecord, read_or_raise
+from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt
@@ -55,6 +56,7 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
     for file, name in files:
         if not file.exists():
             write_atomic(file, document(name))
+    make_checkpoints(run)
 
 
 def begin_attempt(context: JobContext) -> Attempt:

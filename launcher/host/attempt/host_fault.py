@@ -11,10 +11,10 @@ from typing import List
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
 from launcher.host.attempt.slurm_job import show_job_or_complain
 from launcher.host.attempt.start_again import start_again
-from launcher.host.judge.policy import HOST_TRIES, OVER, ROOM_AGAIN_S, Facts, who_starts_it
+from launcher.host.judge.policy import OVER, ROOM_AGAIN_S, Facts, who_starts_it
 from launcher.host.record.ledger import read_ledger_or_complain, starts_in
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
-from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_DRAINED, LOST
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_DRAINED, HOST_TRIES, LOST
 from megatron_rl.contract.files import FULL
 
 

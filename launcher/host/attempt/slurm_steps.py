@@ -11,6 +11,7 @@ from typing import Dict, List, Optional, Sequence
 from launcher.host.attempt.begin import CodePaths
 from launcher.host.attempt.interfaces import Steps
 from launcher.host.attempt.job_context import JobContext
+from launcher.host.process.limited import run_limited
 from launcher.host.process.processes import Child
 from launcher.host.slurm import tell
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE
@@ -34,13 +35,8 @@ class Script:
             with open(self.path, encoding="utf-8") as file:
                 return file.read()
         try:
-            done = subprocess.run(
-                ["bash", self.path, "document", name],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                timeout=DOCUMENT_LIMIT_S,
-                check=True,
-            )
+            done = run_limited(["bash", self.path, "document", name], DOCUMENT_LIMIT_S)
+            done.check_returncode()
         except subprocess.SubprocessError as error:
             raise OSError("the script does not give its {}: {}".format(name, error)) from error
         return done.stdout.decode("utf-8")

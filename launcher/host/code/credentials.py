@@ -7,7 +7,7 @@ is a name that programs keep credentials under, not a word.
 import re
 
 _FOLDERS = (".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".oci", ".ssh")
-_FILES = re.compile(
+_FILES = (
     r"\.env|\.env\.(?!example$|sample$|template$).*|.*\.env|\.envrc"
     r"|[._]netrc|\.pypirc|\.npmrc|\.yarnrc|\.pgpass|\.my\.cnf|\.boto|\.s3cfg|\.dockercfg|\.htpasswd|\.vault-token"
     r"|\.git-credentials|\.?credentials|credentials[^/]*\.(?:json|ya?ml|toml|ini|cfg|txt)"
@@ -15,9 +15,8 @@ _FILES = re.compile(
     r"|\.?secrets?(?:\.[a-z]+)?\.(?:ya?ml|json|toml|ini|cfg|txt)"
     r"|(?:.*[._-])?token(?:\.(?:txt|json|ya?ml))?"
     r"|.*\.(?:pem|key|p12|pfx|jks|kdbx|ppk)|id_(?:rsa|dsa|ecdsa|ed25519)(?:_sk)?"
-    r"|.*_history",
-    re.IGNORECASE,
-)
+    r"|.*_history"
+)  # compiled where a name is looked at: a dry run looks at none
 
 
 def holds_credentials(name: str) -> bool:
@@ -27,4 +26,6 @@ def holds_credentials(name: str) -> bool:
         name: relative to the directory that is copied.
     """
     *folders, file = name.split("/")
-    return any(folder.lower() in _FOLDERS for folder in folders) or _FILES.fullmatch(file) is not None
+    return (
+        any(folder.lower() in _FOLDERS for folder in folders) or re.fullmatch(_FILES, file, re.IGNORECASE) is not None
+    )

@@ -9,6 +9,8 @@ import re
 import subprocess
 from typing import List, NamedTuple, Optional
 
+from launcher.host.process.limited import run_limited
+
 CALL_LIMIT = 120.0  # seconds for one answer of git: a cold work tree on a busy network file system is slow
 
 
@@ -24,7 +26,8 @@ class WorkTree(NamedTuple):
 
 
 def work_tree(path: str) -> Optional[WorkTree]:
-    """The work tree that holds `path`; None where there is none, no git, or where it ignores this directory."""
+    """The work tree that holds `path`; None where there is none, no git, or where it ignores this directory. Raises
+    GitError."""
     path = os.path.realpath(path)
     if not below_a_repository(path):  # saves starting git for every installed package
         return None
@@ -73,12 +76,23 @@ def diff(path: str, without: List[str]) -> bytes:
 
 
 def below_a_repository(path: str) -> bool:
-    """Whether `path` or a directory above it holds a `.git`."""
-    while not os.path.exists(os.path.join(path, ".git")):
+    """Whether `path` or a directory above it holds a `.git`. Raises GitError where that cannot be told: outside git all
+    files would count as code, those that it ignores too."""
+    while not _is_there(os.path.join(path, ".git")):
         parent = os.path.dirname(path)
         if parent == path:
             return False
         path = parent
+    return True
+
+
+def _is_there(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise GitError("{}: {}".format(path, error.strerror)) from error
     return True
 
 
@@ -100,14 +114,7 @@ def _run(path: str, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
     command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", path]
     command.extend(arguments)
     try:
-        return subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            timeout=CALL_LIMIT,
-        )
+        return run_limited(command, CALL_LIMIT, env)
     except subprocess.TimeoutExpired:
         raise GitError("git {} did not answer within {:.0f} s".format(arguments[0], CALL_LIMIT)) from None
 

@@ -68,7 +68,7 @@ def refuse_home(path: str) -> None:
 def _names(path: str, run: str, notes: List[str]) -> Tuple[List[str], List[str]]:
     """(tracked, others) below `path`; outside git all count as tracked. What is left out is noted, if worth knowing."""
     if tree_of(path) is None:
-        if git.below_a_repository(path) and shutil.which("git") is None:
+        if ask_git(git.below_a_repository, path) and shutil.which("git") is None:
             notes.append("git is not on PATH: no commit recorded, ignored files taken too")
         return _code_among(path, _walk(path), run, notes), []
     tracked, untracked = [], []
@@ -144,7 +144,13 @@ def _note_link(path: str, name: str, notes: List[str]) -> None:
 
 def tree_of(path: str) -> Optional[git.WorkTree]:
     """Where `path` stands in a repository; None: in none, or gone."""
-    return ask_git(git.work_tree, path) if os.path.isdir(path) else None
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise SnapshotError("{}: {}".format(path, error.strerror)) from error
+    return ask_git(git.work_tree, path)
 
 
 def ask_git(question: Callable[[str], T], path: str) -> T:

@@ -70,9 +70,15 @@ def update(sources: List[CodeSource], target: Path) -> CodeSnapshot:
     number = max(_records(target), default=0) + 1
     while not _publish(sources, target, number):
         number += 1
-    fresh = "{}.{}".format(target, os.urandom(4).hex())
-    os.symlink(_numbered(target, number).name, fresh)
-    os.replace(fresh, str(target))
+    fresh = Path("{}.{}".format(target, os.urandom(4).hex()))
+    try:
+        os.symlink(_numbered(target, number).name, str(fresh))
+        os.replace(str(fresh), str(target))
+    except OSError as error:
+        if fresh.is_symlink():
+            fresh.unlink()
+        shutil.rmtree(str(_numbered(target, number)), ignore_errors=True)
+        raise SnapshotError("{}: {}".format(target, error.strerror)) from error
     return take(sources, target)
 
 

@@ -37,9 +37,6 @@ def main(arguments: Optional[List[str]] = None) -> int:
     except ImageError as error:
         print("error: {}".format(error), file=sys.stderr)
         return EXIT_CRASHED
-    except OSError as error:  # the cache cannot be written
-        print("error: {}: {}".format(error.filename or options.cache, error.strerror), file=sys.stderr)
-        return EXIT_CRASHED
     return EXIT_FINISHED
 
 

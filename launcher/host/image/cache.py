@@ -22,7 +22,8 @@ from launcher.host.image import enroot
 from launcher.host.image.enroot import Tell
 from launcher.host.image.reference import ImageError, Reference, is_path, parse
 from launcher.host.process.lock import RunIsOwned, RunLock
-from megatron_rl.contract.records import if_readable, read, write
+from launcher.host.record.reading import PATIENCE_S
+from megatron_rl.contract.records import LOOK_S, if_readable, read, write
 from megatron_rl.contract.run_records import CachedImage
 
 REMIND = 30.0  # seconds between words of patience
@@ -44,8 +45,15 @@ def import_image(reference: str, cache: Path, refresh: bool = False, tell: Optio
     """
     tell = tell or _to_stderr
     if is_path(reference):
-        return _whole(Path(os.path.abspath(os.path.expanduser(reference))))
-    found = None if refresh else find(reference, cache)
+        return _whole(_absolute(reference))
+    try:
+        return _imported(reference, cache, refresh, tell)
+    except OSError as error:
+        raise ImageError("{}: {}".format(error.filename or cache, error.strerror or error)) from error
+
+
+def _imported(reference: str, cache: Path, refresh: bool, tell: Tell) -> Path:
+    found = None if refresh else find(reference, cache, PATIENCE_S)
     if found is not None:
         return found
     wanted = parse(reference)
@@ -53,13 +61,13 @@ def import_image(reference: str, cache: Path, refresh: bool = False, tell: Optio
     entry.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock(entry.with_suffix(".lock"), reference, tell)
     try:
-        found = None if refresh else find(reference, cache)  # whoever had the lock may have imported it
+        found = None if refresh else find(reference, cache, PATIENCE_S)  # whoever had the lock may have imported it
         if found is not None:
             return found
         digest = wanted.digest or enroot.ask_digest(wanted, tell)
         exact = wanted._replace(tag=None, digest=digest) if digest else wanted
         file = entry.with_name(_file_name(exact, time.strftime("%Y%m%d-%H%M%S")))
-        if not (digest and _is_whole(file)):
+        if not (digest and _is_whole(file, PATIENCE_S)):
             if lock.works:  # else another importer may be writing its own now
                 _remove_debris(entry)
             _import(exact, file, entry, tell)
@@ -69,17 +77,26 @@ def import_image(reference: str, cache: Path, refresh: bool = False, tell: Optio
         lock.release()
 
 
-def find(reference: str, cache: Path) -> Optional[Path]:
-    """The whole squashfs file that `reference` already has; None where it would have to be imported."""
+def find(reference: str, cache: Path, patience: float = 0.0) -> Optional[Path]:
+    """The whole squashfs file that `reference` already has; None where it would have to be imported.
+
+    Args:
+        patience: seconds for which what cannot be read is looked at again, where much hangs on the answer: importing
+            anew takes long, and a tag may stand for another image by now.
+    """
     if is_path(reference):
-        file = Path(os.path.abspath(os.path.expanduser(reference)))
-        return file if _is_whole(file) else None
+        file = _absolute(reference)
+        return file if _is_whole(file, patience) else None
     entry = _entry(reference, cache)
-    known = if_readable(read(CachedImage, entry))  # one that cannot be read is imported again
+    known = if_readable(read(CachedImage, entry, patience))  # one that cannot be read is imported again
     if known is None or known.reference != reference:
         return None
     file = entry.with_name(os.path.basename(known.file))
-    return file if _is_whole(file) else None
+    return file if _is_whole(file, patience) else None
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def _entry(reference: str, cache: Path) -> Path:
@@ -114,7 +131,15 @@ def _lock(path: Path, reference: str, tell: Tell) -> RunLock:
 def _remove_debris(entry: Path) -> None:
     """Remove what importers that were killed have left. The caller holds the lock: nobody else imports now."""
     for debris in entry.parent.glob("." + entry.stem + ".*.tmp"):
-        debris.unlink()
+        _remove(debris)
+
+
+def _remove(file: Path) -> None:
+    """Remove what nobody reads; what cannot be removed stays for the next import."""
+    try:
+        file.unlink()
+    except OSError:
+        pass
 
 
 def _import(reference: Reference, file: Path, entry: Path, tell: Tell) -> None:
@@ -129,21 +154,37 @@ def _import(reference: Reference, file: Path, entry: Path, tell: Tell) -> None:
         enroot.check_tables(fresh)
         with open(str(fresh), "rb") as image:
             os.fsync(image.fileno())
-        os.replace(str(fresh), str(file))
-    finally:
-        if fresh.exists():
-            fresh.unlink()
-    tell("imported {} MB in {:.0f} s".format(file.stat().st_size // 10**6, time.monotonic() - began))
-
-
-def _whole(file: Path) -> Path:
-    """`file`, if it is a squashfs file that is not cut short. Raises ImageError."""
-    try:
-        with open(str(file), "rb") as image:
-            head = image.read(SUPERBLOCK.size)
             size = os.fstat(image.fileno()).st_size
-    except OSError as error:
-        raise ImageError("image {}: {}".format(file, error.strerror)) from error
+        os.replace(str(fresh), str(file))
+    except BaseException:
+        _remove(fresh)
+        raise
+    tell("imported {} MB in {:.0f} s".format(size // 10**6, time.monotonic() - began))
+
+
+def _whole(file: Path, patience: float = PATIENCE_S) -> Path:
+    """`file`, if it is a squashfs file that is not cut short. Raises ImageError.
+
+    Args:
+        patience: seconds for which it is looked at again where the file system fails.
+    """
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            return _checked(file)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ImageError("image {}: {}".format(file, error.strerror)) from error
+        except OSError as error:
+            if time.monotonic() >= give_up:
+                raise ImageError("image {}: {}".format(file, error.strerror)) from error
+        time.sleep(LOOK_S)
+
+
+def _checked(file: Path) -> Path:
+    """`file`, if it is whole. Raises ImageError where it is not, and OSError where that cannot be told."""
+    with open(str(file), "rb") as image:
+        head = image.read(SUPERBLOCK.size)
+        size = os.fstat(image.fileno()).st_size
     magic, used = SUPERBLOCK.unpack(head) if len(head) == SUPERBLOCK.size else (b"", 0)
     if magic != b"hsqs":
         raise ImageError("image {}: is no squashfs file; enroot import makes one".format(file))
@@ -152,9 +193,9 @@ def _whole(file: Path) -> Path:
     return file
 
 
-def _is_whole(file: Path) -> bool:
+def _is_whole(file: Path, patience: float) -> bool:
     try:
-        return bool(_whole(file))
+        return bool(_whole(file, patience))
     except ImageError:
         return False
 

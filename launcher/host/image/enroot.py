@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 from launcher.host.image.reference import ImageError, Reference
+from launcher.host.process.limited import end_session, run_limited
 
 IMPORT_LIMIT = 7200.0  # seconds for one import: tens of GB over a slow link
 DIGEST_LIMIT = 120.0  # seconds for one question to the registry
@@ -24,13 +24,7 @@ Tell = Callable[[str], None]
 def ask_digest(reference: Reference, tell: Tell) -> Optional[str]:
     """What the tag stands for now; None where this enroot cannot tell."""
     try:
-        answer = subprocess.run(
-            ["enroot", "digest", reference.uri()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            timeout=DIGEST_LIMIT,
-        )
+        answer = run_limited(["enroot", "digest", reference.uri()], DIGEST_LIMIT)
     except FileNotFoundError:
         raise ImageError(_no_enroot()) from None
     except subprocess.TimeoutExpired:
@@ -74,12 +68,12 @@ def run_import(reference: Reference, output: Path, log: Path, tell: Tell) -> Non
                     _pass_on(reader.read(), tell)
                 _pass_on(reader.read(), tell)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+            code = process.poll()
+            if code is None:
+                end_session(process)
     if code != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-        late = time.monotonic() >= give_up
+        late = code is None
         why = (
             "took longer than {:.0f} s".format(IMPORT_LIMIT) if late else " ".join(last) or "exit code {}".format(code)
         )
@@ -104,21 +98,14 @@ def _advice(why: str) -> str:
 def check_tables(file: Path) -> None:
     """Have unsquashfs, where there is one, read all its tables. Raises ImageError."""
     try:
-        subprocess.run(
-            ["unsquashfs", "-l", str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=LIST_LIMIT,
-            check=True,
-        )
+        listed = run_limited(["unsquashfs", "-l", str(file)], LIST_LIMIT)
     except FileNotFoundError:
         return
     except subprocess.TimeoutExpired:
         raise ImageError("unsquashfs -l {}: no answer within {:.0f} s".format(file, LIST_LIMIT)) from None
-    except subprocess.CalledProcessError as error:
-        words = error.stderr.decode("utf-8", "replace").strip()
-        raise ImageError("the imported image is damaged: unsquashfs: {}".format(words)) from error
+    if listed.returncode:
+        words = listed.stderr.decode("utf-8", "replace").strip()
+        raise ImageError("the imported image is damaged: unsquashfs: {}".format(words))
 
 
 def _no_enroot() -> str:

@@ -54,7 +54,6 @@ STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, STAYS)
 IN_VAIN = {BAD_NODES: 5, TIME_LIMIT: 3, SIGNALLED: 5, None: 5}
 FREE_TRIES = 10  # attempts in a row with nothing to show, after which the next one waits a while
 CRASHES = 3  # without a new checkpoint
-HOST_TRIES = 5  # starts in a row that come to nothing because of the host side
 LOSSES = 5  # of nodes in a row with which one allocation goes on
 LONGEST_BACKOFF_S = 900.0
 ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room

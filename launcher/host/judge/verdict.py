@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
     hung: bool = False  # it said nothing any more, and the ranks were ended for it
 
 
-def judge(evidence: AttemptEvidence) -> Verdict:
+def verdict_of(evidence: AttemptEvidence) -> Verdict:
     """How the attempt ended: by the first of these that tells."""
     return (
         _hung(evidence)

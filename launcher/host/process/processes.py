@@ -1,6 +1,5 @@
 """Whether a process is still the one we mean, and children that leave nothing behind."""
 
-import ctypes
 import os
 import select
 import signal
@@ -196,6 +195,8 @@ def _raise_exit(signum: int, frame: object) -> None:
 
 def _when_parent_dies(signum: int) -> Callable[[], None]:
     """What a child calls between fork and exec to get a signal when this process has ended."""
+    import ctypes  # slow, and who only asks for a start time has no child
+
     parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
 
     def ask() -> None:

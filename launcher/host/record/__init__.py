@@ -7,4 +7,5 @@ logs         the ends of logs, and what srun and slurmstepd say in them
 heartbeats   of the ranks, from time to time
 accounting   pure: where every GPU-second went;  goodput reads and writes it
 submissions  the user's index of runs
+striping     the folder of the checkpoints, and how Lustre lays out what is in it
 """

@@ -3,10 +3,12 @@
 import math
 import signal
 import sys
+from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from launcher.host.judge.causes import is_unexplained
 from launcher.host.judge.evidence import AttemptEvidence, RankExit
+from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
 from launcher.host.record.heartbeats import read_heartbeats
 from launcher.host.record.logs import first_exit, last_line, timed_out_collective
@@ -96,7 +98,7 @@ def _read_errors(attempt: Attempt, before: float) -> Tuple[List[RankError], Dict
     Args:
         before: unix time at which the ranks were ended: what they reported from then on came of that.
     """
-    errors: List[Tuple[int, RankError]] = []
+    errors: List[Tuple[float, RankError]] = []
     unreadable: Dict[int, str] = {}
     try:
         paths = attempt.errors()
@@ -108,24 +110,26 @@ def _read_errors(attempt: Attempt, before: float) -> Tuple[List[RankError], Dict
         if isinstance(found, Unreadable):
             unreadable[int(path.name.split(".")[1])] = found.why
         elif found is not ABSENT and found.at < before:
-            errors.append((_changed(attempt, found), found))
+            errors.append((_changed(path, found.at), found))
     return [error for _, error in sorted(errors, key=lambda pair: pair[0])], unreadable
 
 
-def _changed(attempt: Attempt, error: RankError) -> int:
-    """When an error was reported, by the one clock of the file system."""
+def _changed(path: Path, told: float) -> float:
+    """When a file was written, by the one clock of the file system; `told` where it does not say."""
     try:
-        return attempt.error(error.rank).stat().st_mtime_ns
+        return path.stat().st_mtime
     except OSError:
-        return int(error.at * 1e9)
+        return told
 
 
 def _heartbeats(attempt: Attempt) -> List[Heartbeat]:
+    """Those that nobody has watched, by the one clock of the file system: the nodes' may be hours apart."""
     try:
-        return read_heartbeats(attempt)
+        beats = read_heartbeats(attempt)
     except OSError as error:
         print("the heartbeats cannot be listed: {}".format(error), file=sys.stderr)
         return []
+    return [by_clock_of_reader(beat, _changed(attempt.heartbeat(beat.rank), beat.written)) for beat in beats]
 
 
 def _timed_out(attempt: Attempt, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:

@@ -5,6 +5,7 @@ import sys
 
 from launcher.host.record.accounting import AttemptTrace, GpuUsage, gpu_usage, in_queue, is_own
 from launcher.host.record.ledger import ends_in, read_ledger
+from launcher.host.record.reading import UnreadableRecord
 from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -13,7 +14,8 @@ from megatron_rl.contract.run_records import Owner, PlanRecord
 
 
 def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = False) -> GpuUsage:
-    """The usage of a run as it stands. Raises OSError where its ledger cannot be read.
+    """The usage of a run as it stands. Raises OSError where its ledger or a timeline cannot be read: without
+    it time that was used would count as lost.
 
     Args:
         running, queued: whether its newest attempt goes on, and whether its job waits in the queue.
@@ -62,10 +64,12 @@ def _marks(attempt: Attempt) -> Marks:
 
 def _trace(attempt: Attempt, ended: bool) -> AttemptTrace:
     timeline = read_lines(TimelineLine, attempt.timeline)
+    if isinstance(timeline, Unreadable):
+        raise UnreadableRecord(str(timeline))
     marks, drain = _marks(attempt), if_readable(read(Drain, attempt.drain))
     beat = None if ended else if_readable(read(Heartbeat, attempt.heartbeat(0)))
     return AttemptTrace(
-        timeline=[] if isinstance(timeline, Unreadable) else timeline.records,
+        timeline=timeline.records,
         image=marks.image,
         ready=marks.ready,
         asked=drain.at if drain else None,

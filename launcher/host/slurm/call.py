@@ -6,6 +6,8 @@ import subprocess
 import time
 from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, TypeVar
 
+from launcher.host.process.limited import run_limited
+
 LIMIT_S = 30.0  # a busy controller answers late, a dead one never
 PATIENCE_S = 120.0  # over which a silent controller is asked again where much hangs on its answer
 ASK_AGAIN_S = 5.0
@@ -57,16 +59,7 @@ def run(command: Sequence[str], limit_s: Optional[float] = None, environ: Option
     """
     limit_s = LIMIT_S if limit_s is None else limit_s
     try:
-        # In a session of its own, so that a Ctrl-C for us does not look like a silent Slurm.
-        done = subprocess.run(
-            list(command),
-            env=dict(asking_environment() if environ is None else environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            timeout=limit_s,
-            start_new_session=True,
-        )
+        done = run_limited(command, limit_s, asking_environment() if environ is None else environ)
     except FileNotFoundError:
         raise NoSuchCommand("{}: no such command here".format(command[0])) from None
     except subprocess.TimeoutExpired:

@@ -21,15 +21,17 @@ ENDED = (
     "TIMEOUT",
 )
 
+NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")  # for what is not set, and for no limit
+
 # In `scontrol show job -o` values may hold blanks; a key starts a field only after one and looks like this.
-_FIELD = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)=")
-_HOST_LIST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # `node[01-03,07]-ib` is one part
-_BRACKETS = re.compile(r"\[([^\]]*)\]")
+_FIELD = r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)="
+_HOST_LIST = r"(?:[^,\[]|\[[^\]]*\])+"  # `node[01-03,07]-ib` is one part
+_BRACKETS = r"\[([^\]]*)\]"
 
 
 def parse_fields(line: str) -> Dict[str, str]:
     """Key -> value of one line of `scontrol show ... -o`."""
-    found = list(_FIELD.finditer(line))
+    found = list(re.finditer(_FIELD, line))
     ends = [match.start() for match in found[1:]] + [len(line)]
     return {match.group(1): line[match.end() : end].strip() for match, end in zip(found, ends)}
 
@@ -43,8 +45,8 @@ def parse_config(text: str) -> Dict[str, str]:
 def expand_hosts(node_list: str) -> List[str]:
     """One name for each host of `node[01-03,07],x`."""
     hosts: List[str] = []
-    for part in _HOST_LIST.findall(node_list):
-        pieces = _BRACKETS.split(part)  # text, numbers, text, numbers, ..., text
+    for part in re.findall(_HOST_LIST, node_list):
+        pieces = re.split(_BRACKETS, part)  # text, numbers, text, numbers, ..., text
         choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
     return hosts
@@ -71,6 +73,25 @@ def seconds_of(text: Optional[str]) -> Optional[float]:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def time_limit_s(text: Optional[str]) -> Optional[int]:
+    """Seconds of what --time takes, where a bare number counts minutes; None: no limit.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    if text is None or text.upper() in NOTHING or text == "-1":
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        raise ValueError("{!r} is no time of Slurm's".format(text))
+    days, first, second, third = (int(part or 0) for part in found.groups())
+    if found.group(1) is not None:
+        return days * 86400 + first * 3600 + second * 60 + third
+    if found.group(4) is not None:
+        return first * 3600 + second * 60 + third
+    return first * 60 + second
 
 
 def time_of(text: Optional[str]) -> Optional[float]:

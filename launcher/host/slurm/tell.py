@@ -18,6 +18,11 @@ def cancel(job_id: str) -> None:
     call(["scancel", job_id])
 
 
+def cancel_waiting(job_id: str) -> None:
+    """End a job for good, if it waits in the queue."""
+    call(["scancel", "--state=PENDING", job_id])
+
+
 def kill_steps(job_id: str) -> None:
     """End the steps of a job and leave its batch script alone."""
     steps = steps_of(job_id)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -20,6 +19,7 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.math.format import FORMATS
 from megatron_rl.environments.math.problems import DataSet, Question, distinct, normalised, read_questions
+from megatron_rl.environments.prompts import Chat, asked, in_chat, template_fields
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.model.tokenizer import Tokenizer
@@ -39,8 +39,8 @@ class MathConfig(Section):
     do not compare."""
     prompt: str = "{question}\n{instruction}"
     """The prompt, in Python's format syntax; {instruction} asks for the format."""
-    chat: Literal["auto", "never"] = "auto"
-    """auto: as a user's message in the tokenizer's chat template, where it has one. never: as it stands."""
+    chat: Chat = "auto"
+    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
     max_prompt_tokens: PositiveInt | None = None
     """Problems with a longer prompt are left out, and counted in the log; default: none is."""
     partial_end_reward: float = 0.0
@@ -59,11 +59,7 @@ class MathConfig(Section):
     @field_validator("prompt")
     @classmethod
     def _asks_the_question(cls, prompt: str) -> str:
-        fields = {field for _, field, _, _ in Formatter().parse(prompt) if field is not None}
-        unknown = sorted(fields - {"question", "instruction"})
-        if unknown:
-            raise ValueError(f"unknown field {{{unknown[0]}}}; there are {{question}} and {{instruction}}")
-        if "question" not in fields:
+        if "question" not in template_fields(prompt, ("question", "instruction")):
             raise ValueError("the prompt must contain {question}: nothing else says what to solve")
         return prompt
 
@@ -83,8 +79,8 @@ class MathEnvironment(RewardOnlyAgent):
 
         super().__init__(config, tokenizer)
         self._format = FORMATS[config.answer_format]
-        chat = config.chat == "auto" and tokenizer.chat("") is not None
-        self.prompt_format = f"{config.answer_format}{', chat template' if chat else ''}"
+        chat = ", chat template" if in_chat(tokenizer, config.chat) else ""
+        self.prompt_format = f"{config.answer_format}{chat}"
         held_out = {name: distinct(read_questions(data)) for name, data in config.evaluate.items()}
         kept_apart = {normalised(question.text) for questions in held_out.values() for question in questions}
         questions = distinct(read_questions(config.train))
@@ -124,5 +120,4 @@ class MathEnvironment(RewardOnlyAgent):
 
     def _prompt(self, question: str) -> str:
         text = self.config.prompt.format(question=question, instruction=self._format.instruction)
-        asked = self.tokenizer.chat(text) if self.config.chat == "auto" else None
-        return text if asked is None else asked
+        return asked(self.tokenizer, text, self.config.chat)

@@ -24,12 +24,11 @@ from contextlib import asynccontextmanager, suppress
 from itertools import chain, starmap
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import ResumableInference
+from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rollout.bank.file import BankFile, Entry, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
 from megatron_rl.rollout.bank.records import Lineage, attempt_record, fingerprint, group_record
@@ -171,20 +170,20 @@ def open_bank(
     run_dir: RunDir,
     attempt: int,
     config: RunConfig,
-    group: dist.ProcessGroup,
+    ranks: EngineRanks,
     *,
     step: int,
     policy_version: int,
     next_ordinal: int,
 ) -> Bank:
-    """The bank of a run that goes on after `step`, whose weights are those of `policy_version`, for this rank of the
-    drivers' `group`."""
+    """The bank of a run that goes on after `step`, whose weights are those of `policy_version`, for this rank, which
+    drives one of the engine's replicas."""
     lineage = Lineage(run_dir.root.name, attempt, step, policy_version, fingerprint(config))
     return Bank(
         run_dir.bank,
         config.resume,
         lineage,
         next_ordinal=next_ordinal,
-        driver=dist.get_rank(group),
-        drivers=dist.get_world_size(group),
+        driver=ranks.index,
+        drivers=ranks.count,
     )

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_rl.rollout.encoding import Head
+
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"mrlB"
@@ -33,7 +35,6 @@ _PREFIX = struct.Struct("<4sIQII")
 _LONGEST_HEAD = 1 << 26
 _LOOK = 1 << 20
 
-Head = dict[str, Any]
 Record = tuple[Head, bytes]
 
 

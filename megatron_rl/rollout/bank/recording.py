@@ -18,8 +18,8 @@ from megatron_rl.rollout.bank.records import (
     join,
     part_record,
     prompt_checksum,
-    read_group,
 )
+from megatron_rl.rollout.encoding import decode_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class EarlierWork:
             entry = self.groups.get(ordinal)
             body = _body(entry) if entry else None
             if entry and body is not None:
-                found[ordinal] = read_group(entry.head, body, problem(ordinal))
+                found[ordinal] = decode_group(entry.head, body, problem(ordinal))
         return found
 
     def beginning(self, answer: AnswerKey) -> Beginning | None:

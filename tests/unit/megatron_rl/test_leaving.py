@@ -50,7 +50,7 @@ class Leaving:
             groups=SimpleNamespace(control=world()),
             checkpointer=saver,
             writer=Writer(),
-            driver=SimpleNamespace(bank=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: None)),
+            driver=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: None),
             sharded_state=lambda: sharded_state(1.0),
             counters=dict,
         )
@@ -134,7 +134,7 @@ def test_no_rank_disconnects_before_all_have_met_behind_the_outcome(
     attempt.folder.mkdir(parents=True)
     nothing = SimpleNamespace(close=lambda: None)
     saved = SimpleNamespace(under_way=None, wait=lambda final: None)
-    run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing)
+    run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing, exporter=nothing)
     events: list[tuple[str, bool]] = []
     for name, stand_in in {
         "read_config": lambda run_dir: tiny_run(),
@@ -142,6 +142,7 @@ def test_no_rank_disconnects_before_all_have_met_behind_the_outcome(
         "connect": lambda *args: SimpleNamespace(control=world()),
         "set_up": lambda *args: run,
         "train": lambda run: FINISHED,
+        "finish_export": lambda run: None,
         "save_metrics": lambda run: None,
         "write_timeline": lambda run, resumed=None: None,
         "disconnect": lambda: events.append(("disconnects", attempt.outcome.exists())),

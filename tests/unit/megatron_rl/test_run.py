@@ -86,7 +86,9 @@ def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Pat
     assert same(weights(run), began.weights)
     assert not same([weight.detach() for weight in run.trainer.reference.parameters()], began.weights)
     began.change_source(seed=2)
-    with pytest.raises(ConfigurationError, match=r"model\.checkpoint is not what this run began with"):
+    with pytest.raises(
+        ConfigurationError, match=r"model\.checkpoint \(or huggingface\) is not what this run began with"
+    ):
         began.start(kl_beta=0.1)
     assert same(weights(began.start()), began.weights), "without the penalty it does not matter"
     shutil.rmtree(began.source)

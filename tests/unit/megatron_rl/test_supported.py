@@ -20,22 +20,13 @@ def test_the_demo_runs() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["placement.training.tp=2"], "placement.training.tp 2"),
-        (["placement.training.pp=2"], "placement.training.pp 2"),
         (["placement.training.cp=2"], "placement.training.cp 2"),
-        (["placement.training.ep=2"], "placement.training.ep 2"),
-        (["placement.training.sequence_parallel=true"], "placement.training.sequence_parallel True"),
-        (["placement.inference.tp=2"], "placement.inference.tp 2"),
+        (["placement.inference.tp=4", "job.gpus_per_node=4"], "placement.inference.tp 4"),
         (["placement.inference.pp=2"], "placement.inference.pp 2"),
         (
             ["placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1"],
             "placement.mode partitioned",
         ),
-        (
-            ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_hidden_size=8"],
-            "model.num_experts 4",
-        ),
-        (["model.init=huggingface", "model.huggingface=a/b"], "model.init huggingface"),
     ],
 )
 def test_what_is_missing_is_named(overrides: list[str], said: str) -> None:
@@ -49,8 +40,16 @@ def test_what_is_missing_is_named(overrides: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["placement.inference.tp=1"],
-        ["model.head_dim=32", "model.qk_norm=true", "model.rope_scaling=8.0", "model.vocab_size=64"],
+        ["placement.training.tp=2", "placement.training.sequence_parallel=true"],
+        ["placement.training.pp=2", "placement.inference.tp=2"],
+        ["placement.training.tp=4", "placement.inference.tp=1", "job.gpus_per_node=4"],
+        [
+            "placement.training.ep=2",
+            "model.num_experts=4",
+            "model.experts_per_token=2",
+            "model.expert_ffn_hidden_size=8",
+        ],
+        ["model.head_dim=32", "model.qk_norm=true", "model.rope_scaling.factor=8.0", "model.vocab_size=64"],
         ["training.recompute=full", "training.sequence_length=16", "evaluation.prompts=4"],
         ["optimizer.grad_reduce_in_fp32=false"],
     ],
@@ -69,7 +68,7 @@ def test_a_rank_refuses_before_it_builds_anything(tmp_path: Any) -> None:
     from megatron_rl.rank.world import World
 
     run_dir = RunDir(tmp_path)
-    run_dir.resolved.write_text(dump_resolved(load_recipe("demo", ["placement.training.tp=2"]).config))
-    with pytest.raises(ConfigurationError, match=r"placement\.training\.tp 2"):
+    run_dir.resolved.write_text(dump_resolved(load_recipe("demo", ["placement.training.cp=2"]).config))
+    with pytest.raises(ConfigurationError, match=r"placement\.training\.cp 2"):
         files = run_dir.attempt(1)
         run_attempt(run_dir, files, World(0, 1, 0), Activity(files, published=False), DrainListener(files), Timeline())

@@ -40,6 +40,9 @@ def squeue_line(**fields: str) -> str:
     return "".join(f"{values[name][:width]:<{width}}" for name, width in SQUEUE_FIELDS.items()) + "\n"
 
 
+UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Put commands of our own making on PATH, for answers that no cluster gives on demand."""
@@ -117,7 +120,7 @@ def test_accounting_shows_the_newest_attempt_and_counts_the_others():
 
 
 def test_a_job_that_nobody_knows_is_gone(fake):
-    fake("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    fake("squeue", UNKNOWN)
     fake("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     job = read_jobs(["7"])["7"]
     assert (job.kind, job.owns) == ("gone", False)
@@ -125,6 +128,7 @@ def test_a_job_that_nobody_knows_is_gone(fake):
 
 def test_a_job_that_only_accounting_remembers_has_ended(fake):
     fake("squeue", "exit 0")
+    fake("scontrol", UNKNOWN)
     fake("sacct", "echo '7|COMPLETED|0:0|Unknown|Unknown|Unknown|node01|demo'")
     jobs = read_jobs(["7", "8"])
     assert (jobs["7"].kind, jobs["7"].exit_code, jobs["8"].kind) == ("ended", 0, "gone")
@@ -132,6 +136,7 @@ def test_a_job_that_only_accounting_remembers_has_ended(fake):
 
 def test_a_job_that_accounting_alone_believes_alive_is_gone(fake):
     fake("squeue", "exit 0")
+    fake("scontrol", UNKNOWN)
     fake("sacct", "echo '7|RUNNING|0:0|Unknown|Unknown|Unknown|node01|demo'")
     assert read_jobs(["7"])["7"].kind == "gone"
 
@@ -146,6 +151,17 @@ def test_a_controller_that_does_not_answer_makes_a_job_unknown(fake, script):
     job = read_jobs(["7"])["7"]
     assert (job.kind, job.owns) == ("unknown", True)
     assert job.reason
+
+
+@pytest.mark.parametrize("said", ["", "\0 %$ State=x [1-", "\n\n", "squeue (wrapped): ok"])
+def test_a_squeue_that_says_nothing_of_use_makes_a_job_unknown(fake, tmp_path, said):
+    (tmp_path / "said").write_text(said)
+    fake("squeue", f"cat {tmp_path}/said")
+    fake("scontrol", "echo 'JobId=7 JobState=RUNNING'")
+    fake("sacct", "echo nonsense")
+    job = read_jobs(["7"])["7"]
+    assert (job.kind, job.owns) == ("unknown", True)
+    assert "no answer that makes sense" in job.reason
 
 
 def test_no_squeue_at_all_makes_a_job_unknown(fake, monkeypatch, tmp_path):
@@ -178,7 +194,7 @@ def test_a_job_that_has_the_id_of_an_earlier_one_is_not_taken_for_it(fake, tmp_p
 
 
 def test_a_job_that_this_cluster_does_not_know_is_not_gone_where_nobody_knows_which_cluster_it_is_of(fake):
-    fake("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    fake("squeue", UNKNOWN)
     fake("sacct", "exit 0")
     fake("scontrol", "echo 'ClusterName             = west'")
     known, unsaid = read_owners([Owner("7", "lab", 0.0, slurm_cluster=name) for name in ("west", None)])
@@ -188,6 +204,7 @@ def test_a_job_that_this_cluster_does_not_know_is_not_gone_where_nobody_knows_wh
 
 def test_more_jobs_than_fit_on_a_command_line_are_asked_about_in_parts(fake):
     fake("squeue", "exit 0")
+    fake("scontrol", UNKNOWN)
     fake("sacct", "exit 0")
     ids = [str(10_000_000 + number) for number in range(20_000)]
     assert {job.kind for job in read_jobs(ids).values()} == {"gone"}

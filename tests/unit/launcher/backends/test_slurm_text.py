@@ -15,10 +15,10 @@ from launcher.backends.slurm.parse import (
     options,
     settings,
     table,
-    time_limit_s,
     tres,
     version,
 )
+from launcher.host.slurm.formats import time_limit_s
 
 
 def test_settings_of_22_05():

@@ -27,9 +27,6 @@ RECIPES = {
     "brackets": ("a: " + "[" * 20_000, "brackets.yaml:1: is nested more than 50 deep"),
     "braces": ("a: " + "{a: " * 20_000, "braces.yaml:1: is nested more than 50 deep"),
     "indented": ("".join(" " * depth + "a:\n" for depth in range(3000)), "is nested more than 50 deep"),
-    "itself": ("a: &a [*a]\n", "a.0: refers to itself"),
-    "number": ("5\n", "number.yaml: expected a mapping of sections"),
-    "empty": ("", "empty.yaml: expected a mapping of sections"),
 }
 
 
@@ -59,12 +56,10 @@ def test_a_recipe_that_is_none(name):
 def test_a_recipe_that_is_no_file():
     os.mkfifo("pipe.yaml")
     Path("loop.yaml").symlink_to("loop.yaml")
-    Path("latin.yaml").write_bytes(b"name: caf\xe9\n")
     for file, said in {
         "pipe.yaml": "pipe.yaml: cannot be read: is no regular file",
         "/dev/zero": "/dev/zero: cannot be read: is no regular file",
         "loop.yaml": "loop.yaml: cannot be read: Too many levels of symbolic links",
-        "latin.yaml": "latin.yaml: is not UTF-8 text (byte 9)",
         ".": ".: cannot be read: is no regular file",
         "": "RECIPE is empty",
         " ": "RECIPE is empty",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from importlib.resources import files
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,20 +15,27 @@ from unittest import mock
 import click
 import pytest
 from click.testing import CliRunner
+from doctor_helpers import RECORDED, disk, slurm, software
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_helpers import begin, end, submitted
 
+from launcher.backends.probe.command import Fact
+from launcher.backends.probe.node import NodeFacts
+from launcher.backends.slurm.facts import SlurmFacts
+from launcher.cli import doctor, prefetch
 from launcher.cli.main import COMMANDS, main
 from launcher.cli.mrl_submit import main as mrl_submit
+from launcher.cluster.choice import SHIPPED as CLUSTERS
 from launcher.host.record.identity import identify
 from launcher.recipe.problems import known_keys
+from launcher.recipe.shipped import SHIPPED
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 
 LIMIT_S = 10.0  # of one command; the machine may be busy
-SHIPPED = (files("launcher.recipe.shipped") / "demo.yaml").read_text(encoding="utf-8")
-PROFILE = (files("launcher.cluster.shipped") / "h100.yaml").read_text(encoding="utf-8")
+DEMO = (SHIPPED / "demo.yaml").read_text(encoding="utf-8")
+PROFILE = (CLUSTERS / "h100.yaml").read_text(encoding="utf-8")
 KEYS = sorted(".".join(path) for path in known_keys(RunConfig.model_json_schema()))
 
 ODD = [
@@ -110,8 +117,10 @@ def tried(program: click.Command, words: list[str]) -> int:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code in (0, 1, 2, 3), (words, done.exit_code)
+    found = done.exit_code == 1 and words[0] in LOOK_ELSEWHERE  # that something is missing, as the output says
     if done.exit_code in (1, 2):
-        assert done.stderr.lower().rpartition("error:")[2].strip(), (words, done.output)
+        said = done.output if found else done.stderr.lower().rpartition("error:")[2]
+        assert said.strip(), (words, done.output)
     return done.exit_code
 
 
@@ -119,7 +128,7 @@ quick = settings(max_examples=40, derandomize=True, database=None)
 
 
 @quick
-@given(text=texts(SHIPPED))
+@given(text=texts(DEMO))
 def test_recipes(home, text):
     (home / "mine.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     assert tried(mrl_submit, ["mine.yaml", "--dry-run"]) in (0, 2)
@@ -201,14 +210,71 @@ OPTIONS = [
 ]
 NAMES = ["demo", "one", "two", "t", "7", "99", "one@1", "one@", "demo.yaml", "training.steps=3"]
 ARGUMENT = WORD | st.sampled_from([*NAMES, *OPTIONS])
-QUIET = [name for name in COMMANDS if name not in ("doctor", "prefetch")]  # these look at the machine and the network
+LOOK_ELSEWHERE = ("doctor", "prefetch")  # at the machine and the network
 
 
 @settings(quick, max_examples=80)
-@given(name=st.sampled_from([*QUIET, "mrl-submit", "mrl-submit"]), arguments=st.lists(ARGUMENT, max_size=4))
+@given(
+    name=st.sampled_from([*(one for one in COMMANDS if one not in LOOK_ELSEWHERE), "mrl-submit", "mrl-submit"]),
+    arguments=st.lists(ARGUMENT, max_size=4),
+)
 def test_arguments(home, name, arguments):
     words = ["--dry-run", *arguments] if name in ("resume", "fork", "mrl-submit") else arguments
     if name == "mrl-submit":
         tried(mrl_submit, words)
     else:
         tried(main, [name, *words])
+
+
+OVERRIDES = [
+    *("job.device=cuda", "job.nodes=4", "job.gpus_per_node=8", "model.init=huggingface", "model.huggingface=a/b"),
+    *("tokenizer.type=huggingface", "tokenizer.path=a/b", "environment.name=math", "image.reference=a:1"),
+    *("image.reference=A b", "image.import_on=login", "parallel.tensor=3", "job.time_limit=1:00:00", "cluster=lab"),
+]
+DEMANDS = st.lists(st.sampled_from(OVERRIDES) | ARGUMENT, max_size=4)
+PLACES = st.sampled_from([[], ["--cluster", "lab"], ["--cluster", "h100"], ["--cluster", "local"], ["--cluster", "x"]])
+HEADS = st.sampled_from([["demo"], ["demo"], ["qwen2.5-32b-dapo"], []])
+
+
+@quick
+@given(head=HEADS, place=PLACES, more=DEMANDS, fetched=st.booleans())
+def test_arguments_of_prefetch(home, head, place, more, fetched):
+    """With a network that brings nothing, or says that it did."""
+    with mock.patch.object(prefetch, "fetch", lambda need, cache: fetched):
+        tried(main, ["prefetch", *head, *place, *more])
+        tried(main, ["prefetch", *head, *place, "--check", *more])
+
+
+FACTS = [field.name for field in fields(SlurmFacts)]
+CLUSTERS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
+
+
+def spoilt(text: str, at: int, odd: str, cut: bool) -> str:
+    where = at % (len(text) + 1)
+    return text[:where] + odd + ("" if cut else text[where:])
+
+
+@settings(quick, max_examples=60)
+@given(
+    head=HEADS,
+    place=PLACES,
+    more=DEMANDS,
+    cluster=st.sampled_from(CLUSTERS),
+    damages=st.lists(st.tuples(st.sampled_from(FACTS), st.integers(0, 5000), WORD, st.booleans()), max_size=3),
+    silent=st.lists(st.sampled_from(FACTS), max_size=2),
+    writable=st.booleans(),
+)
+def test_arguments_of_doctor(home, head, place, more, cluster, damages, silent, writable):
+    """On a machine that is a record, with some of what Slurm says damaged, or not said at all."""
+    said = slurm(cluster)
+    for name, at, odd, cut in damages:
+        said = replace(said, **{name: Fact(spoilt(getattr(said, name).text, at, odd, cut))})
+    said = replace(said, **{name: Fact(failure="no answer within 20 s") for name in silent})
+    found = disk(writable=writable, problem=None if writable else "Read-only file system")
+    with (
+        mock.patch.object(doctor.slurm_facts, "collect", lambda: said),
+        mock.patch.object(doctor.disk, "inspect", lambda path: found),
+        mock.patch.object(doctor.software, "inspect", lambda python, plugstack: software()),
+        mock.patch.object(doctor.compute_node, "probe", lambda *about: NodeFacts(failure="no node is free")),
+    ):
+        tried(main, ["doctor", *head, *place, *more])

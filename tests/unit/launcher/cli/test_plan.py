@@ -93,6 +93,11 @@ def test_the_command_says_batches_memory_and_checkpoints():
     assert "written from a copy in host memory, 53.4 GiB a node" in " ".join(result.output.split())
 
 
+def test_an_engine_cut_otherwise_has_its_own_share_of_the_prompts():
+    result = mrl_plan(RECIPE, "--cluster", "h100", "placement.inference.tp=4")
+    assert "8 prompts x 16 a replica, 4 an inference replica" in " ".join(result.output.split())
+
+
 def test_the_demo_needs_no_cluster_and_no_gpu():
     result = mrl_plan("demo")
     assert result.exit_code == 0
@@ -204,14 +209,25 @@ def test_memory_is_warned_about_for_the_fewest_nodes_which_share_the_optimizer_a
     assert warning.startswith("with 4 nodes one colocated GPU needs about")
 
 
-def test_planning_loads_neither_rich_nor_torch_until_it_draws():
-    program = """
-import sys
-import launcher.plan.summary, launcher.cli.plan
-print(" ".join(sorted({"rich", "torch", "submitit", "jinja2"} & set(sys.modules))) or "light")
-"""
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert run.stdout.strip() == "light", run.stderr
+ELSEWHERE = ("rich", "torch", "submitit", "asyncio", "ctypes", "launcher.plan.nearest")
+
+
+@pytest.mark.parametrize(
+    ("program", "unneeded"),
+    [
+        ("import launcher.plan.summary, launcher.cli.plan", ("jinja2", "launcher.job")),
+        (
+            "from launcher.cli.mrl_submit import main\n"
+            f"main(['{RECIPE}', '--cluster=h100', '--dry-run'], standalone_mode=False)",
+            ("launcher.job.run_directory", "launcher.backends", "launcher.runs", "launcher.host.record.identity"),
+        ),
+    ],
+    ids=["planning", "a dry run"],
+)
+def test_what_people_wait_for_loads_only_what_it_shows(program, unneeded):
+    look = f"import sys\n{program}\nprint(sorted({set(ELSEWHERE + unneeded)} & set(sys.modules)), file=sys.stderr)"
+    run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stderr.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from launcher.cli.main import main
 from launcher.cli.recipes import purpose
-from launcher.recipe.load import shipped_recipes
+from launcher.recipe.shipped import shipped_recipes
 
 
 def run(*arguments: str) -> str:

@@ -80,16 +80,6 @@ def test_a_plan_has_no_value(login):
     assert "hunter2" not in said.stdout + said.stderr
 
 
-def test_the_script_names_them_to_the_container(login):
-    script = login.run("demo", "--cluster", "lab", "--dry-run", "--script").stdout
-    (names,) = {
-        line.split("=")[1].split()[0] for line in script.splitlines() if line.strip().startswith("--container-env=")
-    }
-    assert {"LAB_TOKEN", "WANDB_API_KEY"} <= set(names.split(","))
-    assert "set -x" not in script
-    assert "--export" not in script, "the default hands the whole environment on"
-
-
 def test_a_name_without_a_value_is_said(login):
     said = login.run("demo", "--cluster", "lab", "--dry-run").stderr
     assert "WANDB_API_KEY is not set" in said

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from launcher.cluster.choice import LOCAL, Clusters, load_clusters
+from launcher.cluster.choice import LOCAL, SHIPPED, Clusters, load_clusters
 from launcher.errors import BadInput
 from megatron_rl.rank.addresses import is_named
 
@@ -66,7 +65,7 @@ def test_a_time_limit_may_be_minutes(write):
 
 
 def test_the_examples_in_a_shipped_profile_are_right_when_they_are_taken_up(write):
-    text = (resources.files("launcher.cluster.shipped") / "h100.yaml").read_text(encoding="utf-8")
+    text = (SHIPPED / "h100.yaml").read_text(encoding="utf-8")
     taken_up, examples = re.subn(r"^  # ([A-Z_]+: )", r"  \1", text, flags=re.MULTILINE)
     profile = write("taken_up:\n" + textwrap.indent(taken_up, "  ")).profile("taken_up")
     assert examples == 4

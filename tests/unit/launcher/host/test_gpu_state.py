@@ -8,7 +8,14 @@ import resource
 import pytest
 
 from launcher.host import health
-from launcher.host.gpu_state import gpu_problems, limit_problems, network_gbps, nvlink_problems
+from launcher.host.gpu_state import (
+    FATAL_XIDS,
+    gpu_problems,
+    limit_problems,
+    network_gbps,
+    nvlink_problems,
+    xid_problems,
+)
 from launcher.host.health import check_state, examine
 
 GPU = """<gpu id="00000000:1B:00.0">
@@ -112,3 +119,47 @@ def test_a_node_reports_its_network_and_its_limits(tmp_path, monkeypatch):
     said = "\n".join(report.problems)
     assert "locked memory is limited to 1 KiB" in said
     assert "GPU 1 is used by process 77" in said
+
+
+def xid_line(text: str, at: float = 9000.5) -> str:
+    return f"[{at:12.6f}] NVRM: Xid (PCI:0000:5d:00): {text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("79, pid=3, GPU has fallen off the bus.", "79 (GPU has fallen off the bus)"),
+        (
+            "119, pid=9, Timeout after 6s of waiting for RPC response from GPU0 GSP!",
+            "119 (GPU firmware does not answer)",
+        ),
+        ("140, pid='<unknown>', name=<unknown>, An uncorrectable ECC error", "140 (unrecovered ECC error)"),
+        (
+            "154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)",
+            "154 (GPU needs a recovery)",
+        ),
+        ("154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)", None),
+        ("149, NETIR_LINK_EVT Fatal XC0 i0 Link 08 (0x004505c6 0x00000000)", "149 (NVLink error)"),
+        ("149, NETIR_LINK_EVT Nonfatal XC0 i0 Link 08 (0x004505c6 0x00000000)", None),
+        ("13, pid=2, Graphics SM Warp Exception", None),
+        ("31, pid=2, Ch 00000001, MMU Fault", None),
+        ("43, pid=2, Ch 00000001", None),
+        ("45, pid=2, Ch 00000001", None),
+        ("63, pid='<unknown>', Row Remapper: New row marked for remapping", None),
+        ("94, pid=2, Contained: SM", None),
+        ("4711, of a driver that is not written yet", None),
+    ],
+)
+def test_only_errors_after_which_a_gpu_must_be_reset_condemn_it(text: str, named: str | None) -> None:
+    log = f"{xid_line(text)}\n[ 9200.000000] eth0: link up"
+    assert xid_problems(log, 9300.0) == ([f"GPU at 0000:5d:00: Xid {named}"] if named else [])
+
+
+def test_an_old_error_is_somebody_elses_and_a_repeated_one_is_said_once() -> None:
+    log = f"{xid_line('79, GPU', at=10.0)}\n{xid_line('79, GPU')}\n{xid_line('79, GPU', at=9001.0)}"
+    assert len(xid_problems(log, 9300.0)) == 1
+    assert xid_problems(log, 99999.0) == []
+
+
+def test_no_error_of_an_application_is_held_against_a_gpu() -> None:
+    assert not {8, 11, 13, 25, 31, 32, 43, 44, 45, 63, 68, 69, 92, 94} & set(FATAL_XIDS)

@@ -15,7 +15,6 @@ from launcher.host.health import (
     check_ecc,
     check_gpus,
     check_shared_memory,
-    check_xids,
     examine,
     within,
 )
@@ -80,16 +79,6 @@ def test_an_unreadable_answer_is_no_verdict():
     assert "cannot be read" in found.skipped[0]
 
 
-def test_only_fresh_and_fatal_xids_condemn_a_gpu():
-    log = """[   10.000000] NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.
-[ 9000.500000] NVRM: Xid (PCI:0000:3b:00): 31, pid=2, MMU Fault
-[ 9100.500000] NVRM: Xid (PCI:0000:5d:00): 79, pid=3, GPU has fallen off the bus.
-[ 9100.600000] NVRM: Xid (PCI:0000:5d:00): 79, pid=3, GPU has fallen off the bus.
-[ 9200.000000] eth0: link up"""
-    assert check_xids(log, 9300.0).problems == ["GPU at 0000:5d:00: Xid 79 (GPU has fallen off the bus)"]
-    assert check_xids(log, 99999.0).problems == []
-
-
 def test_shared_memory_grows_with_the_gpus():
     assert check_shared_memory(100, 0).problems == []
     assert check_shared_memory(64, 8).problems == ["/dev/shm has 64 MiB free, 4096 are needed"]
@@ -138,21 +127,38 @@ def test_a_missing_gpu_and_a_tool_that_never_answers_are_reported(tmp_path, monk
     assert "nvidia-smi: No devices were found" in report.problems
 
 
-def test_the_checks_of_a_sound_gpu_node(tmp_path, monkeypatch):
-    (tmp_path / "xml").write_text(smi({}))
-    tools = {
-        "nvidia-smi": f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: H100" || cat "{tmp_path}/xml"\n',
-        "dmesg": "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n",
-    }
+def put_tools(folder: Path, monkeypatch: pytest.MonkeyPatch, **tools: str) -> None:
+    """First on PATH: tools of these names, each what it does in the shell, and the nvidia-smi of a sound node."""
+    (folder / "xml").write_text(smi({}))
+    tools["nvidia-smi"] = f'[ "$1" = -L ] && echo "GPU 0: H100" || cat "{folder}/xml"'
     for name, text in tools.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr(health, "SHM_MIB_PER_GPU", 1)
     monkeypatch.setattr(health, "SHM_MIB", 1)
+
+
+def test_the_checks_of_a_sound_gpu_node(tmp_path, monkeypatch):
+    not_permitted = "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1"
+    put_tools(tmp_path, monkeypatch, dmesg=not_permitted, journalctl="")
     report, writable = examine(tmp_path / "health", "n1", 1)
     assert (report.ok, writable, report.gpus) == (True, True, 1)
-    assert report.skipped == ["Xid: dmesg: dmesg: read kernel buffer failed: Operation not permitted"]
+    assert report.skipped == [
+        "Xid: dmesg: dmesg: read kernel buffer failed: Operation not permitted; journalctl: shows nothing"
+    ]
+
+
+def test_xids_are_found_in_the_journal_where_dmesg_is_for_root_alone(tmp_path, monkeypatch):
+    fallen = "NVRM: Xid (PCI:0000:5d:00): 79, pid=3, GPU has fallen off the bus."
+    put_tools(
+        tmp_path,
+        monkeypatch,
+        dmesg="exit 1",
+        journalctl=f'read up idle </proc/uptime; echo "[$up] n1 kernel: {fallen}"',
+    )
+    report, _ = examine(tmp_path / "health", "n1", 1)
+    assert report.problems == ["GPU at 0000:5d:00: Xid 79 (GPU has fallen off the bus)"]
 
 
 def test_the_oldest_python_checks_a_node(tmp_path):

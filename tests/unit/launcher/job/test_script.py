@@ -21,7 +21,8 @@ from launcher.cluster.profile import Container, Mail, Profile
 from launcher.errors import BadInput
 from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import place, rank_rows
-from launcher.recipe.load import load_recipe, shipped_recipes
+from launcher.recipe.load import load_recipe
+from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.contract.attempt_records import AttemptStart
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
@@ -254,15 +255,17 @@ def test_secrets_are_named_to_the_container_and_nothing_else(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     script = render(a_job("qwen2.5-32b-dapo", on=profile(secrets=["WANDB_API_KEY"])))
     assert "hunter2" not in script
-    assert script.count("WANDB_API_KEY") == script.count("--container-env=")
+    assert script.count("WANDB_API_KEY") == script.count("--container-env=") > 0
+    assert "set -x" not in script
+    assert "--export" not in script, "the default hands the whole environment on"
 
 
 def test_what_the_ranks_cannot_do_yet_takes_no_nodes(tmp_path):
     script = tmp_path / "job.sbatch"
-    script.write_text(render(a_job("qwen2.5-32b-dapo", run_dir=str(tmp_path / "run"))))
+    script.write_text(render(a_job("demo", "placement.training.cp=2", run_dir=str(tmp_path / "run"))))
     run = subprocess.run(["bash", script], capture_output=True, text=True, timeout=10, check=False)
     assert run.returncode == 2
-    assert "error: placement.training.tp 8 is not supported yet" in run.stderr
+    assert "error: placement.training.cp 2 is not supported yet" in run.stderr
     assert not (tmp_path / "run").exists()
 
 

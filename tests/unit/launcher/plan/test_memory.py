@@ -133,10 +133,23 @@ def test_partitioned_ranks_hold_either_adams_state_or_the_cache():
     assert {term.name for term in inference.terms} == {"weights", "KV cache", "prefill", "context"}
 
 
-def test_another_inference_layout_costs_a_copy_of_the_weights():
-    placement = {"training": {"tp": 2}, "inference": {"tp": 1}}
-    (found,) = memories(tiny_run(grpo={"prompts_per_step": 64}, placement=placement))
-    assert "inference weights" in {term.name for term in found.terms}
+@pytest.mark.parametrize(
+    ("training", "inference", "share"),
+    [
+        ({"tp": 2}, {}, 0.0),
+        ({"tp": 2, "sequence_parallel": True}, {"tp": 2}, 0.0),
+        ({"tp": 2}, {"tp": 1}, 1.0),
+        ({"tp": 1}, {"tp": 2}, 0.5),
+        ({"tp": 2, "pp": 2}, {"tp": 2}, 0.25),  # half of the layers, of each its half
+    ],
+)
+def test_what_a_rank_generates_by_and_does_not_train_is_held_beside(training, inference, share):
+    placement = {"training": training, "inference": inference}
+    config = tiny_run(grpo={"prompts_per_step": 64}, placement=placement)
+    (found,) = memories(config)
+    terms = {term.name: term.bytes for term in found.terms}
+    whole = 4 * whole_model(config.model, 16)
+    assert terms.get("inference weights", 0) == pytest.approx(share * whole, rel=0.1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -169,8 +182,9 @@ def activations(model: ModelConfig, layers: int, tokens: int, recompute: str) ->
     config = tiny_run(
         model=model.model_dump() | {"num_layers": layers},
         training={"steps": 1, "tokens_per_microbatch": tokens, "recompute": recompute},
+        placement={"mode": "partitioned", "inference": {"nodes": 1}},
     )
-    (found,) = rank_memories(config, Sizes.of(config.job, config.placement, 1), 16)
+    found, _ = rank_memories(config, Sizes.of(config.job, config.placement, 2), 16)
     return next(term.bytes for term in found.terms if term.name == "activations")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from run_helpers import make_run, submitted
 from launcher.cli.resume import command as resume
 from launcher.errors import BadInput
 from launcher.host.record.submissions import index_file, note
-from launcher.runs.find import find, newest_first, pasteable_command, submissions
+from launcher.runs import find as find_module
+from launcher.runs.find import at_once, find, is_run, newest_first, pasteable_command
+from megatron_rl.contract.records import append
+from megatron_rl.contract.run_records import Submission
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,7 @@ def test_without_a_name_the_newest_submission_is_meant(tmp_path):
     assert find(None).root == second.root
     note(first, "local", None)
     assert find(None).root == first.root, "resumed last"
-    assert [Path(entry.run_dir).name for entry in newest_first(submissions())] == ["a", "b"]
+    assert [Path(entry.run_dir).name for entry in newest_first()] == ["a", "b"]
 
 
 def test_no_run_at_all_is_said():
@@ -118,7 +122,7 @@ def test_a_run_that_one_may_not_look_into_may_be_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "is_file", denied)
     assert find(str(run.root)).root == run.root
-    assert [entry.run_dir for entry in submissions()] == [str(run.root)]
+    assert [entry.run_dir for entry in newest_first()] == [str(run.root)]
 
 
 def test_what_no_file_can_be_called_is_no_run():
@@ -130,7 +134,7 @@ def test_lines_of_the_index_that_are_none_are_passed_over_and_an_index_that_is_n
     with index_file().open("a") as file:
         file.write('5\n{}\n{"run_dir": "/x", "cluster": "c", "at": 1.0, "job_id": null, "more": 1}\n{"run_d')
     later = submitted(tmp_path / "later")  # ends the torn line first
-    assert [entry.run_dir for entry in submissions()] == [str(run.root), str(later.root)]
+    assert [entry.run_dir for entry in newest_first()] == [str(later.root), str(run.root)]
     index_file().unlink()
     index_file().mkdir()
     assert "runs.jsonl cannot be used" in refusal("b")
@@ -152,3 +156,27 @@ def test_a_command_that_we_print_means_the_same_run_when_it_is_pasted(name):
     assert words[:3] == ["mrl", "resume", "--follow"]
     parsed = resume.make_context("resume", words[2:], resilient_parsing=True).params
     assert (parsed["run"], parsed["overrides"]) == (name, ("training.steps=9",))
+
+
+def test_of_many_runs_only_those_are_looked_at_that_may_be_meant(tmp_path, monkeypatch):
+    """Each look is a question to a network file system."""
+    index_file().parent.mkdir(parents=True)
+    for number in range(3 * find_module.AHEAD):
+        append(index_file(), Submission(str(tmp_path / f"gone-{number}"), "local", 0.0, str(number)))
+    wanted, newest = submitted(tmp_path / "wanted", job_id="4711"), submitted(tmp_path / "newest")
+    looks = []
+
+    def counted(path: str) -> bool:
+        looks.append(path)
+        return is_run(path)
+
+    monkeypatch.setattr(find_module, "is_run", counted)
+    for name, run, most in (("wan", wanted, 2), ("4711", wanted, 2), (None, newest, find_module.AHEAD)):
+        looks.clear()
+        assert find(name).root == run.root
+        assert len(looks) <= most
+
+
+def test_the_files_of_many_runs_are_looked_at_at_once():
+    together = threading.Barrier(8)
+    assert sorted(at_once(lambda number: (number, together.wait(10))[0], range(8))) == list(range(8))

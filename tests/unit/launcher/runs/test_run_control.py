@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fault_injection import Clock
 from run_helpers import begin, make_run
 
 from launcher.backends.slurm.jobs import JobState
@@ -78,3 +80,35 @@ def test_a_run_that_may_be_going_on_is_left_alone(tmp_path, scancel, damaged):
         with pytest.raises(Failed, match="attempts.jsonl" if damaged else "Slurm cannot be asked"):
             command()
     assert not (scancel / "said").exists()
+
+
+@pytest.mark.parametrize("damage", ["ledger", "line", "request"])
+def test_what_cannot_be_read_any_more_ends_nothing_that_may_have_to_be_saved(tmp_path, scancel, monkeypatch, damage):
+    Clock(monkeypatch)  # nobody waits
+    status = running(tmp_path)
+    file = status.run.attempt(1).drain if damage == "request" else status.run.attempts_ledger
+    if damage == "line":
+        with file.open("a") as ledger:
+            ledger.write('{"event": "st\n')
+    else:
+        file.unlink(missing_ok=True)
+        file.mkdir()
+    orders = [
+        lambda: requeue(status, now=False),
+        *([lambda: cancel(status, drain=True)] if damage != "request" else []),
+    ]
+    for order in orders:
+        with pytest.raises(Failed, match=file.name):
+            order()
+    assert not (scancel / "said").exists()
+    if damage != "request":  # what is asked for without a save needs neither
+        cancel(status, drain=False)
+        assert read(Drain, status.run.attempt(1).drain).cause == "cancelled"
+        assert (scancel / "said").read_text() == "7\n"
+
+
+def test_an_attempt_that_may_have_begun_since_slurm_was_asked_is_not_killed_unsaved(tmp_path, scancel):
+    status = replace(running(tmp_path), job=JobState("7", "PENDING", "pending"), state="queued")
+    assert cancel(status, drain=True) == "job 7 is cancelled; if it runs again already, it saves and leaves"
+    assert read(Drain, status.run.attempt(1).drain).cause == "cancelled"
+    assert (scancel / "said").read_text() == "--state=PENDING 7\n"

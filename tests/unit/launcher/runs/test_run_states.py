@@ -13,7 +13,8 @@ from launcher.errors import BadInput
 from launcher.host.process.lock import RunLock
 from launcher.host.record.identity import identify
 from launcher.runs import state
-from launcher.runs.state import RunStatus, job_id_of, read_job, read_status, read_statuses
+from launcher.runs.owner import job_id_of, read_job
+from launcher.runs.state import RunStatus, read_status, read_statuses
 from megatron_rl.contract.attempt_records import Drain, Requeued
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write

@@ -71,9 +71,3 @@ def test_a_copy_is_not_ended_in_place_of_the_run(tmp_path):
     identify(run)
     shutil.copytree(run.root, tmp_path / "copy")
     assert refusal(str(tmp_path / "copy")).startswith(f"{tmp_path}/copy: is a copy of {run.root}, which is another run")
-
-
-@pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_name_means_nothing(tmp_path, name):
-    submitted(tmp_path / "a", job_id="7", cluster="lab")
-    assert "RUN is empty" in refusal(name)

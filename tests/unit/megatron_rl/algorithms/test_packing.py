@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory
+from megatron_rl.algorithms.bins import Room
 from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.packing import HEAD, MicroBatch, Packing
 from megatron_rl.model.policy import Policy
+from megatron_rl.platform.dense_attention import branches
 
 TOKENS = st.integers(0, VOCAB - 1)
 PROMPT = st.lists(TOKENS, min_size=1, max_size=12)
@@ -38,6 +41,7 @@ def batches(draw: st.DrawFn) -> list[Trajectory]:
 
 
 LIMIT = st.integers(1, 250)
+ROWS = st.sampled_from([1, 3, 2**32])  # that count as much as a token
 
 
 @pytest.fixture(scope="module")
@@ -75,31 +79,65 @@ def test_every_chosen_answer_token_appears_exactly_once(trajectories: list[Traje
     starts = [sum(len(answer_of(each)) for each in trajectories[:index]) for index in range(len(trajectories))]
     expected = [starts[index] + t for index in chosen for t in range(len(answer_of(trajectories[index])))]
     made = packed(trajectories, chosen, limit)
-    assert [token for micro in made for token in micro.trained.tolist()] == expected
+    assert sorted(token for micro in made for token in micro.trained.tolist()) == sorted(expected)
+    targets = targets_of(trajectories)
+    assert all(torch.equal(micro.targets, targets[micro.trained]) for micro in made)
     assert all(len(micro.select) == len(micro.targets) == len(micro.trained) > 0 for micro in made)
 
 
-@given(trajectories=batches(), limit=LIMIT)
-def test_the_limit_holds_but_for_an_answer_that_alone_exceeds_it(trajectories: list[Trajectory], limit: int) -> None:
+@given(trajectories=batches(), data=st.data())
+def test_one_micro_batch_holds_them_in_the_order_in_which_they_were_chosen(
+    trajectories: list[Trajectory], data: Any
+) -> None:
+    chosen = data.draw(st.lists(st.integers(0, len(trajectories) - 1), min_size=1))
+    starts = [sum(len(answer_of(each)) for each in trajectories[:index]) for index in range(len(trajectories))]
+    (made,) = packed(trajectories, chosen)
+    expected = [starts[index] + t for index in chosen for t in range(len(answer_of(trajectories[index])))]
+    assert made.trained.tolist() == expected
+
+
+@given(trajectories=batches(), limit=LIMIT, rows=ROWS)
+def test_the_limit_holds_but_for_what_an_answer_alone_exceeds(
+    trajectories: list[Trajectory], limit: int, rows: int
+) -> None:
+    """In packed tokens, and in those and rows together, of which an answer alone has as many as it has tokens."""
     owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
-    for micro in packed(trajectories, limit=limit):
-        answers = {owner[token] for token in micro.trained.tolist()}
-        assert len(micro.tokens) <= limit or len(answers) == 1
+    for micro in in_room(trajectories, Room(limit, rows)):
+        alone = max(len(trajectories[owner[token]].tokens) - 1 for token in micro.trained.tolist())
+        assert len(micro.tokens) + (rows_of(micro) - len(micro.tokens)) / rows <= max(limit, alone)
 
 
-@given(trajectories=batches(), limit=LIMIT)
-def test_no_micro_batch_could_have_taken_the_next_answer(trajectories: list[Trajectory], limit: int) -> None:
-    """Together with the limit: there are as few as the order allows."""
-    owner = [index for index, each in enumerate(trajectories) for _ in answer_of(each)]
-    for micro in packed(trajectories, limit=limit)[:-1]:
-        members = sorted({owner[token] for token in micro.trained.tolist()})
-        assert counted(trajectories[members[0] : members[-1] + 2]) > limit
+def rows_of(micro: MicroBatch) -> int:
+    """That are gathered where branches are attended to one by one."""
+    trees = pairwise(micro.cu_seqlens.tolist())
+    return sum(len(branch) for first, stop in trees for branch in branches(micro.subtree_ends, first, stop))
 
 
-def counted(trajectories: list[Trajectory]) -> int:
-    """Packed tokens as the limit counts them: neighbours share their prompt and nothing else."""
-    prompts = [prompt for prompt, _ in groupby(prompt_of(each) for each in trajectories)]
-    return sum(map(len, prompts)) + sum(len(answer_of(each)) - 1 for each in trajectories)
+def in_room(trajectories: list[Trajectory], room: Room) -> list[MicroBatch]:
+    tokens, masks = [each.tokens for each in trajectories], [each.loss_mask for each in trajectories]
+    packing = Packing(tokens, masks, range(len(tokens)))
+    return [packing.microbatch(names) for names in packing.bins(room)]
+
+
+@given(trajectories=batches(), limit=LIMIT, rows=ROWS)
+def test_there_are_no_more_micro_batches_than_by_filling_one_after_the_other(
+    trajectories: list[Trajectory], limit: int, rows: int
+) -> None:
+    assert len(in_room(trajectories, Room(limit, rows))) <= next_fit(trajectories, limit, rows)
+
+
+def next_fit(trajectories: list[Trajectory], limit: int, rows_per_token: int) -> int:
+    """Micro-batches, in order: neighbours share their prompt, in rows and tokens, and nothing else."""
+    made, used, before = 0, limit + 1.0, None
+    for each in trajectories:
+        prompt, rest = prompt_of(each), len(answer_of(each)) - 1
+        beside = rest + len(prompt) / rows_per_token if prompt == before else rest + len(prompt)
+        if used + beside > limit:
+            made, used = made + 1, rest + len(prompt)
+        else:
+            used += beside
+        before = prompt
+    return made
 
 
 @given(prompt=PROMPT, answers=st.lists(ANSWER, min_size=1, max_size=6))
@@ -108,6 +146,15 @@ def test_a_group_computes_every_beginning_once_and_no_last_token(prompt: list[in
     (micro,) = packed(trajectories)
     beginnings = {tuple(answer[:length]) for answer in answers for length in range(1, len(answer))}
     assert len(micro.tokens) == len(prompt) + len(beginnings)
+
+
+@given(shared=st.lists(st.integers(1, HEAD + 40), min_size=1, max_size=6), length=st.integers(HEAD + 40, HEAD + 90))
+def test_it_finds_what_long_answers_begin_with(shared: list[int], length: int) -> None:
+    """Each as many tokens as it shares with one of zeros, which is the last, and then ones."""
+    answers = [*([0] * each + [1] * (length - each) for each in shared), [0] * length]
+    (micro,) = packed([trajectory([5, 6], answer) for answer in answers])
+    beginnings = {tuple(answer[:size]) for answer in answers for size in range(1, length)}
+    assert len(micro.tokens) == 2 + len(beginnings)
 
 
 @settings(deadline=None, max_examples=25)

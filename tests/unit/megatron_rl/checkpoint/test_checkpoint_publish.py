@@ -90,6 +90,23 @@ def test_one_that_would_stay_for_good_goes_with_its_line(run_dir: RunDir) -> Non
     assert run_dir.checkpoint_steps() == [50, 20]
 
 
+def test_those_that_wait_for_their_export_stay_until_it_is_there(run_dir: RunDir) -> None:
+    for step in range(10, 101, 10):
+        make(run_dir, step, keep=1, export_hf_every=20)
+    assert run_dir.checkpoint_steps() == [100, 80], "the newest two"
+    run_dir.export(80).mkdir(parents=True)
+    make(run_dir, 110, keep=1, export_hf_every=20)
+    assert run_dir.checkpoint_steps() == [110, 100]
+
+
+def test_exports_of_a_line_that_was_left_go_with_it(run_dir: RunDir) -> None:
+    for step in (20, 40, 60):
+        make(run_dir, step)
+        run_dir.export(step).mkdir(parents=True)
+    make(run_dir, 40, parent=20)
+    assert run_dir.export_steps() == [20]
+
+
 def test_a_damaged_one_does_not_count_among_those_kept_and_goes_once_it_is_superseded(run_dir: RunDir) -> None:
     make(run_dir, 20)
     (make(run_dir, 40) / "__0_0.distcp").unlink()

@@ -24,7 +24,7 @@ def state_of(rank: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, Any
 def saved_by(rank: int, copies: int, sizes: list[int], tensor_rank: int = 0) -> dict[str, int]:
     """Bytes by name of what a rank saves."""
     state = state_of(rank, sizes, tensor_rank)
-    share_out_replicas(state, copies)
+    share_out_replicas(state, copies, expert_copies=1)
     return {name: tensor.data.nbytes for name, tensor in state.items() if is_main_replica(tensor.replica_id)}
 
 
@@ -40,3 +40,20 @@ def test_the_ranks_of_one_tensor_parallel_group_that_hold_the_same_save_it_once(
     assert saved_by(0, 2, [8, 8], tensor_rank=0) == {"w0": 32}
     assert saved_by(1, 2, [8, 8], tensor_rank=0) == {"w1": 32}
     assert saved_by(0, 2, [8, 8], tensor_rank=1) == saved_by(1, 2, [8, 8], tensor_rank=1) == {}
+
+
+def test_experts_are_shared_out_over_the_ranks_that_hold_the_same() -> None:
+    """Four data-parallel ranks, of which the first and the third have the same experts."""
+    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    saved = []
+    for rank in range(4):
+        weights = [torch.empty(8, device="meta") for _ in range(2)]
+        for weight in weights:
+            weight.allreduce = False  # type: ignore[attr-defined]  # megatron-core's mark
+        state = {
+            str(number): ShardedTensor.from_rank_offsets(key, weight, (0, rank % 2, 2), replica_id=(0, 0, rank // 2))
+            for number, weight in enumerate(weights)
+        }
+        share_out_replicas(state, copies=4, expert_copies=2)
+        saved.append([number for number, tensor in state.items() if is_main_replica(tensor.replica_id)])
+    assert saved == [["0"], ["0"], ["1"], ["1"]]

@@ -61,9 +61,14 @@ def greedy_without_cache(policy: Policy, prompt: Sequence[int], limit: int) -> l
 # What is generated
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_greedy_equals_a_forward_without_cache_token_for_token(platform: Any, groups: Any, dtype: str) -> None:
-    model = tiny_model(dtype=dtype, tied_embeddings=False)
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
+
+
+@pytest.mark.parametrize("shape", [{}, {"dtype": "bf16"}, EXPERTS], ids=["fp32", "bf16", "experts"])
+def test_greedy_equals_a_forward_without_cache_token_for_token(
+    platform: Any, groups: Any, shape: dict[str, Any]
+) -> None:
+    model = tiny_model(tied_embeddings=False, **shape)
     policy = tiny_policy(platform, model, scale=0.3)  # no near ties for bf16 to break
     engine = Engine(policy, model, InferenceConfig(max_batch=16), END)
     answers = answer(engine, *(ask(prompt) for prompt in PROMPTS))

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_helpers import END, tiny_model, tiny_policy
-from phantom_gpu import GPU, PhantomGpu
+from core_helpers import END, VOCAB, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from megatron_rl.inference import model_runner
@@ -17,7 +16,10 @@ from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.model.policy import build_policy
+from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
 
+GPU = torch.device("cuda", 0)
 TOKENS_PER_WAIT = 8
 """The promise of platform/cuda.py."""
 
@@ -53,9 +55,8 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
     reads = Reads()
     monkeypatch.setattr(model_runner, "_read", reads)
     model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
-    policy = tiny_policy(platform, model)
-    with PhantomGpu() as gpu:
-        gpu.move(policy)
+    with PhantomDevice(GPU) as gpu:
+        policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
         config = InferenceConfig(max_batch=3)
         scheduler, runner = Scheduler(config, END), ModelRunner(policy, model, config, END, LONGEST)
         for key, sampling in enumerate(SAMPLINGS):
@@ -77,7 +78,7 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
 
 def test_a_look_elsewhere_would_be_noticed(platform: Any, groups: Any) -> None:
     """The witness itself: the phantom tells nobody a number, and minds tensors of the CPU."""
-    with PhantomGpu() as gpu:
+    with PhantomDevice(GPU) as gpu:
         number = torch.zeros(2, dtype=torch.long, device=GPU)
         for look in (lambda: number[0].item(), number.tolist, lambda: bool(number.any()), lambda: int(number[1])):
             with pytest.raises(DataDependentOutputException):

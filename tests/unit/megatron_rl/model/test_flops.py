@@ -9,13 +9,20 @@ import torch
 from core_helpers import tiny_model, tiny_policy
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_rl.model.flops import training_flops
+from launcher.plan.gpu_memory import WEIGHT_BYTES, _kept
+from launcher.plan.sizes import Sizes
+from launcher.recipe.load import load_recipe, shipped_recipes
+from megatron_rl.model.flops import rows_per_token, training_flops
 from megatron_rl.platform.attention import whole_sequences
 
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
 
-@pytest.mark.parametrize("head_dim", [None, 6])
-def test_the_products_with_weights_are_those_that_torch_counts(platform: Any, head_dim: int | None) -> None:
-    model = tiny_model(head_dim=head_dim)
+
+@pytest.mark.parametrize("shape", [{}, {"head_dim": 6}, EXPERTS])
+def test_the_products_with_weights_are_those_that_torch_counts(
+    platform: Any, groups: Any, shape: dict[str, Any]
+) -> None:
+    model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
     tokens, select = torch.arange(11), torch.tensor([4, 7, 10])
     with FlopCounterMode(display=False) as counter:
@@ -29,3 +36,15 @@ def test_each_pair_costs_two_products_of_a_head_in_every_layer_three_times_over(
     model = tiny_model(num_layers=5, num_attention_heads=4, num_query_groups=2, head_dim=6)
     pairs = training_flops(model, 16, tokens=0, pairs=7, predictions=0)
     assert pairs == 3 * 5 * 7 * 4 * (2 * 6 + 2 * 6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name != "demo"])
+def test_a_gathered_row_keeps_no_more_than_it_counts_for(name: str, recompute: str) -> None:
+    """Of the models of all recipes for GPUs: so a bin keeps no more than the plan has for as many packed tokens."""
+    model = load_recipe(name).config.model
+    sizes = Sizes(**dict.fromkeys(Sizes.__dataclass_fields__, 1) | {"sequence_parallel": False})
+    heads = 2 * model.num_attention_heads + 2 * model.num_query_groups  # query and result, key and value
+    row = WEIGHT_BYTES[model.dtype] * heads * model.head_size + 4 * model.num_attention_heads
+    assert row * rows_per_token(model) <= _kept(model, sizes, recompute)
+    assert 5 <= rows_per_token(model) <= 10

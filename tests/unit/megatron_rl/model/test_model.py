@@ -23,12 +23,14 @@ from core_helpers import (
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import Recompute
+from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.attention import whole_sequences
 
 SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
 
 QWEN3 = {"qk_norm": True, "qkv_bias": False, "head_dim": 12, "tied_embeddings": False}
-LLAMA = {"rope_scaling": 8.0, "rope_base": 5e5, "qkv_bias": False, "tied_embeddings": False}
+EXPERTS = QWEN3 | {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
+LLAMA = {"rope_scaling": {"factor": 8.0}, "rope_base": 5e5, "qkv_bias": False, "tied_embeddings": False}
 
 SHAPES = {
     "grouped queries, tied": {},
@@ -37,6 +39,7 @@ SHAPES = {
     "no grouping": {"num_query_groups": 4, "tied_embeddings": False},
     "another rotary base and epsilon": {"rope_base": 1e6, "layernorm_epsilon": 1e-3},
     "Qwen3": QWEN3,
+    "Qwen3 with experts": EXPERTS,
     "Llama 3.1": LLAMA,
 }
 
@@ -54,8 +57,24 @@ def test_logits_are_those_of_the_published_model(platform: Any, groups: Any, sha
 
 @pytest.mark.parametrize(
     ("shape", "recompute"),
-    [({}, "none"), ({"tied_embeddings": False}, "selective"), ({}, "full"), (QWEN3, "full"), (LLAMA, "none")],
-    ids=["tied", "untied, attention recomputed", "layers recomputed", "Qwen3, layers recomputed", "Llama 3.1"],
+    [
+        ({}, "none"),
+        ({"tied_embeddings": False}, "selective"),
+        ({}, "full"),
+        (QWEN3, "full"),
+        (EXPERTS, "none"),
+        (EXPERTS, "full"),
+        (LLAMA, "none"),
+    ],
+    ids=[
+        "tied",
+        "untied, attention recomputed",
+        "layers recomputed",
+        "Qwen3, layers recomputed",
+        "experts",
+        "experts, layers recomputed",
+        "Llama 3.1",
+    ],
 )
 def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     platform: Any, groups: Any, shape: dict[str, Any], recompute: Recompute
@@ -137,7 +156,7 @@ def test_positions_are_stretched_for_slow_rotations_only(platform: Any, groups: 
     """Without it the test against Llama could pass by ignoring the factor."""
     plain, stretched = (
         tiny_policy(platform, tiny_model(**LLAMA | {"rope_scaling": factor})).rotary_pos_emb.inv_freq
-        for factor in (None, 8.0)
+        for factor in (None, {"factor": 8.0})
     )
     wavelength = 2 * torch.pi / plain
     assert (wavelength > 8192).any() and (wavelength < 2048).any()
@@ -172,3 +191,32 @@ def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
 def test_the_same_seed_gives_the_same_weights(platform: Any, groups: Any) -> None:
     one, other = tiny_policy(platform), tiny_policy(platform)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "said"),
+    [
+        ((3, 1, 1), {}, "tp 3 does not divide model.num_attention_heads 4 (4 = 1 x 3 + 1)"),
+        ((4, 1, 1), {"ffn_hidden_size": 50}, "tp 4 does not divide model.ffn_hidden_size 50 (50 = 12 x 4 + 2)"),
+        ((2, 1, 1), {"vocab_multiple": 5}, "tp 2 does not divide model.vocab_multiple 5 (5 = 2 x 2 + 1)"),
+        ((1, 3, 1), {}, "pp 3 does not divide model.num_layers 2 (2 = 0 x 3 + 2)"),
+        ((1, 1, 4), EXPERTS, "ep 4 does not divide model.num_experts 6 (6 = 1 x 4 + 2)"),
+        ((4, 1, 1), EXPERTS | {"expert_ffn_hidden_size": 6}, "tp 4 does not divide model.expert_ffn_hidden_size 6"),
+        ((1, 1, 2), {}, "ep 2 needs model.num_experts: there are no experts to share"),
+    ],
+)
+def test_what_cannot_be_shared_out_evenly_is_named(
+    sizes: tuple[int, int, int], shape: dict[str, Any], said: str
+) -> None:
+    problem, *_ = tiny_model(**shape).undivided(*sizes)
+    assert problem.startswith(said)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (4, 1, 1)])  # two key/value heads on four ranks: each on two
+def test_what_can_is_not(sizes: tuple[int, int, int]) -> None:
+    assert not [*tiny_model().undivided(*sizes)]
+
+
+def test_splitting_activations_between_ranks_needs_several(platform: Any, groups: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"sequence_parallel .* tp is 1"):
+        build_policy(tiny_model(), VOCAB, platform, sequence_parallel=True)

@@ -10,7 +10,6 @@ import torch
 from core_helpers import CPU, VOCAB, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from phantom_gpu import PhantomPlatform
 from torch import Tensor
 
 from megatron_rl.algorithms.packing import pack
@@ -18,6 +17,7 @@ from megatron_rl.model.policy import Policy
 from megatron_rl.platform import dense_attention
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE, branches, bucket_length, dense_layout
+from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
@@ -114,7 +114,7 @@ def test_a_gpu_adds_up_what_many_answers_say_of_one_token_in_fp32() -> None:
     rows = torch.tensor([0] + [2] * 64)
     of_rows = torch.randn(len(rows), 1, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     tokens = torch.ones(4, 1, 256, dtype=torch.bfloat16, requires_grad=True)
-    gathered = PhantomPlatform().gather(tokens, rows)
+    gathered = PhantomPlatform(PhantomDevice()).gather(tokens, rows)
     assert torch.equal(gathered, tokens[rows])
     assert gathered.grad_fn is not None
     assert "IndexSelect" not in gathered.grad_fn.name()
@@ -140,7 +140,7 @@ def test_the_policy_lets_the_platform_gather_what_it_selects(policy: Policy, mon
 
 def test_a_micro_batch_that_selects_nothing_has_a_gradient_of_zero() -> None:
     tokens = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    PhantomPlatform().gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
+    PhantomPlatform(PhantomDevice()).gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
     assert tokens.grad is not None
     assert not tokens.grad.any()
 

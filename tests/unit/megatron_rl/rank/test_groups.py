@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.rank.groups import Groups, record_collectives
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.rank.config import TrainingLayout
+from megatron_rl.rank.groups import Groups, check_divides, watch_collectives
 
 
 def test_where_all_is_gloo_it_is_the_world(groups: Groups) -> None:
@@ -38,14 +40,32 @@ def test_beside_another_backend_it_is_a_group_of_its_own_with_a_limit_of_its_own
     dist.destroy_process_group(apart.control)
 
 
-def test_the_flight_recorder_writes_beside_the_attempts_other_files(
+def test_nccl_writes_what_it_knows_beside_the_attempts_other_files_and_ends_no_rank_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
-        monkeypatch.delenv(name)
+    for name in ("TRACE_BUFFER_SIZE", "DEBUG_INFO_TEMP_FILE", "HEARTBEAT_TIMEOUT_SEC"):
+        monkeypatch.setenv(f"TORCH_NCCL_{name}", "")  # so that it is as before afterwards
+        monkeypatch.delenv(f"TORCH_NCCL_{name}")
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    record_collectives(tmp_path)
+    watch_collectives(tmp_path, 3600)
     assert int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
     assert Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent == tmp_path
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "what the user asks for stays"
+    assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "3600", "eight minutes are less than job.silence_limit_s"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "said"),
+    [
+        (6, {"tp": 4}, r"tp 4 x pp 1 x cp 1 = 4 does not divide the 6 ranks"),
+        (4, {"tp": 2, "pp": 3}, r"tp 2 x pp 3 x cp 1 = 6 does not divide the 4 ranks"),
+        (4, {"tp": 2, "ep": 4}, r"placement\.training\.ep 4 does not divide cp x dp = 1 x 2 = 2"),
+    ],
+)
+def test_ranks_that_cannot_be_cut_as_the_recipe_says_are_refused(ranks: int, layout: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_divides(ranks, TrainingLayout(**layout))
+
+
+def test_layouts_that_divide_are_not() -> None:
+    check_divides(8, TrainingLayout(tp=2, pp=2, ep=2, sequence_parallel=True))

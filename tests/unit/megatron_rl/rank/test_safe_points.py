@@ -15,7 +15,7 @@ import torch.distributed as dist
 from core_helpers import quiet_safe_points
 
 from megatron_rl.contract.attempt_records import Drain
-from megatron_rl.contract.codes import MARGIN_S, SIGNALLED
+from megatron_rl.contract.codes import HEARTBEAT_WAIT, MARGIN_S, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.rank import drain as drain_module
@@ -71,6 +71,18 @@ def test_a_heartbeat_says_what_failed_and_not_what_was_around_it() -> None:
     assert safe_points.activity.doing == PHASES["wait"]
 
 
+def test_a_rank_that_follows_another_says_that_it_waits_in_the_same_phase() -> None:
+    """Then the one it waits for is behind: see launcher.host.judge.hang."""
+    activity = quiet_safe_points().activity
+    activity.begin("generating")
+    entered, began = activity.entered, activity.last_beat
+    with activity.waits():
+        assert activity.doing == HEARTBEAT_WAIT
+        assert activity.last_beat == began
+    assert (activity.doing, activity.entered) == ("generating", entered)
+    assert activity.last_beat > began
+
+
 @pytest.mark.parametrize("gets_on", [True, False])
 def test_merely_waiting_is_no_sign_of_life(gets_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that never comes must show as silence."""
@@ -78,7 +90,14 @@ def test_merely_waiting_is_no_sign_of_life(gets_on: bool, monkeypatch: pytest.Mo
     beats: list[float] = []
     monkeypatch.setattr(safe_points.activity, "beat", lambda: beats.append(time.monotonic()))
     monkeypatch.setattr(safe_points_module, "LOOK_EVERY_S", 0.02)
-    waiting = safe_points.run_until_asked(asyncio.sleep(0.15, "done"), time.monotonic if gets_on else lambda: 0)
+
+    async def work() -> str:
+        await asyncio.sleep(0.15)
+        while gets_on and len(beats) < 4:  # on a busy machine the looks come late
+            await asyncio.sleep(0.02)
+        return "done"
+
+    waiting = safe_points.run_until_asked(work(), time.monotonic if gets_on else lambda: 0)
     assert asyncio.run(waiting) == "done"
     assert len(beats) > 3 if gets_on else len(beats) == 1
 

@@ -26,8 +26,8 @@ from megatron_rl.rollout.bank.records import (
     join,
     part_record,
     prompt_checksum,
-    read_group,
 )
+from megatron_rl.rollout.encoding import decode_group
 
 PROBLEM = Problem("1+1=", {"answer": 2})
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=8)
@@ -59,13 +59,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @given(answers=st.lists(trajectories(), max_size=4), failures=st.dictionaries(st.text(), st.integers(1, 9), max_size=2))
 def test_a_group_comes_back_as_it_was(answers: list[Trajectory], failures: dict[str, int]) -> None:
     group = TrajectoryGroup(7, PROBLEM, answers, failures)
-    assert read_group(*group_record(group, 3, 4, lineage(1)), PROBLEM) == group
+    assert decode_group(*group_record(group, 3, 4, lineage(1)), PROBLEM) == group
 
 
 def test_logprobs_of_the_engine_keep_every_bit() -> None:
     logprobs = torch.log_softmax(torch.randn(1000, generator=torch.Generator().manual_seed(0)), 0).tolist()
     group = TrajectoryGroup(0, PROBLEM, [trajectory([1], list(range(1000)), logprobs=logprobs)], {})
-    assert read_group(*group_record(group, 0, 0, lineage(1)), PROBLEM).trajectories[0].logprobs == [0.0, *logprobs]
+    assert decode_group(*group_record(group, 0, 0, lineage(1)), PROBLEM).trajectories[0].logprobs == [0.0, *logprobs]
 
 
 # Answers in parts

@@ -14,6 +14,7 @@ from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, Evaluation
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.evaluation import evaluate
+from megatron_rl.rollout.generation import AgentLoop
 
 
 class Scripted(EvaluationAgent):
@@ -33,9 +34,12 @@ class Scripted(EvaluationAgent):
 
 def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
     config = tiny_run(sampling={"max_new_tokens": 7}, evaluation={"prompts": limit})
-    inference: Any = SimpleNamespace(busy_s=0.0)
+    engine: Any = SimpleNamespace(busy_s=0.0, let_go=lambda: None)
+    ranks: Any = SimpleNamespace(index=0, count=1, drives=True)
+    safe_points = quiet_safe_points()
     with asyncio.Runner() as runner:
-        return evaluate(agent, inference, config, groups, quiet_safe_points(), runner)
+        loop = AgentLoop(ranks, engine, safe_points, runner)
+        return evaluate(agent, engine, config, groups, safe_points, loop)
 
 
 def test_only_a_reward_of_one_is_right(groups: Any) -> None:

@@ -26,6 +26,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
+from megatron_rl.rollout.generation import AgentLoop
 from megatron_rl.rollout.stream import PromptStream
 
 PROBLEMS = [Problem(str(number), {"number": number}) for number in range(7)]
@@ -62,12 +63,6 @@ class Threads:
         self.barrier = threading.Barrier(ranks, timeout=20)
         self.parts: list[Tensor] = [torch.empty(0)] * ranks
 
-    def get_world_size(self, group: int) -> int:
-        return self.ranks
-
-    def get_rank(self, group: int) -> int:
-        return group
-
     def all_reduce(self, tensor: Tensor, group: int) -> None:
         self.parts[group] = tensor.clone()
         self.barrier.wait()
@@ -76,12 +71,17 @@ class Threads:
 
 
 @contextmanager
-def driver_of(agent: Agent, config: RunConfig, rank: int = 0, policy_version: int = 0) -> Iterator[RolloutDriver]:
-    groups: Any = SimpleNamespace(data=rank, control=rank)
-    inference: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0)
+def driver_of(
+    agent: Agent, config: RunConfig, rank: int = 0, ranks: int = 1, policy_version: int = 0
+) -> Iterator[RolloutDriver]:
+    groups: Any = SimpleNamespace(control=rank)
+    engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, let_go=lambda: None)
+    of_engine: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
+    safe_points = quiet_safe_points()
     with TemporaryDirectory() as folder:
         bank = bank_in(Path(folder))
-        driver = RolloutDriver(agent, inference, bank, config, groups, quiet_safe_points(), asyncio.Runner())
+        loop = AgentLoop(of_engine, engine, safe_points, asyncio.Runner())
+        driver = RolloutDriver(agent, engine, bank, config, groups, safe_points, loop)
         yield driver
         driver.close()
 
@@ -93,7 +93,7 @@ def collect(
     batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
 
     def drive(rank: int) -> None:
-        with driver_of(agent, config, rank, policy_version) as driver:
+        with driver_of(agent, config, rank, ranks, policy_version) as driver:
             ordinal = 0
             for step in range(steps):
                 batches[step][rank] = driver.collect(ordinal)
@@ -101,6 +101,7 @@ def collect(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "dist", Threads(ranks))
+        patch.setattr(driver_module, "exchange", lambda made, *_: made)  # each trains on what it made
         threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()

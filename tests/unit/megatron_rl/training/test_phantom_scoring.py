@@ -6,34 +6,36 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import batch_of, quiet_safe_points, random_groups, tiny_policy, tiny_run
-from phantom_gpu import GPU, PhantomGpu, PhantomPlatform
+from core_helpers import VOCAB, batch_of, quiet_safe_points, random_groups, tiny_run
 
 from launcher.plan.gpu_memory import vocabulary
 from launcher.recipe.load import load_recipe
-from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.model.config import Recompute
-from megatron_rl.training.batch import training_batch, update_batch
+from megatron_rl.model.policy import build_policy
+from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.training.batch import training_batch, update_part
+from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward
 from megatron_rl.training.trainer import Trainer
+
+GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("longest", [7, 200], ids=["trees under a mask", "trees branch by branch"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_scoring_keeps_to_the_gpu_and_looks_at_no_number(platform: Any, groups: Any, dtype: str, longest: int) -> None:
     config = tiny_run(model={"dtype": dtype, "max_position_embeddings": 256}, sampling={"max_new_tokens": 200})
-    policy = tiny_policy(platform, config.model)
     rollouts = batch_of(random_groups(4, 4, longest=longest), 0, 4)
-    with PhantomGpu() as gpu:
-        gpu.move(policy)
+    with PhantomDevice(GPU) as gpu:
+        platform = PhantomPlatform(gpu)
+        policy = build_policy(config.model, VOCAB, platform)
         optimizer: Any = None
-        trainer = Trainer(policy, optimizer, None, config, PhantomPlatform(), groups, quiet_safe_points())
+        trainer = Trainer(policy, optimizer, None, config, platform, groups, quiet_safe_points())
         batch = training_batch(rollouts.groups, config, 0, GPU)
-        inputs = [
-            ModelInput.of(policy, micro)
-            for micro in update_batch(batch, range(len(batch.trajectories)), config).microbatches
-        ]
+        part = update_part(batch, range(len(batch.trajectories)), config)
+        inputs = [ModelInput.of(policy, part.packing.microbatch(names)) for names in part.bins]
         scores = trainer.score(policy, batch, inputs)
     assert (scores.device, scores.dtype) == (GPU, torch.float32)
     assert scores.shape == batch.inference_logprobs.shape
@@ -61,16 +63,19 @@ def test_training_goes_through_at_the_shapes_of_the_largest_recipe(
     ]
     seen = []
 
-    def loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        logprobs, entropy = token_logprobs(logits, micro.targets, temperature=1.0)
-        seen.append((tuple(logits.shape), logits.dtype, tuple(logprobs.shape), logprobs.dtype, tuple(entropy.shape)))
+    def loss(hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        logprobs, entropy = predicted_logprobs(hidden, policy.output(), micro.targets, temperature=1.0)
+        assert entropy is not None
+        seen.append((tuple(hidden.shape), hidden.dtype, tuple(logprobs.shape), logprobs.dtype, tuple(entropy.shape)))
         return -logprobs.sum()
 
-    with PhantomGpu() as phantom:
-        policy = phantom.policy_of_any_size(model, rows, platform, recompute)
-        forward_backward(policy, [ModelInput.of(policy, micro) for micro in microbatches], loss, stop=lambda: False)
+    with PhantomDevice() as device:
+        policy = build_policy(model, rows, PhantomPlatform(device), recompute)
+        inputs = [ModelInput.of(policy, micro) for micro in microbatches]
+        forward_backward(policy, inputs, loss, Pipeline(), stop=lambda: False)
     assert seen == [
-        ((tokens, rows), torch.bfloat16, (tokens,), torch.float32, (tokens,)) for tokens in (length - prompt, 4000, 0)
+        ((tokens, model.hidden_size), torch.bfloat16, (tokens,), torch.float32, (tokens,))
+        for tokens in (length - prompt, 4000, 0)
     ]
     for name, weight in policy.named_parameters():
         assert weight.grad is not None, name

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,16 +26,17 @@ from core_helpers import (
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.algorithms import credit as credit_module
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import StepStats
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.model.flops import training_flops
+from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import DeviceUse
 from megatron_rl.run import Run
-from megatron_rl.training import batch as batch_module
 from megatron_rl.training import trainer as trainer_module
-from megatron_rl.training.batch import UpdateBatch, agreed, training_batch
+from megatron_rl.training.batch import UpdateBatch, agree, training_batch, update_batch, update_part
 from megatron_rl.training.trainer import GradientsNotFinite
 
 GROUPS = random_groups(4, 4)
@@ -230,12 +232,13 @@ def test_an_empty_micro_batch_adds_nothing_and_has_all_statistics(
     config = one_update({"kl_beta": 0.1, "importance_cap": 2.0, "entropy_coefficient": 0.1})
     plain, filled = build_run(config, platform, groups), build_run(config, platform, groups)
     expected = trained(plain, GROUPS)
-    alone = trainer_module.agreed
+    alone = trainer_module.update_batch
 
-    def beside_a_rank_with_more(*args: Any) -> list[UpdateBatch]:
-        return [replace(u, microbatches=[*u.microbatches, MicroBatch.empty()]) for u in alone(*args)]
+    def beside_a_rank_with_more(*args: Any) -> UpdateBatch:
+        update = alone(*args)
+        return replace(update, microbatches=[*update.microbatches, MicroBatch.empty()])
 
-    monkeypatch.setattr(trainer_module, "agreed", beside_a_rank_with_more)
+    monkeypatch.setattr(trainer_module, "update_batch", beside_a_rank_with_more)
     assert trained(filled, GROUPS) == expected
     pairs = zip(plain.trainer.policy.parameters(), filled.trainer.policy.parameters(), strict=True)
     assert all(torch.equal(one.main_grad, other.main_grad) for one, other in pairs)
@@ -288,7 +291,7 @@ def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, g
     run = build_run(tiny_run(), platform, groups)
     assert run.trainer.reference is None
     forwards = []
-    hook = run.trainer.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    hook = run.trainer.policy.decoder.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     stats = trained(run, GROUPS)
     hook.remove()
     assert forwards == [True]  # one micro-batch, forward for backward, and nothing else
@@ -332,10 +335,17 @@ def test_answers_without_advantage_are_not_run_and_loss_and_gradient_are_as_if_t
     config, batch = settings.model_copy(update={"optimizer": still}), with_equal_rewards_in_every_second(GROUPS)
     spared, whole = build_run(config, platform, groups), build_run(config, platform, groups)
     run_tokens = []
-    spared.trainer.policy.register_forward_pre_hook(lambda _, inputs: run_tokens.append(inputs[3].numel()))
+    predictors = Policy.predictors
+
+    def counting(policy: Policy, hidden: torch.Tensor, select: torch.Tensor) -> torch.Tensor:
+        if policy is spared.trainer.policy:
+            run_tokens.append(select.numel())
+        return predictors(policy, hidden, select)
+
+    monkeypatch.setattr(Policy, "predictors", counting)
     ours = trained(spared, batch)
     found = training_batch(batch, config, 0, CPU)
-    monkeypatch.setattr(batch_module, "has_gradient", lambda advantages, carries_loss, grpo: carries_loss >= 0)
+    monkeypatch.setattr(credit_module, "has_gradient", lambda advantages, carries_loss, grpo: carries_loss >= 0)
     theirs = trained(whole, batch)
 
     assert of_loss(ours).loss == pytest.approx(of_loss(theirs).loss, rel=1e-6, abs=1e-6)
@@ -444,8 +454,28 @@ def test_an_update_counts_what_all_ranks_train_on_and_is_as_long_on_each(
         for rank, table in enumerate(of_ranks):
             table.copy_(mine * (1 + 2 * rank))
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "all_gather", gather)
-    (update,) = agreed([UpdateBatch([MicroBatch.empty()], 5.0)], groups.data, torch.device("cpu"))
-    assert update.normaliser == 5.0 + 15.0
-    assert len(update.microbatches) == 3
+    of_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 2), data=None)
+    config = tiny_run(training={"tokens_per_microbatch": 1000})
+    batch = training_batch(GROUPS, config, 0, CPU)
+    part = update_part(batch, range(len(batch.trajectories)), config)
+    (agreed,) = agree([part], of_two)
+    assert len(part.bins) == 1
+    assert agreed.normaliser == 4 * part.normaliser > 0
+    update = update_batch(part, agreed, config)
+    assert update.normaliser == agreed.normaliser
+    whole, *_ = update_batch(part, replace(agreed, microbatches=1), config).microbatches
+    sizes = [len(micro.tokens) for micro in update.microbatches]
+    assert len(sizes) == 3
+    assert max(sizes) < len(whole.tokens) / 2, "spread evenly over those that are run anyway, none left empty"
+
+
+def test_a_rank_with_too_little_to_spread_runs_empty_ones(groups: Any) -> None:
+    config = tiny_run()
+    batch = training_batch(GROUPS[:1], config, 0, CPU)
+    part = update_part(batch, [index for index, run in enumerate(batch.has_gradient) if run][:2], config)
+    (agreed,) = agree([part], groups)
+    update = update_batch(part, replace(agreed, microbatches=5), config)
+    assert [len(micro.targets) > 0 for micro in update.microbatches] == [True, True, False, False, False]
+    assert update.packed_tokens == sum(len(micro.tokens) for micro in update.microbatches[:2])

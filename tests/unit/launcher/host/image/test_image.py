@@ -280,7 +280,8 @@ def test_only_a_lock_allows_to_remove_what_another_importer_may_be_writing(machi
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 9, "reference": "a:1", "file": "x", "at": 1}'])
-def test_a_record_that_cannot_be_read_is_made_anew(machine, damage):
+def test_a_record_that_cannot_be_read_is_made_anew(machine, monkeypatch, damage):
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
     import_image("a:1", machine.cache)
     (record,) = machine.cache.glob("a+1.*.json")
     record.write_text(damage)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host.judge.evidence import AttemptEvidence, RankExit
-from launcher.host.judge.verdict import Verdict, judge
+from launcher.host.judge.verdict import Verdict, verdict_of
 from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, HEARTBEAT_WAIT, LOST, MISCONFIGURED, SIGNALLED
 
@@ -31,7 +31,7 @@ def beat(rank: int, at: float, phase: str, ranks: int = 2) -> Heartbeat:
 
 
 def blamed(**evidence: object) -> tuple[int | None, str | None]:
-    verdict = judge(AttemptEvidence(**evidence))
+    verdict = verdict_of(AttemptEvidence(**evidence))
     return verdict.rank, verdict.error
 
 
@@ -40,19 +40,19 @@ def blamed(**evidence: object) -> tuple[int | None, str | None]:
     outcome=st.sampled_from([None, SAVED]),
 )
 def test_an_error_file_outweighs_everything(codes, outcome):
-    verdict = judge(AttemptEvidence(errors=[ERROR], outcome=outcome, exits=exits(codes)))
+    verdict = verdict_of(AttemptEvidence(errors=[ERROR], outcome=outcome, exits=exits(codes)))
     assert verdict[:4] == (CRASHED, 7, "boom", 1)
 
 
 @given(codes=CODES, kind=st.sampled_from([DRAINED, FINISHED]), drain=st.sampled_from([None, BY_A_RANK, BY_US]))
 def test_a_recorded_outcome_outweighs_the_exit_codes(codes, kind, drain):
     evidence = AttemptEvidence(outcome=Outcome(kind, 3), exits=exits(codes), drain=drain, late="cleaned up")
-    assert judge(evidence)[:4] == (kind, 3, None, None)
+    assert verdict_of(evidence)[:4] == (kind, 3, None, None)
 
 
 @given(codes=CODES)
 def test_exit_codes_alone_never_mean_success(codes):
-    assert judge(AttemptEvidence(exits=exits(codes))).outcome in (CRASHED, MISCONFIGURED)
+    assert verdict_of(AttemptEvidence(exits=exits(codes))).outcome in (CRASHED, MISCONFIGURED)
 
 
 def test_the_rank_that_failed_first_is_named():
@@ -75,7 +75,7 @@ def test_ranks_that_we_ended_are_not_blamed():
 
 def test_a_killed_rank_is_the_cause_of_the_errors_its_sisters_report():
     sister = ERROR._replace(rank=0, error="RuntimeError: Connection closed by peer")
-    verdict = judge(AttemptEvidence(errors=[sister], exits=exits({1: -signal.SIGKILL, 0: 1})))
+    verdict = verdict_of(AttemptEvidence(errors=[sister], exits=exits({1: -signal.SIGKILL, 0: 1})))
     assert (verdict.outcome, verdict.rank, verdict.step) == (CRASHED, 1, 7)
     assert "SIGKILL" in verdict.error
 
@@ -86,7 +86,7 @@ def test_an_abort_may_be_the_consequence_of_another_ranks_error():
 
 def test_a_rank_that_was_killed_is_found_where_its_last_heartbeat_was():
     evidence = AttemptEvidence(exits=exits({1: -9}), heartbeats=[beat(1, 995.0, "generate")])
-    assert judge(evidence)._replace(error=None) == Verdict(CRASHED, 7, None, 1, "node01", "generate")
+    assert verdict_of(evidence)._replace(error=None) == Verdict(CRASHED, 7, None, 1, "node01", "generate")
 
 
 def test_the_log_of_a_rank_that_died_too_early_for_a_report_has_the_last_word():
@@ -99,21 +99,21 @@ def test_a_rank_that_hung_is_blamed_and_not_those_that_were_ended_for_it():
         errors=[ERROR], exits=exits({1: 1, 2: -9}), hang=HANG, stacks={3: "logs/attempt-002/train.3.stacks"}
     )
     error = "silent for 1800 s (stacks: logs/attempt-002/train.3.stacks)"
-    assert judge(evidence) == Verdict(CRASHED, 41, error, 3, "node05", "generating", True)
+    assert verdict_of(evidence) == Verdict(CRASHED, 41, error, 3, "node05", "generating", True)
 
 
 def test_ranks_that_got_as_far_as_an_outcome_did_not_hang():
-    assert judge(AttemptEvidence(outcome=Outcome(FINISHED, 42), hang=HANG)).outcome == FINISHED
+    assert verdict_of(AttemptEvidence(outcome=Outcome(FINISHED, 42), hang=HANG)).outcome == FINISHED
 
 
 def test_an_error_says_where_and_in_what():
-    assert judge(AttemptEvidence(errors=[ERROR])) == Verdict(CRASHED, 7, "boom", 1, "node01", "train")
+    assert verdict_of(AttemptEvidence(errors=[ERROR])) == Verdict(CRASHED, 7, "boom", 1, "node01", "train")
 
 
 def test_a_collective_that_timed_out_is_held_against_the_rank_that_did_not_come():
     beats = [beat(0, 400.0, HEARTBEAT_WAIT), beat(1, 300.0, "generate")]
     evidence = AttemptEvidence(errors=[TIMED_OUT], heartbeats=beats, exits=exits({0: 1}), stacks={1: "here"})
-    verdict = judge(evidence)
+    verdict = verdict_of(evidence)
     assert (verdict.rank, verdict.node, verdict.phase, verdict.hung) == (1, "node01", "generate", True)
     assert verdict.error.startswith("silent for 700 s while rank 0 waited for it: RuntimeError")
     assert verdict.error.endswith("(stacks: here)")
@@ -128,12 +128,12 @@ def test_a_rank_that_died_while_all_showed_their_stacks_is_not_the_one_that_did_
 def test_ranks_that_nccl_aborted_waited_for_the_one_that_did_not_come():
     """Its watchdog leaves no error file."""
     beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 300.0, "generate", 3), beat(2, 400.0, HEARTBEAT_WAIT, 3)]
-    verdict = judge(AttemptEvidence(heartbeats=beats, exits=exits({0: -6, 2: -6, 1: -15})))
+    verdict = verdict_of(AttemptEvidence(heartbeats=beats, exits=exits({0: -6, 2: -6, 1: -15})))
     assert (verdict.rank, verdict.node, verdict.phase, verdict.hung) == (1, "node01", "generate", True)
     assert verdict.error.startswith("silent for 700 s before rank 0 was killed by SIGABRT")
     nobody = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
-    assert judge(AttemptEvidence(heartbeats=nobody, exits=exits({0: -6}))).rank == 0
-    assert judge(AttemptEvidence(exits=exits({0: -6}))).rank == 0
+    assert verdict_of(AttemptEvidence(heartbeats=nobody, exits=exits({0: -6}))).rank == 0
+    assert verdict_of(AttemptEvidence(exits=exits({0: -6}))).rank == 0
 
 
 COLLECTIVE = "WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4) ran for 600010 milliseconds before timing out."
@@ -144,11 +144,13 @@ def test_what_nccls_watchdog_said_comes_before_the_lost_connections_of_the_other
     """They are what its abort brings about."""
     aborted = AttemptEvidence(errors=[LOST_CONNECTION], exits=exits({0: -6, 1: 1}), timed_out={0: COLLECTIVE})
     told = Verdict(CRASHED, None, "a collective timed out: " + COLLECTIVE, rank=0)
-    assert judge(aborted) == told
+    assert verdict_of(aborted) == told
     nobody = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
-    assert judge(aborted._replace(heartbeats=nobody)) == told._replace(step=7, phase="train"), "no node is to blame"
+    assert verdict_of(aborted._replace(heartbeats=nobody)) == told._replace(step=7, phase="train"), (
+        "no node is to blame"
+    )
     beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 401.0, HEARTBEAT_WAIT, 3), beat(2, 300.0, "generate", 3)]
-    verdict = judge(aborted._replace(heartbeats=beats))
+    verdict = verdict_of(aborted._replace(heartbeats=beats))
     assert (verdict.rank, verdict.node, verdict.hung) == (2, "node02", True)
     assert verdict.error.endswith(COLLECTIVE)
 
@@ -163,13 +165,13 @@ def test_what_nccls_watchdog_said_comes_before_the_lost_connections_of_the_other
     ids=["another rank ended before", "it reported itself", "all had left in order"],
 )
 def test_it_does_not_where_something_else_came_before_the_abort(evidence, rank):
-    verdict = judge(evidence._replace(timed_out={0: COLLECTIVE}))
+    verdict = verdict_of(evidence._replace(timed_out={0: COLLECTIVE}))
     assert (verdict.rank, "timed out" in (verdict.error or "")) == (rank, False)
 
 
 def test_it_stays_with_the_rank_that_reported_it_where_nobody_stands_out():
     beats = [beat(0, 400.0, "train"), beat(1, 401.0, "train")]
-    verdict = judge(AttemptEvidence(errors=[TIMED_OUT], heartbeats=beats, exits=exits({0: 1})))
+    verdict = verdict_of(AttemptEvidence(errors=[TIMED_OUT], heartbeats=beats, exits=exits({0: 1})))
     assert (verdict.rank, verdict.error, verdict.hung) == (0, TIMED_OUT.error, False)
 
 
@@ -181,7 +183,7 @@ def test_an_error_of_its_own_is_a_ranks_own_fault():
 # The rank that ended first is the cause where the others took srun's SIGTERM for a request of somebody.
 @pytest.mark.parametrize("outcome", [None, EMPTY], ids=["nothing recorded", "left with nothing saved"])
 def test_a_request_that_only_ranks_know_of_does_not_explain_a_death(outcome):
-    verdict = judge(AttemptEvidence(outcome=outcome, exits=[RankExit(1, 1, "n2")], drain=BY_A_RANK, code=1))
+    verdict = verdict_of(AttemptEvidence(outcome=outcome, exits=[RankExit(1, 1, "n2")], drain=BY_A_RANK, code=1))
     assert (verdict.outcome, verdict.rank, verdict.node) == (CRASHED, 1, "n2")
 
 
@@ -190,25 +192,25 @@ def test_a_request_that_only_ranks_know_of_does_not_explain_a_death(outcome):
     [(75, BY_A_RANK, EMPTY), (1, BY_US, EMPTY), (1, BY_A_RANK, SAVED), (1, Drain("preempted", "x", 0.0), EMPTY)],
 )
 def test_but_a_drain_is_one_where_anybody_else_knows_of_it_or_all_was_saved(first, drain, outcome):
-    assert judge(AttemptEvidence(outcome=outcome, exits=[RankExit(1, first)], drain=drain)).outcome == DRAINED
+    assert verdict_of(AttemptEvidence(outcome=outcome, exits=[RankExit(1, first)], drain=drain)).outcome == DRAINED
 
 
 def test_ranks_asked_to_leave_that_were_gone_before_they_could_save_have_drained():
-    assert judge(AttemptEvidence(drain=BY_US, code=-9)) == Verdict(DRAINED)
-    assert judge(AttemptEvidence(drain=BY_US)) == Verdict(DRAINED)
-    assert judge(AttemptEvidence(drain=BY_US, code=75)).outcome == CRASHED, "75 without an outcome"
+    assert verdict_of(AttemptEvidence(drain=BY_US, code=-9)) == Verdict(DRAINED)
+    assert verdict_of(AttemptEvidence(drain=BY_US)) == Verdict(DRAINED)
+    assert verdict_of(AttemptEvidence(drain=BY_US, code=75)).outcome == CRASHED, "75 without an outcome"
 
 
 def test_what_cannot_be_read_is_not_taken_for_absent():
-    assert judge(AttemptEvidence(unreadable_outcome="is empty")).outcome == DRAINED
-    assert judge(AttemptEvidence(unreadable_outcome="is empty")).step is None
+    assert verdict_of(AttemptEvidence(unreadable_outcome="is empty")).outcome == DRAINED
+    assert verdict_of(AttemptEvidence(unreadable_outcome="is empty")).step is None
     rank, error = blamed(unreadable_errors={2: "is torn"}, outcome=SAVED)
     assert (rank, error) == (2, "its error report cannot be read: is torn")
 
 
 def test_where_nobody_saw_the_end_the_ranks_words_count_and_else_it_is_lost():
-    assert judge(AttemptEvidence(unseen="its script was killed")) == Verdict(LOST, None, "its script was killed")
-    assert judge(AttemptEvidence(unseen="its script was killed", outcome=SAVED)).outcome == DRAINED
+    assert verdict_of(AttemptEvidence(unseen="its script was killed")) == Verdict(LOST, None, "its script was killed")
+    assert verdict_of(AttemptEvidence(unseen="its script was killed", outcome=SAVED)).outcome == DRAINED
 
 
 @pytest.mark.parametrize(("unready", "error"), [(None, "the steps could not be started"), ("no image", "no image")])
@@ -233,4 +235,4 @@ LACKS = "ModuleNotFoundError: No module named 'megatron'"
 def test_what_is_not_in_the_image_is_on_no_other_node_either(said, in_container, outcome):
     unread = AttemptEvidence(exits=[RankExit(0, 1)], last_lines={0: said}, in_container=in_container)
     reported = AttemptEvidence(errors=[ERROR._replace(error=said)], in_container=in_container)
-    assert (judge(unread).outcome, judge(reported).outcome) == (outcome, outcome)
+    assert (verdict_of(unread).outcome, verdict_of(reported).outcome) == (outcome, outcome)

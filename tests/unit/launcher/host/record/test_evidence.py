@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from launcher.host.judge.evidence import RankExit
-from launcher.host.judge.verdict import judge
+from launcher.host.judge.verdict import verdict_of
 from launcher.host.record import evidence as evidence_module
 from launcher.host.record.evidence import Observed, read_drain, read_evidence
 from launcher.host.record.logs import first_exit, last_line, parse_first_exit
-from megatron_rl.contract.attempt_records import Drain, Hang, Outcome, RankError
-from megatron_rl.contract.codes import DRAINED, SIGNALLED
+from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
+from megatron_rl.contract.codes import DRAINED, HEARTBEAT_WAIT, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 
@@ -99,6 +99,18 @@ def test_what_ranks_report_after_they_were_ended_came_of_that(attempt):
     assert [error.rank for error in read_evidence(attempt, Observed(), drain).errors] == [0]
 
 
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_a_node_whose_clock_is_wrong_is_not_the_one_that_was_waited_for(attempt: Attempt, hours: int) -> None:
+    """Where nobody watched the ranks: the host of the batch script was lost with it."""
+    for rank, skew in ((0, 0.0), (1, 3600.0 * hours)):
+        now = 5000.0 + skew
+        write(attempt.heartbeat(rank), Heartbeat(rank, 2, f"n{rank}", HEARTBEAT_WAIT, 7, 7, now - 700.0, now, 10.0))
+        os.utime(attempt.heartbeat(rank), (5000.0, 5000.0))
+    evidence = read_evidence(attempt, Observed(exits=[RankExit(0, -signal.SIGABRT)]), None)
+    assert [(beat.at, beat.written) for beat in evidence.heartbeats] == [(4300.0, 5000.0)] * 2
+    assert verdict_of(evidence).rank == 0, "rank 1 is as far"
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"version": 9}'])
 def test_what_cannot_be_read_is_there_all_the_same(attempt, content):
     for file in (attempt.outcome, attempt.hang, attempt.error(3), attempt.drain, attempt.heartbeat(0)):
@@ -108,7 +120,7 @@ def test_what_cannot_be_read_is_there_all_the_same(attempt, content):
     evidence = read_evidence(attempt, Observed(code=1), drain)
     assert set(evidence.unreadable_errors) == {3}
     assert evidence.unreadable_outcome is not None
-    assert judge(evidence).rank == 3
+    assert verdict_of(evidence).rank == 3
 
 
 def test_a_hang_that_was_seen_counts_though_it_could_not_be_written(attempt):
@@ -208,7 +220,7 @@ def test_a_rank_that_nccls_watchdog_aborted_has_in_its_log_what_timed_out(attemp
     assert rank.returncode == -signal.SIGABRT
     assert "in in_a_collective" in attempt.log(0).read_text()
     assert not attempt.errors()
-    verdict = judge(read_evidence(attempt, Observed(exits=[RankExit(0, rank.returncode)]), None))
+    verdict = verdict_of(read_evidence(attempt, Observed(exits=[RankExit(0, rank.returncode)]), None))
     assert verdict.error is not None
     assert verdict.error.startswith("a collective timed out: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4,")
     assert verdict.rank == 0

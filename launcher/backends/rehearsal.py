@@ -1,0 +1,98 @@
+"""Rehearsals in child processes, one for every kind of rank: the launcher itself imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from launcher.errors import BadInput
+from launcher.plan.kinds import RankKind
+from megatron_rl.config import RunConfig
+
+COMMAND = (sys.executable, "-m", "megatron_rl.rehearse")
+LIMIT_S = 600.0
+NEEDED = ("torch", "megatron")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong with a rank."""
+
+    phase: str
+    error: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one rank did."""
+
+    kind: RankKind
+    parameters: int
+    """That it holds."""
+    phases: Mapping[str, Mapping[str, int]]
+    """Bytes at the peak of each phase, by what held them."""
+    failure: Failure | None
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((sum(held.values()) for held in self.phases.values()), default=0)
+
+
+def rehearse(config: RunConfig, vocab: int, kinds: Sequence[RankKind]) -> list[Rehearsal]:
+    """Rehearse one rank of each kind.
+
+    Args:
+        vocab: tokens of the tokenizer.
+
+    Raises:
+        BadInput: torch or megatron-core is not installed here.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise BadInput(
+            f"a rehearsal runs the ranks' own code, and {' and '.join(missing)} cannot be imported here: "
+            "pip install 'mrl[train]', no GPU is needed"
+        )
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda kind: _rehearse(config, vocab, kind), kinds))
+
+
+def request(config: RunConfig, vocab: int, kind: RankKind) -> str:
+    """The line by which COMMAND is asked for one rank."""
+    asked = {"world": kind.world, "rank": kind.rank, "role": kind.role, "vocab": vocab}
+    return json.dumps({"config": config.model_dump(mode="json"), **asked}) + "\n"
+
+
+def answer(kind: RankKind, line: str) -> Rehearsal:
+    """What COMMAND answers to that, read."""
+    done: dict[str, Any] = json.loads(line)
+    failure = None if done["failure"] is None else Failure(**done["failure"])
+    return Rehearsal(kind, done["parameters"], done["phases"], failure)
+
+
+def _rehearse(config: RunConfig, vocab: int, kind: RankKind) -> Rehearsal:
+    try:
+        ran = subprocess.run(
+            COMMAND,
+            input=request(config, vocab, kind),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Rehearsal(kind, 0, {}, Failure("start", f"did not end within {LIMIT_S:.0f} s", COMMAND[-1]))
+    if ran.returncode != 0:
+        said = [line for line in ran.stderr.splitlines() if line.strip()]
+        error = said[-1] if said else f"exit code {ran.returncode}"
+        return Rehearsal(kind, 0, {}, Failure("start", error, COMMAND[-1]))
+    return answer(kind, ran.stdout)

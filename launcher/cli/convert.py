@@ -1,0 +1,135 @@
+"""mrl convert: weights between Hugging Face's format and Megatron's, by a process of its own: here is no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.errors import BadInput, Failed
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+CONVERTER = [sys.executable, "-m", "megatron_rl.checkpoint.hf"]
+
+
+class Size(click.ParamType):
+    """`5GB`, `200MB`: bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number, unit = str(value)[:-2].strip(), str(value)[-2:].upper()
+        try:
+            size = int(float(number) * UNITS[unit])
+        except (KeyError, ValueError):
+            size = 0
+        if size <= 0:
+            self.fail(f"{value!r} is no size such as 5GB ({', '.join(UNITS)})", param, ctx)
+        return size
+
+
+shard_size = click.option(
+    "--shard-size", type=Size(), default="5GB", show_default=True, help="Of a file; about what is in memory at once."
+)
+force = click.option("--force", is_flag=True, help="Replace DST.")
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object: {source, target, bytes, seconds, peak_memory_bytes}."
+)
+
+
+@click.group("convert", short_help="Convert weights from and to Hugging Face's format.")
+def command() -> None:
+    """Convert weights between Hugging Face's format and Megatron's.
+
+    Qwen2, Qwen2.5, Qwen3, Llama 3.x, Mistral and Qwen3-MoE. Names and bits survive a round trip; tokenizer, generation
+    config and chat template go along. DST appears whole or not at all.
+
+    \b
+    Exit codes:
+      0    DST is there
+      1    it could not be written, as on a full disk
+      2    SRC cannot be used, or DST exists
+      130  interrupted
+    """
+
+
+@command.command("hf-to-megatron", short_help="Make a checkpoint of published weights.")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["torch_dist", "torch"]),
+    default="torch_dist",
+    show_default=True,
+    help="torch_dist: for any layout, --tp only checks that it divides; torch: one shard a rank, as Megatron-LM does.",
+)
+@shard_size
+@force
+@as_json
+def hf_to_megatron(source: str, target: Path, tp: int, kind: str, shard_size: int, force: bool, as_json: bool) -> None:
+    """Convert SRC, a directory of Hugging Face weights or its name in the cache of the hub, to a checkpoint.
+
+    A run starts from DST with model.init=checkpoint model.checkpoint=DST; model.init=huggingface needs no conversion.
+    With --format torch DST has release/mp_rank_XX/model_optim_rng.pt with the names of Megatron-LM's default layers
+    (--transformer-impl transformer_engine), and a shard is in memory at once.
+    """
+    options = ["--tp", str(tp), "--format", kind]
+    _convert("hf-to-megatron", source, target, shard_size, force, as_json, options)
+
+
+@command.command("megatron-to-hf", short_help="Publish a checkpoint: safetensors for transformers.")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@shard_size
+@force
+@as_json
+def megatron_to_hf(source: str, target: Path, shard_size: int, force: bool, as_json: bool) -> None:
+    """Convert SRC, a checkpoint of a run (RUN_DIR/checkpoints/step-000040) or one that hf-to-megatron made, to
+    safetensors that transformers loads.
+
+    The weights keep the type that they have in the checkpoint. What goes along is taken from the weights and the
+    tokenizer that the run began with.
+    """
+    _convert("megatron-to-hf", source, target, shard_size, force, as_json, [])
+
+
+def _convert(
+    direction: str, source: str, target: Path, shard_size: int, force: bool, as_json: bool, options: list[str]
+) -> None:
+    arguments = [direction, source, str(target), "--shard-bytes", str(shard_size), *options, *["--force"] * force]
+    with subprocess.Popen(
+        CONVERTER + arguments,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            out, err = child.communicate()
+        except KeyboardInterrupt:
+            child.terminate()  # Ctrl-C reaches it too, a signal to this process alone does not
+            child.communicate()
+            raise
+    if child.returncode == EXIT_INTERRUPTED:
+        raise click.Abort
+    if child.returncode != EXIT_FINISHED:
+        lines = err.strip().splitlines() or [f"the conversion ended with exit code {child.returncode}"]
+        raise (BadInput if child.returncode == EXIT_USAGE else Failed)(lines[-1])
+    done = json.loads(out.splitlines()[-1])
+    if as_json:
+        click.echo(json.dumps(done))
+        return
+    gigabytes, seconds = done["bytes"] / 1e9, done["seconds"]
+    click.echo(
+        f"{target}: {gigabytes:.3g} GB in {seconds:.3g} s, {gigabytes / seconds:.2g} GB/s, "
+        f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most"
+    )

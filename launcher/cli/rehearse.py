@@ -1,0 +1,77 @@
+"""mrl rehearse: a recipe at its true size, before anybody takes a node."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from launcher.backends.rehearsal import Rehearsal, rehearse
+from launcher.cluster.choice import load_clusters
+from launcher.errors import BadInput
+from launcher.plan.gpu_memory import CONTEXT_BYTES, rank_memory, tokens_known
+from launcher.plan.kinds import rank_kinds
+from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan
+from launcher.recipe.load import load_recipe
+from megatron_rl.contract.codes import EXIT_CRASHED
+from megatron_rl.supported import not_yet
+
+WITHOUT_EFFECT = ("placement.mode", "model.init")
+"""Keys whose values a rehearsal takes, whatever the ranks can do: no weights are read, and each role is rehearsed by
+itself."""
+
+
+@click.command("rehearse", short_help="Run a recipe at its true size without a node: shapes, devices, memory.")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--cluster", help="Cluster profile that it must fit, instead of the recipe's.")
+@click.option("--json", "as_json", is_flag=True, help='{"ranks": [...], "fits": true}, sizes in bytes.')
+@click.pass_context
+def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
+    """Run one rank of every kind (pipeline stage, role) of RECIPE at its true size, on tensors that have a shape, a
+    type and a device and no numbers: the code of a run generates a token, scores, trains on the fullest micro-batch and
+    updates the weights. Says the bytes at the peak of each phase and what holds them, beside the estimate of
+    `mrl plan`. Tokens are assumed to choose all experts equally often.
+
+    RECIPE is the name of a shipped recipe or a YAML file. Needs torch and megatron-core here, no GPU and no weights.
+
+    \b
+    Exit codes:
+      0  it goes through, and fits the GPUs of the cluster
+      1  a rank fails, or needs more than its GPU has
+      2  the recipe or the layout is impossible
+    """
+    asked = load_recipe(recipe, overrides)
+    config = asked.config
+    name, profile = load_clusters().choose_profile(cluster, config.cluster)
+    sizes = make_plan(asked, profile).sizes
+    if missing := [why for why in not_yet(config) if not why.startswith(WITHOUT_EFFECT)]:
+        raise BadInput("; ".join(missing))
+    limit = gpu_bytes(config, profile)
+    tokens = tokens_known(config) or ASSUMED_VOCABULARY
+    vocab = config.model.padded_vocab_size(tokens)
+    done = rehearse(config, tokens, rank_kinds(sizes))
+    ranks = [_row(one, rank_memory(config, sizes, vocab, one.kind.role, one.kind.stage).tensors) for one in done]
+    fits = all(one.failure is None and (limit is None or one.peak_bytes + CONTEXT_BYTES <= limit) for one in done)
+    if as_json:
+        click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))
+    else:
+        from launcher.cli.show.rehearsal import show  # rich is slow to import
+
+        show(config, name, ranks, limit)
+    if not fits:
+        ctx.exit(EXIT_CRASHED)
+
+
+def _row(one: Rehearsal, planned: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "role": one.kind.role,
+        "stage": one.kind.stage,
+        "parameters": one.parameters,
+        "peak_bytes": one.peak_bytes,
+        "phases": {name: {"bytes": sum(held.values()), "held_by": held} for name, held in one.phases.items()},
+        "planned_bytes": planned,
+    }
+    return row if one.failure is None else {**row, "failure": asdict(one.failure)}

@@ -1,1 +1,0 @@
-"""Cluster profiles that come with mrl."""

@@ -1,0 +1,53 @@
+"""Commands that are asked something, within a time limit that holds whatever becomes of them."""
+
+import os
+import signal
+import subprocess
+from typing import Mapping, Optional, Sequence
+
+END_S = 5.0  # that a killed process has to be gone; one that hangs in the kernel may stay for ever
+
+
+def run_limited(
+    command: Sequence[str], limit_s: float, environ: Optional[Mapping[str, str]] = None
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a command to its end, without standard input, in a session of its own: a Ctrl-C for us is not meant for it.
+
+    Args:
+        limit_s: seconds after which it is ended, with all that it has started.
+        environ: its environment; default: ours.
+
+    Raises:
+        subprocess.TimeoutExpired: it was ended.
+        OSError: it could not be started.
+    """
+    process = subprocess.Popen(
+        list(command),
+        env=None if environ is None else dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except BaseException:
+        end_session(process)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def end_session(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process that leads a session, and what it has started there. Where nothing can end it, because a device or
+    a file system does not answer, it is left behind: `subprocess.run` would wait for it for ever."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # it has ended; or what is left acts as another user
+    try:
+        process.wait(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        pass
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()

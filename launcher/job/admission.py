@@ -1,0 +1,88 @@
+"""Whether a directory can hold the run that is asked for. Reads it and writes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.errors import BadInput
+from launcher.job.directories import disk_errors
+from launcher.recipe.changes import CHANGEABLE, Change, changes
+from launcher.recipe.load import Recipe, read_resolved
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import ABSENT, Unreadable
+
+
+def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
+    """What `run_directory.opened` would refuse, with BadInput, or change: for a dry run."""
+    run = RunDir(root)
+    refuse_foreign(run)
+    with disk_errors(root):
+        # The templates slurm/*.sbatch ask for their own script from inside the job that owns the run.
+        refuse_owned(run, os.environ.get("SLURM_JOB_ID"))
+        return accepted_changes(run, recipe.config, change) if run.resolved.exists() else []
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse a directory that holds something else than a run. Raises BadInput."""
+    with disk_errors(run.root):
+        if run.root.exists() and not run.root.is_dir():
+            raise BadInput(f"{run.root}: is a file, not a directory")
+        ours = any(path.exists() for path in (run.lock, run.resolved, run.job, run.identity))
+        if run.root.is_dir() and any(run.root.iterdir()) and not ours:
+            raise BadInput(f"{run.root}: is not empty and not a run directory; give a new or an empty one")
+
+
+def refuse_owned(run: RunDir, my_job: str | None) -> None:
+    """A run belongs to the Slurm job that it was submitted as, until Slurm itself says that the job has ended.
+
+    Args:
+        my_job: the Slurm job that this process is in, which may own the run.
+
+    Raises:
+        BadInput: another job owns it, or may.
+    """
+    if not run.job.exists():
+        return
+    from launcher.backends.slurm.jobs import read_owners  # a new run asks nobody
+    from launcher.runs.owner import Copy, recorded_owner
+    from launcher.runs.state import has_left, last_line
+
+    owner = recorded_owner(run)
+    if isinstance(owner, Unreadable):
+        raise BadInput(f"{owner}: which job owns the run cannot be told; remove the file if none does (squeue --me)")
+    if isinstance(owner, Copy) or owner is ABSENT or owner.job_id == my_job:
+        return
+    (job,) = read_owners([owner])
+    if has_left(job, last_line(run)):
+        return
+    if job.kind == "unknown":
+        raise BadInput(f"{run.root}: belongs to job {job.job_id}, and Slurm cannot be asked about it: {job.reason}")
+    if job.owns:
+        nodes = f" on {job.nodes}" if job.nodes else ""
+        what = f"see it with mrl status {run.root.name}, end it with mrl cancel --drain {run.root.name}"
+        if job.word == "COMPLETING":
+            what = "Slurm is ending what is left of it there; try again in a moment"
+        raise BadInput(f"{run.root}: belongs to job {job.job_id}, which is {job.word.lower()}{nodes}; {what}")
+
+
+def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:
+    """In what `config` differs from the run as it was asked for; BadInput where that may not be, or not yet."""
+    found = changes(read_resolved(run.resolved), config)
+    if not change:
+        _refuse(run, found, "go on with the values of before, or give --change")
+    refused = [one for one in found if not one.allowed]
+    _refuse(run, refused, f"a run that has begun can change only {', '.join(CHANGEABLE)}; start a new one instead")
+    reached = max(run.checkpoint_steps(), default=0)
+    if found and config.training.steps < reached:
+        raise BadInput(
+            f"{run.root}: training.steps {config.training.steps}: the run has already reached step {reached}"
+        )
+    return found
+
+
+def _refuse(run: RunDir, found: Sequence[Change], advice: str) -> None:
+    if found:
+        raise BadInput([f"{run.root}: this run has other values: {one}" for one in found] + [advice])

@@ -1,0 +1,109 @@
+"""The conversion as a process of its own, for `mrl convert` and for runs that export:
+
+    python -m megatron_rl.checkpoint.hf hf-to-megatron SRC DST
+    python -m megatron_rl.checkpoint.hf megatron-to-hf SRC DST
+
+Says on stdout what was done, as one JSON object, and on stderr what is wrong, in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.rank.world import die_with_parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of this module; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.checkpoint.hf", description="Convert weights.")
+    parser.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
+    parser.add_argument("source")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--format", choices=["torch_dist", "torch"], default="torch_dist")
+    parser.add_argument("--shard-bytes", type=int, required=True)
+    parser.add_argument("--force", action="store_true")
+    parser.add_argument("--trust", action="store_true", help="do not compare the checkpoint with its checksums")
+    options = parser.parse_args(arguments)
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)  # so that what is half written is deleted
+    try:
+        done = _convert(options)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was written\n")
+        return EXIT_INTERRUPTED
+    except _refusals() as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"{where}{error.strerror or error}; nothing was written\n")
+        return EXIT_CRASHED
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps({**done, "peak_memory_bytes": peak}) + "\n")
+    return EXIT_FINISHED
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from megatron_rl.checkpoint.publish import CheckpointError
+    from megatron_rl.errors import ConfigurationError
+
+    return CheckpointError, ConfigurationError
+
+
+def _convert(options: argparse.Namespace) -> dict[str, Any]:
+    """Imports take seconds; by then there are handlers."""
+    import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+    from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+    from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+    from megatron_rl.checkpoint.hf.torch_dist import alone
+    from megatron_rl.errors import ConfigurationError
+    from megatron_rl.model.hf_config import CONFIG_FILE
+    from megatron_rl.model.hub import local_folder
+
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    if options.direction == "hf-to-megatron":
+        try:
+            source = local_folder(options.source, "SRC", CONFIG_FILE)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        with alone() as platform:
+            done = to_megatron(
+                source,
+                options.target,
+                platform,
+                tp=options.tp,
+                kind=options.format,
+                shard_bytes=options.shard_bytes,
+                replace=options.force,
+            )
+    else:
+        with alone() as platform:
+            done = to_hugging_face(
+                Path(options.source),
+                options.target,
+                platform,
+                shard_bytes=options.shard_bytes,
+                replace=options.force,
+                verify=not options.trust,
+            )
+    return {"source": options.source, "target": str(options.target), **asdict(done)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""A directory of a Hugging Face model: its safetensors, read piece by piece, and what is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.checkpoint.hf.mapping import HF_OUTPUT, Source
+from megatron_rl.model.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Those of weights, as safetensors call them."""
+MOST_MAPPED = 2**28
+"""Bytes: what was read of a mapped file is memory of this process until the file is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightsFolder:
+    """Knows what every file holds; has one of them open at a time. Each rank makes its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads config.json, the index and the head of every file.
+
+        Raises UnusableWeights where one is missing, damaged, or says other than another.
+        """
+        self.folder = folder
+        self.config: HuggingFaceConfig = read_hf_config(folder)
+        self.tensors: dict[str, Stored] = {}
+        self._open: tuple[str, Any] | None = None
+        self._mapped = 0  # bytes read of the open file
+        listed = _listed(folder)
+        for file in sorted(set(listed.values())) if listed else [SINGLE]:
+            self._read_head(file, listed)
+        for name, file in listed.items():
+            if name not in self.tensors:
+                raise UnusableWeights(f"{folder / INDEX} says that {file} holds {name}, which it does not")
+
+    def _read_head(self, file: str, listed: Mapping[str, str]) -> None:
+        opened = self._file(file)
+        for name in opened.keys():  # noqa: SIM118 - it is no dict
+            if listed and listed.get(name) != file:
+                where = f"puts it into {listed[name]}" if name in listed else "does not know it"
+                raise UnusableWeights(f"{self.folder / file} holds {name}, but {INDEX} {where}")
+            found = opened.get_slice(name)
+            if found.get_dtype() not in DTYPES:
+                raise UnusableWeights(
+                    f"{self.folder / file}: {name} is of type {found.get_dtype()}: "
+                    f"weights of {', '.join(DTYPES)} can be used"
+                )
+            self.tensors[name] = Stored(file, tuple(found.get_shape()), DTYPES[found.get_dtype()])
+
+    def check(self, wanted: Iterable[Source], *, tied: bool) -> None:
+        """Whether the files hold just these tensors, in these shapes, which config.json decides.
+
+        tied: whether an output layer of its own, which then says nothing new, may be there.
+
+        Raises UnusableWeights.
+        """
+        shapes = {source.name: source.shape for source in wanted}
+        for name, shape in shapes.items():
+            found = self.tensors.get(name)
+            if found is None:
+                raise UnusableWeights(f"{self.folder} holds no tensor {name}, which its {CONFIG_FILE} asks for")
+            if found.shape != shape:
+                raise UnusableWeights(
+                    f"{self.folder / found.file}: {name} is {list(found.shape)}, "
+                    f"and by {CONFIG_FILE} it would be {list(shape)}"
+                )
+        known = {*shapes, *([HF_OUTPUT] if tied else [])}
+        # Llama 2 and its like have their rotary frequencies in the files, which follow from config.json.
+        extra = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        if extra:
+            raise UnusableWeights(
+                f"{self.folder / self.tensors[extra[0]].file} holds {extra[0]}, "
+                f"which no model of the shape in {CONFIG_FILE} has"
+            )
+
+    def read(self, name: str, index: tuple[slice, ...] = (slice(None),)) -> Tensor:
+        """A piece of a tensor, on the CPU, in the type it is stored in; may share the memory of the mapped file.
+
+        Raises UnusableWeights where the file can no longer be read.
+        """
+        if self._mapped > MOST_MAPPED:
+            self._open = None
+        piece: Tensor = self._file(self.tensors[name].file).get_slice(name)[index]
+        self._mapped += piece.nbytes
+        return piece
+
+    @property
+    def digest(self) -> str:
+        """Of config.json and the names, sizes and heads of all files; not of the weights, which take minutes to read.
+        In the hub's cache a file is a link to one that is named by its content, which then counts."""
+        content = hashlib.sha256((self.folder / CONFIG_FILE).read_bytes())
+        for file in sorted({stored.file for stored in self.tensors.values()}):
+            path = (self.folder / file).resolve()
+            content.update(f"{file} {path.name} {path.stat().st_size}\n".encode())
+        heads = {name: [list(stored.shape), str(stored.dtype)] for name, stored in self.tensors.items()}
+        content.update(json.dumps(heads, sort_keys=True).encode())
+        return content.hexdigest()
+
+    def _file(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open  # an extra of mrl
+
+        if self._open is None or self._open[0] != file:
+            self._open = None  # the memory it is mapped to is free before the next one is
+            self._mapped = 0
+            path = self.folder / file
+            try:
+                self._open = file, safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise UnusableWeights(f"{self.folder} is incomplete: {file} is missing") from None
+            except OSError as error:
+                raise UnusableWeights(f"{path} cannot be read: {error}") from error
+            except SafetensorError as error:
+                raise UnusableWeights(f"{path} is cut short or damaged ({error}): fetch it again") from error
+        return self._open[1]
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """Tensor -> file, of the index; empty where there is one file without an index."""
+    path = folder / INDEX
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except FileNotFoundError:
+        if (folder / SINGLE).exists():
+            return {}
+        pickled = "; only pickled ones (*.bin), which cannot be used" if list(folder.glob("*.bin")) else ""
+        raise UnusableWeights(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}{pickled}") from None
+    except OSError as error:
+        raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnusableWeights(f"{path} is no index of safetensors: it has no JSON object weight_map") from error
+    plain = isinstance(files, dict) and all(isinstance(file, str) and "/" not in file for file in files.values())
+    if not plain or not files:
+        raise UnusableWeights(f"{path} is no index of safetensors: weight_map must say the file of each tensor")
+    return files

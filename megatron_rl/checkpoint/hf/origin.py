@@ -1,0 +1,78 @@
+"""What a checkpoint is of: the model's shape, and the Hugging Face files that belong to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_rl.checkpoint.hf.to_megatron import CARRIED, NOTES
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.model.hub import local_folder
+from megatron_rl.model.tokenizer import build_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What is known of a checkpoint beside its weights."""
+
+    model: ModelConfig
+    """With `vocab_size`: the rows of the embedding that are no padding."""
+    published: Path | None
+    """Directory whose config.json is that of the model, with its generation config and chat template; None: none is."""
+    tokenizer: Path | None
+    """Directory of the tokenizer; None: it has no Hugging Face form."""
+    output_layer_stored: bool = False
+    """Whether an output layer is published although the embeddings are tied."""
+
+
+def origin_of(checkpoint: Path) -> Origin:
+    """Where a checkpoint comes from: a conversion or a run.
+
+    Raises ConfigurationError where neither can be told, or what belongs to it is not on this machine.
+    """
+    carried = checkpoint / CARRIED
+    if carried.is_dir():
+        notes = json.loads((carried / NOTES).read_text(encoding="utf-8"))
+        model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
+        return Origin(model, carried, carried, notes["output_layer_stored"])
+    run = RunDir(checkpoint.absolute().parent.parent)
+    if checkpoint.absolute().parent != run.checkpoints or not run.resolved.is_file():
+        raise ConfigurationError(
+            f"{checkpoint} is neither a checkpoint of a run (.../checkpoints/step-000040) nor one that "
+            "`mrl convert hf-to-megatron` made"
+        )
+    return _of_run(run)
+
+
+def _of_run(run: RunDir) -> Origin:
+    try:
+        config = RunConfig.model_validate(yaml.safe_load(run.resolved.read_text(encoding="utf-8")))
+        tokenizer = build_tokenizer(config.tokenizer)
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{run.resolved} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})
+    path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
+    folder = local_folder(path, "tokenizer.path", "tokenizer.json") if path else None
+    return Origin(model, _published(config.model), folder)
+
+
+def _published(model: ModelConfig) -> Path | None:
+    """Where the weights were published that a model goes back to, over any number of runs."""
+    try:
+        if model.init == "huggingface" and model.huggingface:
+            return local_folder(model.huggingface, "model.huggingface", CONFIG_FILE)
+        if model.init == "checkpoint" and model.checkpoint:
+            return origin_of(Path(model.checkpoint)).published
+    except (ValueError, OSError):  # no longer there: the shape is known all the same
+        return None
+    return None

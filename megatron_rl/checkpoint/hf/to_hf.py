@@ -1,0 +1,136 @@
+"""Megatron -> Hugging Face: safetensors that transformers loads, written a file at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
+from megatron_rl.checkpoint.hf.mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
+from megatron_rl.checkpoint.hf.megatron_lm import MegatronLMReader
+from megatron_rl.checkpoint.hf.origin import Origin, origin_of
+from megatron_rl.checkpoint.hf.staging import carry, staged
+from megatron_rl.checkpoint.hf.to_megatron import NOTES, Converted, batches
+from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
+from megatron_rl.checkpoint.publish import MANIFEST, find_corruption, find_defect, read_manifest
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_config import CONFIG_FILE, to_hf_config
+from megatron_rl.platform.api import Platform
+
+
+class Reader(Protocol):
+    """Reads the weights of a checkpoint."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of megatron-core's weights, in their order."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a weight as it is stored."""
+
+    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
+        """The tensors of Hugging Face that it is made of."""
+
+
+def to_hugging_face(
+    checkpoint: Path,
+    target: Path,
+    platform: Platform,
+    *,
+    shard_bytes: int,
+    replace: bool = False,
+    verify: bool = True,
+) -> Converted:
+    """Convert the weights of a checkpoint, in the types it has them in. Holds one file of `shard_bytes` in memory, or
+    the largest weight where that is more.
+
+    Args:
+        verify: compare every byte of the checkpoint with what was written; else names and sizes alone.
+
+    Raises:
+        ConfigurationError: of the checkpoint it is not known what model it is of, or `target` cannot be made.
+        CheckpointError: it is damaged, or does not fit what is known of it.
+        OSError: as of a full disk; nothing is left of `target`.
+    """
+    started = time.monotonic()
+    if not checkpoint.is_dir():
+        raise ConfigurationError(f"{checkpoint}: no such directory; give a checkpoint")
+    origin = origin_of(checkpoint)
+    wanted = weights(origin.model)
+    reader = _reader(checkpoint, origin.model, wanted, platform, verify)
+    sizes = {
+        name: sum(math.prod(source.shape) for source in wanted[name].sources) * reader.dtype(name).itemsize
+        for name in reader.names
+    }
+    if origin.output_layer_stored:
+        sizes[HF_OUTPUT] = sizes[EMBEDDING]
+    files = list(batches(sizes, shard_bytes))
+    with staged(target, sum(sizes.values()), replace=replace) as folder:
+        places: dict[str, str] = {}
+        for number, names in enumerate(files, 1):
+            file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for name in names:
+                tensors |= _tensors(name, wanted, reader)
+            _save(folder / file, tensors)
+            places |= dict.fromkeys(tensors, file)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(places.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _describe(folder, origin, reader.dtype(EMBEDDING))
+    return Converted(sum(sizes.values()), time.monotonic() - started)
+
+
+def _reader(
+    checkpoint: Path, model: ModelConfig, wanted: dict[str, Weight], platform: Platform, verify: bool
+) -> Reader:
+    if not (checkpoint / MANIFEST).exists() and (checkpoint / "release").is_dir():
+        return MegatronLMReader(checkpoint, model, wanted)
+    defect = find_corruption(checkpoint, read_manifest(checkpoint).files) if verify else find_defect(checkpoint)
+    if defect:
+        raise ConfigurationError(f"{defect}: use another checkpoint")
+    return TorchDistReader(checkpoint, skeleton(model, platform))
+
+
+def _tensors(name: str, wanted: dict[str, Weight], reader: Reader) -> dict[str, Tensor]:
+    if name == HF_OUTPUT:  # tied, and published twice
+        return {HF_OUTPUT: reader.read(EMBEDDING, wanted[EMBEDDING])[HF_EMBEDDING]}
+    return {theirs: tensor.contiguous() for theirs, tensor in reader.read(name, wanted[name]).items()}
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file  # an extra of mrl
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _describe(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
+    """Put beside the weights what transformers wants to know of them. config.json comes last, and says their type."""
+    for source in dict.fromkeys([origin.published, origin.tokenizer]):
+        if source is not None:
+            carry(source, folder)
+    (folder / NOTES).unlink(missing_ok=True)
+    name = str(dtype).removeprefix("torch.")
+    if origin.published is None:  # a config.json beside the tokenizer says nothing of the weights
+        config = to_hf_config(origin.model, name)
+    else:
+        shutil.copyfile(origin.published / CONFIG_FILE, folder / CONFIG_FILE)
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        if config.get(key, name) == name:
+            return  # as it was published, to the byte
+        config[key] = name
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

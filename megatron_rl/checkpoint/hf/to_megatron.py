@@ -1,0 +1,166 @@
+"""Hugging Face -> Megatron: a checkpoint that any layout reads, or Megatron-LM's own tensor-parallel shards."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl.checkpoint.hf import megatron_lm
+from megatron_rl.checkpoint.hf.folder import WeightsFolder
+from megatron_rl.checkpoint.hf.load import fill
+from megatron_rl.checkpoint.hf.mapping import HF_EMBEDDING, HF_OUTPUT, Weight, sources, weights
+from megatron_rl.checkpoint.hf.staging import carry, staged, sync
+from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
+from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, shape
+from megatron_rl.platform.api import Platform
+
+CARRIED = "huggingface"
+"""Folder in a converted checkpoint: config.json, tokenizer and what else came with the weights."""
+NOTES = "conversion.json"
+"""File in that folder: what only the weights said."""
+VOCAB_MULTIPLE = 128
+"""What the embedding is padded to a multiple of, as in the shipped recipes and in Megatron-LM (there for each rank)."""
+
+Format = Literal["torch_dist", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a conversion read and wrote."""
+
+    bytes: int
+    """Of the weights."""
+    seconds: float
+
+
+def to_megatron(
+    source: Path,
+    target: Path,
+    platform: Platform,
+    *,
+    tp: int = 1,
+    kind: Format = "torch_dist",
+    shard_bytes: int,
+    replace: bool = False,
+) -> Converted:
+    """Convert a directory of Hugging Face weights. Holds `shard_bytes` of them in memory at once, or the largest weight
+    where that is more; with `kind` torch one tensor-parallel shard.
+
+    Raises:
+        ConfigurationError: `source` cannot be used, does not divide by `tp`, or `target` cannot be made.
+        OSError: as of a full disk; nothing is left of `target`.
+    """
+    files = WeightsFolder(source)
+    multiple = VOCAB_MULTIPLE * tp if kind == "torch" else math.lcm(VOCAB_MULTIPLE, tp)
+    model = ModelConfig(**shape(files.config), init="from-scratch", vocab_multiple=multiple)
+    wanted = weights(model)
+    files.check(sources(wanted).values(), tied=model.tied_embeddings)
+    check_tokenizer(source, files.config.vocab_size)
+    if undivided := next(model.undivided(tp, 1, 1), None):
+        raise ConfigurationError(f"{undivided}: choose a --tp that does")
+    notes = {"output_layer_stored": model.tied_embeddings and _has_equal_output(files)}
+    size = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in files.tensors.values())
+    started = time.monotonic()
+    with staged(target, size, replace=replace) as folder:
+        carried = folder / CARRIED
+        carried.mkdir()
+        carry(source, carried)
+        (carried / NOTES).write_text(json.dumps(notes) + "\n", encoding="utf-8")
+        if kind == "torch":
+            megatron_lm.write(folder, model, wanted, files, tp)
+        else:
+            _write_torch_dist(folder, model, wanted, files, platform, shard_bytes, started)
+    return Converted(size, time.monotonic() - started)
+
+
+def _write_torch_dist(
+    folder: Path,
+    model: ModelConfig,
+    wanted: dict[str, Weight],
+    files: WeightsFolder,
+    platform: Platform,
+    shard_bytes: int,
+    started: float,
+) -> None:
+    writer = TorchDistWriter(folder, skeleton(model, platform))
+    shapes = writer.shapes
+    sizes = {name: math.prod(shapes[name]) * dtype_of(name, wanted[name], files).itemsize for name in shapes}
+    for names in batches(sizes, shard_bytes):
+        writer.write(names, lambda name: whole(name, wanted[name], shapes[name], files))
+    records = writer.finish()
+    sync(folder / CARRIED)
+    carried = [path for path in (folder / CARRIED).rglob("*") if path.is_file()]
+    records |= {str(path.relative_to(folder)): hash_file(path) for path in carried}
+    seconds = time.monotonic() - started
+    write_manifest(folder, Manifest(0, f"converted-{secrets.token_hex(4)}", 1, None, 0.0, seconds, {}, records))
+
+
+def whole(name: str, weight: Weight, size: Iterable[int], files: WeightsFolder) -> Tensor:
+    """A weight of megatron-core's, in the type it is published in."""
+    tensor = torch.empty(tuple(size), dtype=dtype_of(name, weight, files))
+    fill(tensor, weight, files)
+    return tensor
+
+
+def dtype_of(name: str, weight: Weight, files: WeightsFolder) -> torch.dtype:
+    """Raises UnusableWeights where its parts are of several types."""
+    types = {files.tensors[source.name].dtype for source in weight.sources}
+    if len(types) > 1:
+        parts = ", ".join(source.name for source in weight.sources)
+        raise UnusableWeights(f"{files.folder}: {parts} are of several types, and {name} holds them together")
+    return types.pop()
+
+
+def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in their order, in as few batches of at most `limit` bytes as that allows; a larger one is by itself."""
+    batch: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if batch and held + size > limit:
+            yield batch
+            batch, held = [], 0
+        batch.append(name)
+        held += size
+    if batch:
+        yield batch
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raises UnusableWeights where there is none, or one with more tokens than the embedding has rows."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise UnusableWeights(f"{folder} is incomplete: it holds no tokenizer (tokenizer.json)")
+    from transformers import AutoTokenizer  # seconds
+
+    try:
+        tokens = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise UnusableWeights(f"{folder} holds no tokenizer that can be used: {error}") from error
+    if tokens > vocab_size:
+        raise UnusableWeights(
+            f"{folder}: the tokenizer has {tokens} tokens, and the embedding {vocab_size} rows (vocab_size of "
+            f"{CONFIG_FILE}): one of them belongs to another model"
+        )
+
+
+def _has_equal_output(files: WeightsFolder) -> bool:
+    """Whether an output layer is there that the embeddings are tied to. Raises UnusableWeights where it differs."""
+    if HF_OUTPUT not in files.tensors:
+        return False
+    if not torch.equal(files.read(HF_OUTPUT), files.read(HF_EMBEDDING)):
+        raise UnusableWeights(
+            f"{files.folder}: {HF_OUTPUT} is not {HF_EMBEDDING}, and {CONFIG_FILE} says that they are one "
+            "(tie_word_embeddings)"
+        )
+    return True

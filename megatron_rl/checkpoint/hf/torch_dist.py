@@ -1,0 +1,170 @@
+"""The weights of a layout-free checkpoint, written and read tensor by tensor, without a model in memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_rl.checkpoint.hf.mapping import Weight, pieces
+from megatron_rl.checkpoint.publish import CheckpointError, FileRecord
+from megatron_rl.checkpoint.shards import Part, Snapshot, write_metadata, write_part
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.api import Platform
+from megatron_rl.platform.select import select
+from megatron_rl.rank.config import JobConfig
+
+
+@contextmanager
+def alone() -> Iterator[Platform]:
+    """The platform and megatron-core's groups of a process that is no rank of a run."""
+    platform = select(JobConfig(device="cpu", threads_per_rank=1))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        yield platform
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def skeleton(model: ModelConfig, platform: Platform) -> Policy:
+    """The whole policy with no memory behind its weights. Needs megatron-core's groups, of one rank."""
+    without_memory = copy.copy(platform)
+    without_memory.device = torch.device("meta")
+    assert model.vocab_size is not None
+    with torch.device("meta"):
+        return build_policy(model, model.vocab_size, without_memory)
+
+
+def _split(policy: Policy) -> tuple[dict[str, Any], list[ShardedObject]]:
+    """Weights by name, and what megatron-core saves beside them: an empty object for each linear."""
+    items = policy.sharded_state_dict()
+    objects = [item for item in items.values() if isinstance(item, ShardedObject)]
+    return {name: item for name, item in items.items() if not isinstance(item, ShardedObject)}, objects
+
+
+def _shards(item: Any, data: Tensor | None = None) -> list[ShardedTensor]:
+    """What a checkpoint holds of one weight: some are stored in two pieces. A layer of the tensor that holds those of
+    all layers is [1, ...] here: as megatron-core leaves it, torch would want to know which ranks have the others."""
+    if data is not None:
+        typed = {"dtype": data.dtype} if isinstance(item, ShardedTensor) else {}  # a factory has none
+        item = dataclasses.replace(item, data=data, **typed)
+    (found,) = save_preprocess({"": item}, validate_access_integrity=False)[0].values()
+    shards = []
+    for shard in found if isinstance(found, list) else [found]:
+        size = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        shards.append(dataclasses.replace(shard, data=shard.data.view(size), local_shape=size, prepend_axis_num=0))
+    return shards
+
+
+class TorchDistWriter:
+    """Writes the weights of a policy into a folder, some at a time: each call as if another rank did."""
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self._folder = folder
+        self._items, self._objects = _split(policy)
+        self._parts: list[Part] = []
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights to be written, by megatron-core's names, padding included."""
+        return {name: tuple(item.data.shape) for name, item in self._items.items()}
+
+    def write(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        """Write weights, each made when its turn comes; all of these are in memory at once.
+
+        Raises CheckpointError where what a checkpoint holds as one tensor (of all layers) is of several types.
+        """
+        held: dict[str, list[Any]] = {} if self._parts else {one.unique_key: [one] for one in self._objects}
+        for name in names:
+            for shard in _shards(self._items[name], make(name)):
+                if self._dtypes.setdefault(shard.key, shard.dtype) != shard.dtype:
+                    raise CheckpointError(f"{name} is {shard.dtype} and in other layers {self._dtypes[shard.key]}")
+                if shard.data.untyped_storage().nbytes() != shard.data.nbytes:
+                    shard.data = shard.data.clone()  # torch.save writes whole storages
+                held.setdefault(shard.key, []).append(shard)
+        self._parts.append(write_part(self._folder, Snapshot(held, {}), len(self._parts), lambda: None))
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Write the index. Returns the record of every file."""
+        files = {name: record for part in self._parts for name, record in part.files.items()}
+        return files | {".metadata": write_metadata(self._folder, self._parts)}
+
+
+class TorchDistReader:
+    """Reads the weights of a policy out of a checkpoint, one at a time."""
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        """Raises CheckpointError where the checkpoint is of another model."""
+        self._folder = folder
+        self._reader = FileSystemReader(folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        stored = metadata.state_dict_metadata
+        self._stored = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+        self._shards = {name: _shards(item) for name, item in _split(policy)[0].items()}
+        for name, shards in self._shards.items():
+            if shards[0].key not in self._stored:
+                raise CheckpointError(f"{folder} does not fit this model: it has no {shards[0].key} ({name})")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._shards)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the weight as it is stored."""
+        return self._stored[self._shards[name][0].key].properties.dtype
+
+    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
+        """What the weight holds of Hugging Face's tensors, by their names.
+
+        Raises CheckpointError where the checkpoint does not hold all of it.
+        """
+        rows = sum(source.shape[0] for source in weight.sources)  # without padding
+        tensor = torch.empty((rows, *weight.sources[0].shape[1:]), dtype=self.dtype(name))
+        items, targets, first = [], {}, 0
+        for shard in self._shards[name]:
+            axis = len(shard.local_shape) - tensor.dim()
+            last = min(first + shard.local_shape[axis], rows)
+            target = tensor[first:last].view((1,) * axis + (last - first, *tensor.shape[1:]))
+            first = last
+            chunk = ChunkStorageMetadata(offsets=torch.Size(shard.global_offset), sizes=target.shape)
+            targets[shard.key, chunk.offsets] = target
+            items += create_read_items_for_chunk_list(shard.key, self._stored[shard.key], [chunk])
+        if sum(math.prod(item.lengths) for item in items) != tensor.numel():
+            raise CheckpointError(f"{self._folder} does not fit this model: of {name} it holds another part")
+        self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
+        return {piece.source.name: piece.view.reshape(piece.source.shape) for piece in pieces(weight, tensor)}
+
+
+class _Into(DefaultLoadPlanner):
+    """Has torch's reader put what it reads into given tensors."""
+
+    def __init__(self, targets: dict[tuple[str, torch.Size], Tensor]) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._targets[index.fqn, index.offset]
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        """It is in its place."""

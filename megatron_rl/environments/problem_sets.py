@@ -1,0 +1,56 @@
+"""Problems that a generator makes: drawn, each once, split for good into trained and held-out ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+
+
+class DrawnProblemsConfig(Section):
+    """Arguments of every environment whose problems a generator makes."""
+
+    draws: PositiveInt = 4000
+    """Tasks drawn from the generator; those that render to the same prompt count once. Of two terms with one digit
+    there are 200, and 4000 draws find them all."""
+    seed: NonNegativeInt = 0
+    """Seed of the draws and of the split into trained and held-out problems; independent of `training.seed`."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Fraction of the problems that is never trained on."""
+    evaluation_problems: PositiveInt = 256
+    """Problems of each evaluation set at most."""
+
+
+class DrawnProblems(RewardOnlyAgent):
+    """An environment of drawn problems."""
+
+    config: DrawnProblemsConfig
+
+    def __init__(self, config: DrawnProblemsConfig, tokenizer: Tokenizer, drawn: Iterable[Problem]) -> None:
+        super().__init__(config, tokenizer)
+        problems = _in_split_order({problem.prompt: problem for problem in drawn}.values(), config.seed)
+        held_out = round(config.held_out * len(problems))
+        self._held_out = problems[:held_out]
+        self._trained = problems[held_out:]
+
+    def training_problems(self) -> Sequence[Problem]:
+        return self._trained
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        """`held_out` is missing where nothing is held out."""
+        limit = self.config.evaluation_problems
+        sets = {"trained": self._trained[:limit], "held_out": self._held_out[:limit]}
+        return {name: problems for name, problems in sets.items() if problems}
+
+
+def _in_split_order(problems: Iterable[Problem], seed: int) -> list[Problem]:
+    """Shuffled by a hash of the prompt, so that neither the order of the draws nor their number moves a problem
+    that all draws find from one side of the split to the other."""
+    return sorted(problems, key=lambda problem: (stable_key(f"split:{problem.prompt}", seed), problem.prompt))

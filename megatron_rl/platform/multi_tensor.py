@@ -1,0 +1,33 @@
+"""What megatron-core computes over all gradients at once, for a GPU without Transformer Engine's and Apex's kernels.
+
+Its own stand-ins look at the norm of every tensor on the host, hundreds of waits an update, and scale one after the
+other.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads
+from torch import Tensor
+
+
+def mend_multi_tensor() -> None:
+    """Replace the stand-ins of megatron-core (0.16.1 and 0.19.2) where it has chosen them."""
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _l2_norm
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
+def _l2_norm(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _each: bool = False) -> tuple[Tensor, None]:
+    """[1], the norm of all of them."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0])))[None], None
+
+
+def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], scale: float) -> None:
+    """The second list becomes the first times `scale`."""
+    sources, targets = tensors
+    if all(source is target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_mul_(targets, scale)
+    else:
+        torch._foreach_copy_(targets, torch._foreach_mul(sources, scale))

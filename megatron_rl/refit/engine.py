@@ -1,0 +1,42 @@
+"""The engine of a rank and the way to it from the trainer's weights, by how each of the two cuts the model."""
+
+from __future__ import annotations
+
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.groups import Groups
+from megatron_rl.refit.publish import Refit, SharedWeights
+from megatron_rl.refit.reshard import ReshardedWeights
+
+
+def build_engine(
+    trained: Policy,
+    config: RunConfig,
+    vocab_size: int,
+    end_token: int,
+    platform: Platform,
+    groups: Groups,
+    ranks: EngineRanks,
+) -> tuple[Engine, Refit]:
+    """Where both cut the model alike the engine samples by the trainer's own weights, else by a model of its own.
+    Collective.
+
+    vocab_size, end_token: the tokenizer's. ranks: of the engine.
+    """
+    shared = shares_weights(config, ranks.tensor.size())
+    policy = trained
+    if not shared:
+        policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
+        policy.requires_grad_(False).eval()
+    engine = Engine(policy, config.model, config.inference, end_token, config.training.sequence_length, ranks)
+    return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
+
+
+def shares_weights(config: RunConfig, engine_tp: int) -> bool:
+    """Whether the trainer's model can generate as it is: every rank has its part of every layer, and all of its experts
+    and tokens."""
+    layout = config.placement.training
+    return layout.tp == engine_tp and layout.pp == layout.cp == layout.ep == 1 and not layout.sequence_parallel

@@ -1,0 +1,254 @@
+"""One rank's share of a step at its true size, with the code of a run, on tensors that hold no numbers."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.model.config import Recompute
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.refit.engine import build_engine
+from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.training.batch import Agreed, training_batch, update_batch, update_part
+from megatron_rl.training.optimizer import PolicyOptimizer, Update
+from megatron_rl.training.schedule import ModelInput
+from megatron_rl.training.trainer import Trainer
+
+END = 1
+"""The end token: what the host sees of a token is a one."""
+A_MINUTE = timedelta(minutes=1)
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong."""
+
+    phase: str
+    error: str
+    """Its class and what it says."""
+    where: str
+    """The last line of ours that was at it."""
+
+    @classmethod
+    def of(cls, phase: str, error: Exception) -> Failure:
+        return cls(phase, f"{type(error).__name__}: {error}".strip().partition("\n")[0], _where(error.__traceback__))
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What a rank has done so far."""
+
+    parameters: int = 0
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes at the peak of each, in the order in which they began, by what held them."""
+    failure: Failure | None = None
+
+
+class Phase(Protocol):
+    """Begins a phase of this name, which lasts as long as the `with` block."""
+
+    def __call__(self, name: str) -> AbstractContextManager[None]: ...
+
+
+def rehearse_rank(
+    config: RunConfig, vocab: int, role: str, groups: Groups, device: PhantomDevice, done: Rehearsal
+) -> None:
+    """Build a rank, generate and train where its role is to. What it did and how it failed goes into `done`.
+
+    Args:
+        vocab: tokens of the tokenizer.
+        role: colocated, training or inference.
+        device: that has been entered.
+    """
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        try:
+            with device.memory.watched() as peak:
+                yield
+        except Exception as error:  # whatever a step of a run may raise is what a rehearsal is to tell
+            done.failure = done.failure or Failure.of(name, error)
+            raise
+        if peak.bytes > sum(done.phases.get(name, {}).values()):
+            done.phases[name] = {holder: size for holder, size in peak.held_by.items() if size}
+
+    try:
+        rank = _Rank(config, vocab, groups, device, phase)
+        with phase("build"):
+            engine, trainer = rank.build(role)
+            done.parameters = rank.parameters
+        if engine:
+            with phase("generate"):
+                generate(engine, config)
+        if trainer:
+            with phase("score"):
+                score(trainer)
+            with phase("train"):
+                trainer.train(rollouts(config, trainer.groups.pipeline.size()), step=1)
+    except Exception:
+        if done.failure is None:  # no phase's: a fault of the rehearsal itself
+            raise
+
+
+class _Rank:
+    """Makes what a rank consists of, each part of its memory under its name."""
+
+    def __init__(self, config: RunConfig, vocab: int, groups: Groups, device: PhantomDevice, phase: Phase) -> None:
+        self.parameters = 0
+        self._config = config
+        self._vocab = vocab
+        self._groups = groups
+        self._memory = device.memory
+        self._platform = PhantomPlatform(device)
+        self._platform.seed(0)
+        self._phase = phase
+
+    def build(self, role: str) -> tuple[Engine | None, Trainer | None]:
+        config = self._config
+        policy = self._policy("weights", config.training.recompute)
+        self.parameters = sum(weight.numel() for weight in policy.parameters())
+        tp = config.placement.inference.tp or config.placement.training.tp
+        ranks = EngineRanks.form(self._groups, tp, A_MINUTE)
+        if role == "inference":
+            policy.requires_grad_(False).eval()
+            with self._memory.held_by("KV cache"):
+                length = config.training.sequence_length
+                return Engine(policy, config.model, config.inference, END, length, ranks), None
+        trainer = self._trainer(policy)
+        if role == "training":
+            return None, trainer
+        with self._memory.held_by("KV cache"):
+            engine, _refit = build_engine(policy, config, self._vocab, END, self._platform, self._groups, ranks)
+        self._memory.assign("inference weights", _tensors(engine.policy))
+        self._memory.assign("weights", _tensors(policy))  # some of which are the engine's as well
+        return engine, trainer
+
+    def _trainer(self, policy: Policy) -> Trainer:
+        config = self._config
+        reference = None
+        if config.grpo.kl_beta > 0:
+            reference = self._policy("reference").requires_grad_(False)
+        with self._memory.held_by("optimizer"):
+            optimizer = _Optimizer(policy, config, self._phase)
+        self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])
+        self._memory.assign("weights", policy.parameters())  # which are in buffers of the optimizer's now
+        safe_points = _SafePoints(self._phase)
+        return Trainer(policy, optimizer, reference, config, self._platform, self._groups, safe_points)
+
+    def _policy(self, holder: str, recompute: Recompute = "none") -> Policy:
+        config = self._config
+        with self._memory.held_by(holder):
+            policy = build_policy(
+                config.model,
+                self._vocab,
+                self._platform,
+                recompute,
+                sequence_parallel=config.placement.training.sequence_parallel,
+            )
+        self._memory.assign(holder, policy.parameters())  # the platform's own builds hold weights
+        return policy
+
+
+def generate(engine: Engine, config: RunConfig) -> None:
+    """Fill all rows, one of them with a sequence of full length, and decode a token for each."""
+    length, answer = config.sequence_length, config.sampling.max_new_tokens
+    fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
+    engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))
+    for key in range(1, config.inference.max_batch):
+        engine.submit(GenerationRequest([0] * max(1, length - answer), 1, fresh, key))
+    engine.step()
+    engine.step()
+
+
+def score(trainer: Trainer) -> None:
+    """Log-probs of the fullest micro-batch."""
+    config, policy = trainer.config, trainer.policy
+    batch = training_batch(rollouts(config, 1).groups, config, 0, trainer.platform.device)
+    part = update_part(batch, range(len(batch.trajectories)), config)
+    (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser), config).microbatches
+    trainer.score(policy, batch, [ModelInput.of(policy, fullest)])
+
+
+def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
+    """What fills so many micro-batches, two at least: sequences of full length, the rest of the micro-batch as one
+    more, no two of which begin alike. Half of them are right.
+
+    Answers that share their prompt need no more: what attention gathers for each counts by its memory (see
+    `flops.rows_per_token`). Nor do shorter ones, but for what rounds them up to common lengths.
+    """
+    length, limit = config.sequence_length, max(config.sequence_length, config.training.tokens_per_microbatch)
+    lengths = [length] * (limit // length)
+    if limit % length > 1:
+        lengths.append(limit % length)
+    lengths = (lengths * max(2, microbatches))[: max(2, config.grpo.samples_per_update)]
+    trajectories = []
+    for number, tokens in enumerate(lengths):
+        answer = min(config.sampling.max_new_tokens, tokens - 1)
+        completion = Completion([2] * answer, [0.0] * answer, "length", [0] * answer)
+        trajectories.append(Trajectory.single([number] * (tokens - answer), completion, "", float(number % 2)))
+    return RolloutBatch([TrajectoryGroup(0, Problem("", {}), trajectories, {})], [0], 0, 1)
+
+
+class _Optimizer(PolicyOptimizer):
+    """Its update is a phase of its own."""
+
+    def __init__(self, policy: Policy, config: RunConfig, phase: Phase) -> None:
+        super().__init__(policy, config.model, config.optimizer, total_updates=1)
+        self.buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        self._phase = phase
+
+    def update(self, updates_done: int) -> Update:
+        with self._phase("update"):
+            return super().update(updates_done)
+
+
+class _SafePoints(SafePoints):
+    """The phases of a step are those of the rehearsal; nobody asks this rank to leave."""
+
+    def __init__(self, phase: Phase) -> None:
+        attempt = RunDir(tempfile.gettempdir()).attempt(1)
+        super().__init__(Activity(attempt, published=False), DrainListener(attempt), Timeline())
+        self._phase = phase
+
+    @contextmanager
+    def phase(self, category: str) -> Iterator[None]:
+        with self._phase({"wait": "train", "log-probs": "score"}.get(category, category)):
+            yield
+
+
+def _tensors(policy: Policy) -> Iterator[Tensor]:
+    """Its weights, and the tables that are none."""
+    yield from chain(policy.parameters(), (value for value in vars(policy).values() if isinstance(value, Tensor)))
+
+
+def _where(trace: TracebackType | None) -> str:
+    packages = [ROOT / "megatron_rl" / room for room in ("platform/phantom.py", "rehearse")]
+    files = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(trace)]
+    inside = [frame for frame, file in files if file.is_relative_to(ROOT / "megatron_rl")]
+    ours = [frame for frame in inside if not any(Path(frame.filename).is_relative_to(room) for room in packages)]
+    last = (ours or inside)[-1]
+    return f"{Path(last.filename).relative_to(ROOT)}:{last.lineno} in {last.name}"

@@ -1,0 +1,54 @@
+"""Which expert gets which token, where the router has no numbers to choose by: all of them equally many.
+
+That is what a trained router is near to, and no bound: the ranks whose experts are chosen more often hold more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+_preprocess = MoEAlltoAllTokenDispatcher.preprocess
+
+
+@contextmanager
+def balanced_routing() -> Iterator[None]:
+    """Meanwhile every rank sends each expert as many tokens. megatron-core's dispatcher reads on the host how many
+    there are, and what masks them."""
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", _count))
+        patches.enter_context(mock.patch.object(token_dispatcher, "permute", _permute))
+        yield
+
+
+def equal_shares(tokens: int, experts: int, chosen: int) -> Tensor:
+    """[tokens, experts] bool: each token with `chosen` experts, and these with equally many tokens, or one more."""
+    places = torch.arange(tokens * chosen).view(tokens, chosen) % experts
+    return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, places, True)
+
+
+def _count(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> Tensor:
+    """`preprocess` of equal shares, which are numbers, and the same on all ranks."""
+
+    def all_gather(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        return counts.repeat(group.size())
+
+    shares = equal_shares(len(routing_map), routing_map.shape[1], dispatcher.config.moe_router_topk)
+    with mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", all_gather):
+        counts: Tensor = _preprocess(dispatcher, shares)
+    return counts
+
+
+def _permute(
+    tokens: Tensor, routing_map: Tensor, *, probs: Tensor, num_out_tokens: int, **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`permute`, which asks the mask how many tokens it leaves: they are known."""
+    rows = torch.zeros(num_out_tokens, dtype=torch.long, device=tokens.device)
+    return tokens.index_select(0, rows), probs.T.contiguous().view(-1).index_select(0, rows), rows

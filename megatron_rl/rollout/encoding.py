@@ -1,0 +1,122 @@
+"""Scored groups as bytes, bit for bit what was sampled: for the bank's files, and from rank to rank.
+
+Tokens are int32 and log-probs float32, as the engine has them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+
+TOKEN = np.dtype("<i4")
+LOG_PROB = np.dtype("<f4")
+VERSION = np.dtype("<i8")
+_FLAG = np.dtype("?")
+_HEAD_BYTES = struct.Struct("<I")
+
+Head = dict[str, Any]
+"""What a body is, in JSON."""
+
+
+def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
+    """A group without its problem, which is the prompt stream's to know."""
+    trajectories = group.trajectories
+    texts = [trajectory.text.encode("utf-8", "surrogatepass") for trajectory in trajectories]
+    head: Head = {
+        "ordinal": group.ordinal,
+        "failures": dict(group.failures),
+        # Of each trajectory:
+        "tokens": [len(trajectory.tokens) for trajectory in trajectories],
+        "turns": [[(turn.start, turn.stop) for turn in trajectory.turns] for trajectory in trajectories],
+        "text": [len(text) for text in texts],
+        "reward": [trajectory.reward for trajectory in trajectories],
+        "finish_reason": [trajectory.finish_reason for trajectory in trajectories],
+    }
+    turns = [(trajectory, turn.start, turn.stop) for trajectory in trajectories for turn in trajectory.turns]
+    return head, b"".join(
+        (
+            _packed((trajectory.tokens for trajectory in trajectories), TOKEN),
+            *[bytes(trajectory.loss_mask) for trajectory in trajectories],
+            _packed((trajectory.versions[start:stop] for trajectory, start, stop in turns), VERSION),
+            _packed((trajectory.logprobs[start:stop] for trajectory, start, stop in turns), LOG_PROB),
+            *texts,
+        )
+    )
+
+
+def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
+    reader = Reader(body)
+    lengths = head["tokens"]
+    turns = [[range(start, stop) for start, stop in each] for each in head["turns"]]
+    sampled = [sum(map(len, each)) for each in turns]
+    tokens = [reader.numbers(length, TOKEN) for length in lengths]
+    masks = [reader.numbers(length, _FLAG) for length in lengths]
+    versions = [reader.numbers(count, VERSION) for count in sampled]
+    logprobs = [reader.numbers(count, LOG_PROB) for count in sampled]
+    trajectories = [
+        Trajectory(
+            tokens=tokens[i],
+            loss_mask=masks[i],
+            logprobs=_spread(logprobs[i], turns[i], length, 0.0),
+            versions=_spread(versions[i], turns[i], length, -1),
+            turns=turns[i],
+            text=reader.text(head["text"][i]),
+            reward=head["reward"][i],
+            finish_reason=head["finish_reason"][i],
+        )
+        for i, length in enumerate(lengths)
+    ]
+    return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])
+
+
+def joined(head: Head, body: bytes) -> bytes:
+    """Head and body in one message, see `parted`."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return b"".join((_HEAD_BYTES.pack(len(text)), text, body))
+
+
+def parted(message: bytes) -> tuple[Head, bytes]:
+    (head_bytes,) = _HEAD_BYTES.unpack_from(message)
+    start = _HEAD_BYTES.size + head_bytes
+    return json.loads(message[_HEAD_BYTES.size : start]), message[start:]
+
+
+def _packed(lists: Iterable[Iterable[float]], kind: np.dtype[Any]) -> bytes:
+    """Bytes of all lists as one array: of short answers there are many."""
+    return np.array(list(chain.from_iterable(lists)), kind).tobytes()
+
+
+def _spread(sampled: list[Any], turns: Iterable[range], length: int, elsewhere: float) -> list[Any]:
+    """[length] the values of sampled tokens at their places, `elsewhere` between them."""
+    values: list[Any] = [elsewhere] * length
+    taken = 0
+    for turn in turns:
+        values[turn.start : turn.stop] = sampled[taken : taken + len(turn)]
+        taken += len(turn)
+    return values
+
+
+class Reader:
+    """Takes a body apart from its beginning."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._position = 0
+
+    def numbers(self, count: int, kind: np.dtype[Any]) -> list[Any]:
+        return np.frombuffer(self._take(count * kind.itemsize), kind).tolist()
+
+    def text(self, count: int) -> str:
+        return self._take(count).decode("utf-8", "surrogatepass")
+
+    def _take(self, count: int) -> bytes:
+        part = self._body[self._position : self._position + count]
+        self._position += count
+        return part

@@ -1,0 +1,86 @@
+"""Models of `transformers`, tiny and random, published as on the hub: weights in several files, config, tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_config import read_hf_config, shape
+
+VOCAB = 61  # padded to 64
+TOKENS = 50
+SENTENCE = [3, 10, 4, 60, 7, 13, 0, 14, 1, 44, 21, 5]
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+}
+PUBLISHED = {
+    "Qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-5),
+    "Qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "Qwen3, wider heads": Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True),
+    "Llama 3.1": LlamaConfig(**SIZES, rope_parameters=STRETCHED),
+    "Llama, one key for all": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
+    "Mistral": MistralConfig(**SIZES, sliding_window=None),
+    "Qwen3 MoE": Qwen3MoeConfig(
+        **SIZES, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+    ),
+}
+
+
+def publish(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "20KB") -> PreTrainedModel:
+    """A random model of this shape, saved by transformers in several files."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for weight in model.parameters():  # norms and biases would be ones and zeros
+            weight.copy_(torch.randn_like(weight) * 0.2 + (weight.dim() == 1))
+    model.save_pretrained(folder, max_shard_size=shard)
+    tokenizer().save_pretrained(folder)
+    return model
+
+
+def tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
+    """A token for each of some characters, and one for the end."""
+    vocabulary = {"<end>": 0} | {chr(ord("0") + index): index + 1 for index in range(tokens - 1)}
+    splitter = Tokenizer(WordLevel(vocabulary, unk_token="<end>"))
+    splitter.pre_tokenizer = Split("", "isolated")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=splitter, eos_token="<end>", chat_template=template)
+
+
+def model_of(folder: Path, **fields: Any) -> ModelConfig:
+    """What a recipe becomes that names the folder and no more."""
+    return ModelConfig(
+        **shape(read_hf_config(folder))
+        | {"init": "huggingface", "huggingface": str(folder), "dtype": "fp32", "vocab_multiple": 16}
+        | fields
+    )

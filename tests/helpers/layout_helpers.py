@@ -1,0 +1,87 @@
+"""A model that is cut in some layout, seen as the whole: what its ranks have of every tensor, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from megatron_rl.model.policy import Policy
+from megatron_rl.rank.config import TrainingLayout
+from megatron_rl.rank.groups import Groups
+
+
+class Layout(NamedTuple):
+    """Of as many ranks as it needs, with `dp` replicas."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def config(self) -> TrainingLayout:
+        return TrainingLayout(tp=self.tp, pp=self.pp, ep=self.ep, sequence_parallel=self.sequence_parallel)
+
+    def groups(self) -> Groups:
+        """Of this layout, in place of those that there are. Collective."""
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(self.tp, self.pp, expert_model_parallel_size=self.ep)
+        return Groups.from_megatron(timedelta(seconds=60))
+
+
+Box = tuple[str, tuple[int, ...], Tensor]
+"""Name of a tensor of the whole model, where in it this begins, and what stands there."""
+
+
+def boxes(policy: Policy, of: Callable[[Tensor], Tensor]) -> list[Box]:
+    """`of(parameter)`, which may be the weight or its gradient, as a rank has it."""
+    found = []
+    for item in nested_values(policy.sharded_state_dict()):
+        if isinstance(item, ShardedTensor | ShardedTensorFactory):
+            item.data = of(item.data).detach().clone()
+            for part in item.build() if isinstance(item, ShardedTensorFactory) else [item]:
+                stacked = part.prepend_axis_num
+                data = part.data.view((1,) * stacked + tuple(part.data.shape))
+                found.append((part.key, tuple(part.global_offset), data))
+    return found
+
+
+def whole(of_ranks: Iterable[list[Box]]) -> dict[str, Tensor]:
+    """The whole tensors. What several ranks have they must have alike, bit for bit."""
+    seen: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for key, offset, data in (box for of_rank in of_ranks for box in of_rank):
+        known = seen.setdefault((key, offset), data)
+        assert torch.equal(known, data), f"ranks differ in {key} from {offset} on"
+    ends: dict[str, list[int]] = {}
+    for (key, offset), data in seen.items():
+        end = [o + n for o, n in zip(offset, data.shape, strict=True)]
+        ends[key] = [max(pair) for pair in zip(ends.get(key, end), end, strict=True)]
+    tensors = {key: torch.full(end, torch.nan) for key, end in ends.items()}
+    for (key, offset), data in seen.items():
+        tensors[key][tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))] = data.float()
+    assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return tensors
+
+
+@torch.no_grad()
+def sharpen(policy: Policy) -> None:
+    """Bring the distributions of random weights far from uniform, the same way in every layout."""
+    for name, weight in policy.named_parameters():
+        if name.endswith("bias"):
+            weight += 0.1
+        elif weight.dim() > 1:
+            weight *= 5.0
+        else:
+            weight *= 1.2

@@ -1,0 +1,83 @@
+"""Whole runs of shipped recipes, to see what they learn; and an environment that nothing can be learnt from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+from loop_helpers import lines_of
+
+from launcher.recipe.load import load_recipe
+from megatron_rl.contract.paths import RunDir
+
+SHUFFLED = '''"""A task with the rewards of each group dealt out anew: as many, to the wrong answers."""
+
+import random
+from dataclasses import replace
+
+from {module} import {base}
+
+
+class Shuffled({base}):
+    async def group_rollout(self, request):
+        group = await super().group_rollout(request)
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        random.Random(request.ordinal).shuffle(rewards)
+        trajectories = [replace(each, reward=reward) for each, reward in zip(group.trajectories, rewards)]
+        return replace(group, trajectories=trajectories)
+'''
+
+
+def install_shuffled(folder: Path, base: type) -> str:
+    """A package in `folder` that registers `base`, an environment, with shuffled rewards; the name to ask for."""
+    metadata = folder / "shuffled-1.0.dist-info"
+    metadata.mkdir()
+    (folder / "shuffled.py").write_text(SHUFFLED.format(module=base.__module__, base=base.__name__))
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shuffled\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[mrl.environments]\nshuffled = shuffled:Shuffled\n")
+    return "shuffled"
+
+
+def train(recipe: str, root: Path, *overrides: str, environment: str | None = None, limit_s: float = 900) -> RunDir:
+    """A finished run of a recipe, started without the launcher.
+
+    Args:
+        environment: name that replaces the recipe's own, of a package in `root`.
+    """
+    config = load_recipe(recipe, overrides).config
+    values = config.model_dump()
+    if environment is not None:
+        values["environment"]["name"] = environment
+    run_dir = RunDir(root / "run")
+    run_dir.root.mkdir()
+    run_dir.resolved.write_text(yaml.safe_dump(values), encoding="utf-8")
+    threads, size = str(config.job.threads_per_rank), str(config.job.world_size)
+    variables = {"MRL_CACHE": str(root / "cache"), "PYTHONPATH": str(root), "WORLD_SIZE": size}
+    variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.rank_main", "--run-dir", str(run_dir.root)]
+    ranks = [
+        subprocess.Popen([*command, "--attempt", "1"], env=os.environ | variables | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in map(str, range(config.job.world_size))
+    ]
+    try:
+        codes = [rank.wait(timeout=limit_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * len(ranks)
+    return run_dir
+
+
+def mean_rewards(run_dir: RunDir, first: int, last: int) -> tuple[float, float]:
+    """Mean reward of the first and of the last steps, that many."""
+    curve = [line["mean_reward"] for line in lines_of(run_dir.metrics)]
+    return sum(curve[:first]) / first, sum(curve[-last:]) / last
+
+
+def greedy_accuracy(run_dir: RunDir, problems: str) -> tuple[float, float]:
+    """Before and after."""
+    lines = lines_of(run_dir.evaluations)
+    return lines[0][f"eval/{problems}/greedy_accuracy"], lines[-1][f"eval/{problems}/greedy_accuracy"]

@@ -1,0 +1,132 @@
+"""mrl convert as its users meet it: what it says, its exit codes, and that nothing half done looks whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hf_helpers import PUBLISHED, SIZES, publish
+from safetensors.torch import load_file
+from transformers import Qwen2Config
+
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USAGE
+
+MRL = [sys.executable, "-c", "from launcher.cli.entry import mrl; mrl()"]
+WIDE = Qwen2Config(**SIZES | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4})  # 0.25 GB
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [*MRL, "convert", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def convert(*arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    process = start(*arguments)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    publish(folder, PUBLISHED["Qwen2"], torch.bfloat16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large") / "hf"
+    publish(folder, WIDE, shard="200MB")
+    return folder
+
+
+def test_there_and_back(tmp_path: Path, published: Path) -> None:
+    code, out, err = convert("hf-to-megatron", published, tmp_path / "m", "--tp", "2")
+    assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'm'}: ")
+    code, out, _ = convert("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--shard-size", "20KB", "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert (said["source"], said["target"]) == (str(tmp_path / "m"), str(tmp_path / "back"))
+    before, after = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (published, tmp_path / "back")
+    )
+    assert said["bytes"] == sum(tensor.nbytes for tensor in before.values())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
+    shards = sorted(published.glob("*.safetensors"))
+    broken = tmp_path / "hf"
+    broken.mkdir()
+    for file in published.iterdir():
+        if file != shards[0]:
+            (broken / file.name).write_bytes(file.read_bytes())
+    for source, said in (
+        (broken, f"error: {broken} is incomplete: {shards[0].name} is missing\n"),
+        (tmp_path / "none", f"error: SRC {tmp_path / 'none'}: no such directory; give one that holds config.json\n"),
+    ):
+        assert convert("hf-to-megatron", source, tmp_path / "m") == (EXIT_USAGE, "", said)
+    code, _, err = convert("hf-to-megatron", published, tmp_path / "m", "--shard-size", "5")
+    assert code == EXIT_USAGE and "'5' is no size such as 5GB" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_full_disk_leaves_nothing(small_disk: Path, large: Path) -> None:
+    """Seen before anything is written; a test of the conversion itself fills it in the middle."""
+    code, _, err = convert("hf-to-megatron", large, small_disk / "m")
+    assert code == EXIT_USAGE and "needs 0.3 GB" in err
+    assert not list(small_disk.iterdir())
+
+
+def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not any(path.is_file() and path.stat().st_size > 10**6 for path in folder.rglob("*.distcp")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing is written"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "TERM", "KILL"])
+def test_what_is_interrupted_is_not_there(tmp_path: Path, large: Path, number: signal.Signals) -> None:
+    process = start("hf-to-megatron", large, tmp_path / "m", "--shard-size", "50MB")
+    wait_for_writing(tmp_path, process)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    wait_for_the_end_of_converters(tmp_path)
+    left = [path.name for path in tmp_path.iterdir()]
+    if number == signal.SIGINT:
+        assert (process.returncode, err.strip(), left) == (EXIT_INTERRUPTED, "interrupted", [])
+    assert all(name.endswith(".tmp") for name in left)
+
+
+def wait_for_the_end_of_converters(folder: Path) -> None:
+    """The process that converts ends with the command, however that ends."""
+    deadline = time.monotonic() + 60
+    while any(str(folder).encode() in command_of(process) for process in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < deadline, "the converter goes on without its command"
+        time.sleep(0.01)
+
+
+def command_of(process: Path) -> bytes:
+    with suppress(OSError):  # it has ended
+        return (process / "cmdline").read_bytes()
+    return b""
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, published: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = convert("hf-to-megatron", published, tmp_path / "file" / "m")
+    assert code == EXIT_CRASHED and "Not a directory" in err

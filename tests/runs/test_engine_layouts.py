@@ -1,0 +1,261 @@
+"""An engine of several ranks answers like one of a single rank, whatever the layout that its weights are trained in."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import zlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_helpers import run_ranks
+from core_helpers import END, VOCAB, tiny_model, tiny_run
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.plans import INLINE, PlanBroadcast
+from megatron_rl.inference.scheduler import Prefill, StepPlan
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.select import select
+from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.groups import Groups
+from megatron_rl.refit.engine import build_engine
+from megatron_rl.refit.reshard import ReshardedWeights
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
+CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=12)
+PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [9, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [4]]
+LIMIT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of training, and the tensor parallel size of the engine."""
+
+    engine: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def name(self) -> str:
+        of_training = f"TP{self.tp} PP{self.pp} EP{self.ep}" + " SP" * self.sequence_parallel
+        return f"{of_training} -> TP{self.engine}"
+
+
+ON_TWO = [
+    Layout(engine=2, tp=2),
+    Layout(engine=1, tp=2),
+    Layout(engine=2, tp=2, sequence_parallel=True),
+    Layout(engine=2, pp=2),
+    Layout(engine=2),
+    Layout(engine=1, ep=2),
+]
+ON_FOUR = [
+    Layout(engine=2, tp=2),
+    Layout(engine=2, tp=2, pp=2),
+    Layout(engine=1, tp=2, pp=2),
+    Layout(engine=2, tp=2, ep=2),
+]
+SHARED = {Layout(engine=2, tp=2).name}
+"""Those whose engine samples by the trainer's own tensors."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a layout."""
+
+    answers: dict[int, list[Completion]]
+    """By number of the request: of those that it drove."""
+    wrong: list[str]
+    """Weights that were not those of the whole model, after two publications."""
+    moved_bytes: int
+
+
+def recipe(layout: Layout, ranks: int) -> RunConfig:
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32} if layout.ep > 1 else {}
+    training = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "sequence_parallel": layout.sequence_parallel}
+    return tiny_run(
+        job={"nodes": 1, "gpus_per_node": ranks, "device": "cpu"},
+        model=tiny_model(**experts).model_dump(),
+        placement={"training": training, "inference": {"tp": layout.engine}},
+        inference={"max_batch": 5},
+    )
+
+
+def requests() -> list[GenerationRequest]:
+    return [
+        GenerationRequest(prompt, 2, sampling, key=number)
+        for number, (prompt, sampling) in enumerate((prompt, s) for prompt in PROMPTS for s in (GREEDY, CUT))
+    ]
+
+
+def shards_of(policy: Policy) -> list[ShardedTensor]:
+    found: list[ShardedTensor] = []
+    for item in nested_values(policy.sharded_state_dict()):
+        if isinstance(item, ShardedTensorFactory):
+            found += item.build()
+        elif isinstance(item, ShardedTensor):
+            found.append(item)
+    return found
+
+
+def of_whole_model(shard: ShardedTensor, version: int) -> Tensor:
+    """What this part of the model is of a model that is the same whatever the layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{shard.key} {version}".encode()))
+    around = 1.0 if "norm" in shard.key else 0.0
+    whole = around + 0.2 * torch.randn(shard.global_shape, generator=generator)
+    sizes = (*[1] * shard.prepend_axis_num, *shard.local_shape)
+    place = tuple(slice(start, start + size) for start, size in zip(shard.global_offset, sizes, strict=True))
+    return whole[place].reshape(shard.local_shape)
+
+
+@torch.no_grad()
+def fill(policy: Policy, version: int) -> None:
+    for shard in shards_of(policy):
+        shard.data.copy_(of_whole_model(shard, version))
+
+
+def answers(engine: Engine, ranks: EngineRanks) -> dict[int, list[Completion]]:
+    """This rank's share of the requests, all at the same time; of ranks that follow none."""
+    if not ranks.drives:
+        engine.follow(nullcontext)
+        return {}
+    share = [*enumerate(requests())][ranks.index :: ranks.count]
+
+    async def together() -> list[list[Completion]]:
+        return await asyncio.wait_for(asyncio.gather(*(engine.generate(each) for _, each in share)), timeout=60)
+
+    completions = asyncio.run(together())
+    engine.let_go()
+    return {number: found for (number, _), found in zip(share, completions, strict=True)}
+
+
+def see(layout: Layout, world: int) -> Seen:
+    config = recipe(layout, world)
+    platform = select(config.job)
+    groups = Groups.from_megatron(LIMIT)
+    ranks = EngineRanks.form(groups, layout.engine, LIMIT)
+    platform.seed(3)
+    trained = build_policy(config.model, VOCAB, platform, sequence_parallel=layout.sequence_parallel)
+    engine, refit = build_engine(trained, config, VOCAB, END, platform, groups, ranks)
+    if isinstance(refit, ReshardedWeights):  # in several rounds: the model is smaller than one
+        refit = ReshardedWeights(trained, engine, groups, round_bytes=5000)
+    for version in (1, 2):
+        fill(trained, version)
+        refit.publish(version)
+    wrong = [
+        shard.key for shard in shards_of(engine.policy) if not torch.equal(shard.data, of_whole_model(shard, version=2))
+    ]
+    return Seen(answers(engine, ranks), wrong, refit.moved_bytes)
+
+
+def plans() -> list[StepPlan | None]:
+    """Some that fit into one message, some that do not, and some about where that ends."""
+    prompts = (Prefill([1] * length, [2], [-0.5], [0, 3], 2**63, CUT) for length in (*range(300, 420), 5000))
+    return [None, StepPlan([(7, 0), (8, 2)], range(3), []), *(StepPlan([], range(1, 3), [each]) for each in prompts)]
+
+
+def broadcast(rank: int, world: int) -> list[StepPlan | None]:
+    assert dist.group.WORLD is not None
+    channel = PlanBroadcast(dist.group.WORLD)
+    if rank > 0:
+        return [channel.receive() for _ in plans()]
+    for plan in plans():
+        channel.send(plan)
+    return plans()
+
+
+def see_all(rank: int, world: int, layouts: list[Layout]) -> list[Seen]:
+    seen = []
+    for layout in layouts:
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
+        seen.append(see(layout, world))
+        parallel_state.destroy_model_parallel()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[Seen]]:
+    """By number of ranks and layout, what each rank saw."""
+    found = {}
+    for world, layouts in ((2, ON_TWO), (4, ON_FOUR)):
+        of_ranks = run_ranks(tmp_path_factory.mktemp("ranks"), world, see_all, layouts)
+        for layout, of_layout in zip(layouts, zip(*of_ranks, strict=True), strict=True):
+            found[world, layout.name] = list(of_layout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(platform: Any, groups: Any) -> dict[bool, dict[int, list[Completion]]]:
+    """What one rank answers, without experts and with some."""
+    found = {}
+    for experts in (False, True):
+        config = recipe(Layout(engine=1, ep=1 + experts), ranks=1)
+        policy = build_policy(config.model, VOCAB, platform)
+        fill(policy, version=2)
+        ranks = EngineRanks.form(groups, 1, LIMIT)
+        engine = Engine(policy.eval(), config.model, config.inference, END, ranks=ranks)
+        engine.policy_version = 2
+        found[experts] = answers(engine, ranks)
+    return found
+
+
+ALL = [
+    pytest.param(world, layout, id=f"{world} ranks, {layout.name}")
+    for world, layouts in ((2, ON_TWO), (4, ON_FOUR))
+    for layout in layouts
+]
+
+
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_the_engine_has_the_weights_of_the_trainer_bit_for_bit(world: int, layout: Layout, seen: Any) -> None:
+    assert [each.wrong for each in seen[world, layout.name]] == [[]] * world
+
+
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_it_samples_the_same_tokens_as_one_rank_that_has_all_of_the_model(
+    world: int, layout: Layout, seen: Any, alone: Any
+) -> None:
+    expected = alone[layout.ep > 1]
+    together: dict[int, list[Completion]] = {}
+    for rank, each in enumerate(seen[world, layout.name]):
+        assert bool(each.answers) == (rank % layout.engine == 0)  # the first of each replica drives
+        together |= each.answers
+    assert together.keys() == expected.keys()
+    for number, completions in expected.items():
+        for ours, theirs in zip(together[number], completions, strict=True):
+            assert ours.tokens == theirs.tokens
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+            assert (ours.versions, ours.finish_reason) == (theirs.versions, theirs.finish_reason)
+    tokens = {token for completions in expected.values() for one in completions for token in one.tokens}
+    assert len(tokens) > 5  # no model that says the same whatever it is asked
+
+
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_nothing_is_sent_that_a_rank_has(world: int, layout: Layout, seen: Any) -> None:
+    """Half of the model where a rank trains half of its layers and generates with all; nothing where it is the same."""
+    moved = {each.moved_bytes for each in seen[world, layout.name]}
+    assert len(moved) == 1
+    same = layout.tp == layout.engine and layout.pp == layout.ep == 1
+    assert (moved == {0}) == (same or (layout.tp, layout.pp, layout.ep) == (1, 1, 1))
+
+
+def test_a_plan_of_any_size_is_the_same_on_every_rank(tmp_path: Path) -> None:
+    received = run_ranks(tmp_path, 2, broadcast)
+    assert received == [plans()] * 2
+    sizes = [len(pickle.dumps(plan)) for plan in plans()]
+    assert min(sizes) < INLINE - 100 < INLINE + 100 < max(sizes)

@@ -1,0 +1,100 @@
+"""Whole runs that begin with published weights and leave some: `model.init: huggingface`, `save.export_hf_every`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_helpers import PUBLISHED, SENTENCE, model_of, publish
+from loop_helpers import Attempt, lines_of, loop_recipe, prepare
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.contract.codes import EXIT_CONFIG
+from megatron_rl.contract.paths import RunDir
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    publish(folder, PUBLISHED["Qwen2"])
+    return folder
+
+
+def run_from(published: Path, root: Path, **sections: dict[str, Any]) -> RunDir:
+    """Six steps, whose weights change little enough to be recognised and enough to be others."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": model_of(published).model_dump(),
+        "training": {"steps": 6},
+        "evaluation": {"every": 0},
+        "grpo": {"entropy_coefficient": 0.05},  # a random model is never right: nothing else would change it
+        "save": {"every": 0, "keep": 1, "export_hf_every": 3},
+    }
+    return prepare(root, loop_recipe(**defaults | sections))
+
+
+def exports(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.exports.iterdir())
+
+
+def test_a_run_begins_with_published_weights_and_leaves_exports_of_its_own(tmp_path: Path, published: Path) -> None:
+    run = run_from(published, tmp_path / "run")
+    first = Attempt(run, tmp_path / "cache")
+    assert first.exit_codes() == [0, 0], first.logs()
+    assert len(lines_of(run.metrics)) == 6
+    assert exports(run) == ["step-000003", "step-000006"]
+    before, after = load_file_of(published), load_file_of(run.export(6))
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed
+    assert all((before[name] - after[name]).abs().max() < 0.1 for name in changed)
+    logits = AutoModelForCausalLM.from_pretrained(run.export(6))(torch.tensor([SENTENCE])).logits
+    assert logits.isfinite().all()
+
+    shutil.rmtree(run.export(6))
+    (run.exports / ".step-000006.0.tmp").mkdir()  # as a kill leaves it
+    second = Attempt(run, tmp_path / "cache")
+    assert second.exit_codes() == [0, 0], second.logs()
+    assert "step-000006" in exports(run) and not list(run.exports.glob(".*"))
+    assert all(torch.equal(weight, after[name]) for name, weight in load_file_of(run.export(6)).items())
+
+
+def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_tensor_parallel_run_that_learns_nothing_exports_what_it_began_with(tmp_path: Path, published: Path) -> None:
+    run = run_from(
+        published,
+        tmp_path / "run",
+        placement={"training": {"tp": 2}},
+        optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
+        training={"steps": 1},
+        save={"every": 0, "export_hf_every": 1},
+    )
+    attempt = Attempt(run, tmp_path / "cache")
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    before, after = load_file_of(published), load_file_of(run.export(1))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_export_that_fails_is_counted_and_costs_nothing_else(tmp_path: Path, published: Path) -> None:
+    run = run_from(published, tmp_path / "run", save={"every": 0, "export_hf_every": 6}, training={"steps": 6})
+    run.exports.write_text("in the way")
+    attempt = Attempt(run, tmp_path / "cache")
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    assert "the checkpoint of step 6 was not exported" in attempt.logs()
+    assert run.checkpoint_steps() == [6]
+
+
+def test_weights_that_are_not_whole_end_every_rank_with_the_reason(tmp_path: Path, published: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(published, folder)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-10])
+    attempt = Attempt(run_from(folder, tmp_path / "run"), tmp_path / "cache")
+    assert attempt.exit_codes() == [EXIT_CONFIG] * 2, attempt.logs()
+    assert f"{shard} is cut short or damaged" in attempt.logs()

@@ -1,0 +1,332 @@
+"""A model that is cut over ranks, in any way, trains as it does on one: log-probs, losses, gradients and updates."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_helpers import Ranks
+from core_helpers import batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
+from layout_helpers import Layout, boxes, sharpen, whole
+from torch import Tensor
+
+from megatron_rl.agent.registry import build_environment
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.codes import CACHE_VARIABLE
+from megatron_rl.metrics.tally import Tally
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.platform.select import select
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.safe_points import LeaveAgreed
+from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.rollout.stream import shares
+from megatron_rl.run import build_models
+from megatron_rl.training import optimizer as optimizer_module
+from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
+from megatron_rl.training.trainer import Trainer
+
+STEPS = 5
+CLOSE = 1e-5
+EVERYTHING = {
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "kl_beta": 0.1,
+    "importance_cap": 2.0,
+    "entropy_coefficient": 0.01,
+    "iterations": 2,
+}
+DENSE = tiny_model(qk_norm=True)
+# Of two parts of its vocabulary one is all padding.
+UNTIED = tiny_model(num_layers=4, tied_embeddings=False, vocab_multiple=32)
+EXPERTS = tiny_model(tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
+MODELS = {"dense": DENSE, "untied": UNTIED, "experts": EXPERTS, "bf16": DENSE.model_copy(update={"dtype": "bf16"})}
+
+LAYOUTS = {
+    "DP2": ("dense", Layout(dp=2)),
+    "TP2": ("dense", Layout(tp=2)),
+    "TP2 bf16": ("bf16", Layout(tp=2)),
+    "TP2 SP": ("dense", Layout(tp=2, sequence_parallel=True)),
+    "PP2": ("dense", Layout(pp=2)),
+    "PP2 untied": ("untied", Layout(pp=2)),
+    "EP2": ("experts", Layout(ep=2, dp=2)),
+    "PP4 untied": ("untied", Layout(pp=4)),
+    "TP2 DP2": ("dense", Layout(tp=2, dp=2)),
+    "TP2 SP PP2": ("dense", Layout(tp=2, pp=2, sequence_parallel=True)),
+    "TP2 PP2 untied": ("untied", Layout(tp=2, pp=2)),
+    "EP2 TP2": ("experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+}
+
+
+class Seen(NamedTuple):
+    """By one rank."""
+
+    logprobs: Tensor | None
+    """[trained tokens] of the replica's share of the batch, where the rank reports."""
+    initial: Any
+    gradients: Any
+    after_sgd: Any
+    losses: list[dict[str, float]]
+    """Of Adam's steps, over all ranks."""
+    after_adam: Any
+
+
+def recipe(layout: Layout, model: str, *, distributed: bool = True) -> RunConfig:
+    return tiny_run(
+        model=MODELS[model].model_dump(),
+        placement={"training": layout.config.model_dump()},
+        job={"gpus_per_node": layout.ranks},
+        grpo=EVERYTHING,
+        sampling={"max_new_tokens": 7, "temperature": 0.8},
+        optimizer={"learning_rate": 1e-3, "distributed": distributed},
+        training={"tokens_per_microbatch": 60},
+    )
+
+
+def seen(layout: Layout, model: str, groups: Groups) -> Seen:
+    config = recipe(layout, model)
+    plain = recipe(layout, model, distributed=False)  # whose gradients are whole on every rank
+    trainer, initial = build(plain, groups)
+    policy = trainer.policy
+    rollouts = share_of(config, groups, seed=0)
+    logprobs = scored(trainer, rollouts)
+    gradient(trainer, rollouts)
+    gradients = boxes(policy, lambda weight: weight.main_grad)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight -= (0.1 * weight.main_grad).to(weight.dtype)
+    after_sgd = boxes(policy, lambda weight: weight)
+
+    trainer, _ = build(config, groups)
+    losses = []
+    for step in range(1, STEPS + 1):
+        tally = Tally()
+        trainer.train(share_of(config, groups, seed=step), step).put(tally)
+        total = dict(tally.reduce(groups.control))
+        del total["batch.packed_tokens"]  # how prompts were shared: the layout's own
+        losses.append(total)
+    return Seen(
+        logprobs if groups.reports else None,
+        initial,
+        gradients,
+        after_sgd,
+        losses,
+        boxes(trainer.policy, lambda weight: weight),
+    )
+
+
+def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
+    """A trainer of the recipe's model, and the weights that a run would begin with."""
+    platform, safe_points = select(config.job), quiet_safe_points()
+    tokenizer = build_tokenizer(config.tokenizer)
+    environment = build_environment(config.environment, tokenizer)
+    models, _ = build_models(config, environment, tokenizer, platform, groups, safe_points, resumes=False)
+    initial = boxes(models.policy, lambda weight: weight)
+    sharpen(models.policy)
+    models.optimizer.megatron.reload_model_params()
+    return Trainer(models.policy, models.optimizer, models.reference, config, platform, groups, safe_points), initial
+
+
+def share_of(config: RunConfig, groups: Groups, seed: int) -> RolloutBatch:
+    """The replica's part of recorded rollouts."""
+    recorded = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=seed)
+    share = shares(0, len(recorded), groups.data.size())[groups.data.rank()]
+    return batch_of(recorded, share.start, share.stop)
+
+
+def scored(trainer: Trainer, rollouts: RolloutBatch) -> Tensor:
+    batch, update = one_update(trainer, rollouts)
+    return trainer.score(trainer.policy, batch, update.inputs)
+
+
+def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
+    """That of the first update, summed over all ranks and not applied."""
+    trainer.optimizer.megatron.prepare_grads = lambda: True  # as if it were not finite
+    batch, update = one_update(trainer, rollouts)
+    reference = trainer.score(trainer.reference, batch, update.inputs)
+    trainer._update(batch, update, None, reference, [], None)
+
+
+def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
+    config = trainer.config
+    batch = training_batch(rollouts.groups, config, 0, trainer.platform.device)
+    part = update_part(batch, range(len(batch.trajectories)), config)
+    (agreed,) = agree([part], trainer.groups)
+    return batch, trainer._input(batch, update_batch(part, agreed, config))
+
+
+def layouts_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
+    """What this rank sees of the layouts of so many ranks."""
+    found: dict[str, Any] = {
+        name: seen(layout, model, layout.groups()) for name, (model, layout) in LAYOUTS.items() if layout.ranks == ranks
+    }
+    if ranks == 4:
+        found["taught"] = taught(Layout(tp=2, pp=2), cache)
+        found["asked"] = asked_to_leave(Layout(tp=2, pp=2))
+    if ranks == 2:
+        found["control"] = [without_sums_of_copies(layout) for layout in (Layout(tp=2), Layout(pp=2))]
+    return found
+
+
+def taught(layout: Layout, cache: Path) -> Any:
+    """The base model of a run that teaches one."""
+    os.environ[CACHE_VARIABLE] = str(cache / "cache")
+    groups = layout.groups()
+    config = tiny_run(
+        model=tiny_model(init="supervised", supervised={"steps": 6, "batch_size": 8}).model_dump(),
+        placement={"training": layout.config.model_dump()},
+        job={"gpus_per_node": layout.ranks},
+    )
+    return build(config, groups)[1]
+
+
+def asked_to_leave(layout: Layout) -> tuple[bool, bool]:
+    """Whether a step of which one rank was asked to leave ended on this one, and with the weights as they were."""
+    config = recipe(layout, "dense")
+    groups = layout.groups()
+    trainer, _ = build(config, groups)
+    trainer.safe_points.connect(groups)
+    trainer.safe_points.drain.asked = dist.get_rank() == 1
+    before = [weight.clone() for weight in trainer.policy.parameters()]
+    try:
+        trainer.train(share_of(config, groups, seed=0), 1)
+    except LeaveAgreed:
+        return True, all(map(torch.equal, before, trainer.policy.parameters()))
+    return False, False
+
+
+def without_sums_of_copies(layout: Layout) -> Any:
+    """Gradients where what several ranks of a replica hold is not summed over them: norms of heads, tied embeddings."""
+    config = recipe(layout, "dense", distributed=False)
+    groups = layout.groups()
+    trainer, _ = build(config, groups)
+    with mock.patch.object(optimizer_module, "finalize_model_grads", lambda models: models[0].finish_grad_sync()):
+        gradient(trainer, share_of(config, groups, seed=0))
+    return boxes(trainer.policy, lambda weight: weight.main_grad)
+
+
+def alone_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
+    """What one rank sees of each model."""
+    found: dict[str, Any] = {model: seen(Layout(), model, Layout().groups()) for model in MODELS}
+    found["taught"] = taught(Layout(), cache)
+    return found
+
+
+class Whole(NamedTuple):
+    """By all ranks of a layout."""
+
+    logprobs: Tensor
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    after_sgd: dict[str, Tensor]
+    losses: list[dict[str, float]]
+    after_adam: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, ranks: list[Seen]) -> Whole:
+        assert all(each.losses == ranks[0].losses for each in ranks)
+        return cls(
+            torch.cat([each.logprobs for each in ranks if each.logprobs is not None]),
+            whole(each.initial for each in ranks),
+            whole(each.gradients for each in ranks),
+            whole(each.after_sgd for each in ranks),
+            ranks[0].losses,
+            whole(each.after_adam for each in ranks),
+        )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each of several ranks saw, of all layouts of so many; started once for them."""
+
+    def run(ranks: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        return Ranks(folder, ranks, alone_of if ranks == 1 else layouts_of, folder).results(timeout_s=240)
+
+    return {ranks: run(ranks) for ranks in (1, 2, 4)}
+
+
+@pytest.fixture(scope="module")
+def layouts(ranks: Any) -> dict[str, Whole]:
+    return {name: Whole.of([each[name] for each in ranks[layout.ranks]]) for name, (_, layout) in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Any) -> dict[str, Whole]:
+    """What one rank sees of each model."""
+    return {model: Whole.of([ranks[1][0][model]]) for model in MODELS}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of two sets of tensors, relative to the norm of one."""
+    assert one.keys() == other.keys()
+    differences = [(one[name] - other[name]).norm() for name in one]
+    return math.hypot(*differences) / math.hypot(*(tensor.norm() for tensor in one.values()))
+
+
+EXACT = [name for name, (model, _) in LAYOUTS.items() if model != "bf16"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_random_weights_are_the_same_in_every_layout(name: str, layouts: Any, alone: Any) -> None:
+    expected = alone[LAYOUTS[name][0]].initial
+    assert layouts[name].initial.keys() == expected.keys()
+    assert all(torch.equal(layouts[name].initial[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_logprobs_agree(name: str, layouts: Any, alone: Any) -> None:
+    expected = alone[LAYOUTS[name][0]].logprobs
+    assert expected.std() > 0.5  # else anything would be close to anything
+    torch.testing.assert_close(layouts[name].logprobs, expected, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_and_a_step_of_sgd_agree(name: str, layouts: Any, alone: Any) -> None:
+    expected = alone[LAYOUTS[name][0]]
+    assert distance(expected.gradients, layouts[name].gradients) < CLOSE
+    for key, whole_gradient in expected.gradients.items():  # each by itself: small ones are lost in the norm of all
+        atol = 2 * CLOSE * float(whole_gradient.norm())
+        torch.testing.assert_close(layouts[name].gradients[key], whole_gradient, rtol=0, atol=atol)
+    assert distance(expected.after_sgd, layouts[name].after_sgd) < CLOSE
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_of_adam_agree_over_five_steps(name: str, layouts: Any, alone: Any) -> None:
+    expected = alone[LAYOUTS[name][0]]
+    for step, (ours, theirs) in enumerate(zip(layouts[name].losses, expected.losses, strict=True)):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"
+    assert distance(expected.after_adam, layouts[name].after_adam) < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name, (model, _) in LAYOUTS.items() if model == "bf16"])
+def test_in_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, layouts: Any, alone: Any) -> None:
+    """Each rounds in its own places, tensor-parallel ones also what they sum."""
+    ours, expected, exact = layouts[name], alone["bf16"], alone["dense"]
+    rounding = (expected.logprobs - exact.logprobs).norm()
+    assert 0 < (ours.logprobs - exact.logprobs).norm() < 1.5 * rounding
+    assert 0 < distance(exact.gradients, ours.gradients) < 1.5 * distance(exact.gradients, expected.gradients)
+    for one, other in zip(ours.losses, expected.losses, strict=True):
+        assert one["loss.loss"] == pytest.approx(other["loss.loss"], abs=0.05)  # where ratios are up to 10
+
+
+def test_a_taught_base_model_is_the_same_in_every_layout(ranks: Any) -> None:
+    (expected,) = (whole([each["taught"]]) for each in ranks[1])
+    ours = whole(each["taught"] for each in ranks[4])
+    assert all(torch.equal(ours[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("copies", [0, 1], ids=["norms of heads", "tied embeddings"])
+def test_the_comparison_sees_copies_whose_gradients_are_not_summed(ranks: Any, copies: int) -> None:
+    with pytest.raises(AssertionError, match="ranks differ"):
+        whole(each["control"][copies] for each in ranks[2])
+
+
+def test_a_rank_that_is_asked_to_leave_ends_the_pass_in_which_others_wait_for_it(ranks: Any) -> None:
+    """Else they would wait in vain, here for 30 seconds, and fail."""
+    assert [each["asked"] for each in ranks[4]] == [(True, True)] * 4

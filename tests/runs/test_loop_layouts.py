@@ -1,0 +1,228 @@
+"""Whole runs in which a model is cut over ranks: they record what one rank that has all of it records, and whatever
+interrupts them leaves the same record."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, read_error, reproducible
+
+from launcher.host.record.heartbeats import HangWatch
+from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, EXIT_DRAINED, SILENCE_VARIABLE
+from megatron_rl.contract.paths import RunDir
+
+STEPS = 8
+CLOSE = {"rel": 1e-3, "abs": 1e-4}
+"""Adam makes more of rounding than it is: it divides by the gradient's own size."""
+
+TP2 = {"training": {"tp": 2}}
+TP2_PP2 = {"training": {"tp": 2, "pp": 2}}
+
+
+def recipe(ranks: int, placement: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    taught = {"steps": 120, "batch_size": 16, "learning_rate": 3e-3}
+    base = loop_recipe()
+    return loop_recipe(
+        **{
+            "job": {"gpus_per_node": ranks, "collective_timeout_s": 30},
+            "model": base["model"] | {"supervised": taught},
+            "grpo": {"prompts_per_step": 6, "group_size": 6, "iterations": 2, "importance_cap": 2.0},
+            "training": {"steps": STEPS},
+            "evaluation": {"every": 4},
+            "save": {"every": 2},
+            "placement": placement,
+            **sections,
+        }
+    )
+
+
+def finished(run_dir: RunDir, cache: Path, ranks: int) -> RunDir:
+    attempt = Attempt(run_dir, cache, ranks=ranks)
+    assert attempt.exit_codes() == [0] * ranks, attempt.logs()
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
+    return finished(prepare(tmp_path_factory.mktemp("runs") / "alone", recipe(1, {})), cache, 1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> RunDir:
+    return finished(prepare(tmp_path_factory.mktemp("runs") / "undisturbed", recipe(4, TP2_PP2)), cache, 4)
+
+
+def agree(one: RunDir, other: RunDir) -> None:
+    """The same record, but for how floating-point sums round, and how prompts are shared in packing."""
+    for ours, theirs in zip(reproducible(one), reproducible(other), strict=True):
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+        for mine, yours in zip(ours, theirs, strict=True):
+            for line in (mine, yours):
+                line.pop("packed_tokens_ratio", None)
+            assert mine.pop("dropped_ordinals", None) == yours.pop("dropped_ordinals", None)
+            assert mine == pytest.approx(yours, **CLOSE), f"step {mine['step']}"
+
+
+def test_pipelined_training_and_generation_on_tensor_parallel_ranks_agree_with_one_rank(
+    undisturbed: RunDir, alone: RunDir
+) -> None:
+    agree(undisturbed, alone)
+    lines = lines_of(undisturbed.metrics)
+    assert {line["answer_length_max"] for line in lines} <= {1, 2, 3}
+    assert max(line["mean_reward"] for line in lines) > 0.1  # else there is nothing to agree on
+    assert all(line["system/refit_bytes"] > 0 for line in lines)  # half of the layers, for each rank
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement"),
+    [
+        pytest.param(2, TP2, id="TP2"),
+        pytest.param(4, TP2, id="TP2 x DP2", marks=pytest.mark.slow),
+        pytest.param(4, TP2_PP2 | {"inference": {"tp": 1}}, id="TP2 x PP2 -> TP1", marks=pytest.mark.slow),
+        pytest.param(2, {"inference": {"tp": 2}}, id="DP2 -> TP2", marks=pytest.mark.slow),
+        pytest.param(2, {"training": {"tp": 2, "sequence_parallel": True}}, id="TP2 SP", marks=pytest.mark.slow),
+    ],
+)
+def test_so_does_any_other_layout(
+    ranks: int, placement: dict[str, Any], alone: RunDir, tmp_path: Path, cache: Path
+) -> None:
+    agree(finished(prepare(tmp_path / "run", recipe(ranks, placement)), cache, ranks), alone)
+
+
+@pytest.mark.slow
+def test_experts_that_are_shared_out_record_what_one_rank_with_all_of_them_does(tmp_path: Path, cache: Path) -> None:
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32}
+    layouts = [(1, {}), (4, {"training": {"tp": 2, "ep": 2, "sequence_parallel": True}})]
+    runs = []
+    for ranks, placement in layouts:
+        of_layout = recipe(ranks, placement)
+        of_layout["model"] |= experts
+        runs.append(finished(prepare(tmp_path / str(ranks), of_layout), cache, ranks))
+    agree(*runs)
+
+
+def test_what_drivers_drop_is_counted_once(tmp_path: Path, cache: Path) -> None:
+    """Four drivers, whose groups one replica trains on: all of its ranks have them, one of them counts."""
+    sections = {
+        "grpo": {"prompts_per_step": 6, "group_size": 4, "dynamic_sampling": {"enabled": True, "max_rounds": 3}},
+        "training": {"steps": 2},
+    }
+    placement = TP2_PP2 | {"inference": {"tp": 1}}
+    runs = [(1, {}), (4, placement)]
+    ours, theirs = (
+        finished(prepare(tmp_path / str(ranks), recipe(ranks, placement, **sections)), cache, ranks)
+        for ranks, placement in runs
+    )
+    agree(ours, theirs)
+    assert any("dropped_ordinals" in line for line in lines_of(ours.metrics))
+
+
+# Interruptions
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(0, id="driver"),
+        pytest.param(1, id="follower", marks=pytest.mark.slow),
+        pytest.param(3, id="last stage", marks=pytest.mark.slow),
+    ],
+)
+def test_whatever_interrupts_it_the_record_is_the_same(
+    asked: int, undisturbed: RunDir, tmp_path: Path, cache: Path
+) -> None:
+    interrupted = prepare(tmp_path / "interrupted", recipe(4, TP2_PP2))
+    killed = Attempt(interrupted, cache, ranks=4)
+    killed.wait_for_step(3)
+    killed.kill()
+    drained = Attempt(interrupted, cache, ranks=4)
+    drained.wait_for_step(5)
+    os.kill(drained.processes[asked].pid, signal.SIGUSR1)
+    assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
+    outcome = outcome_of(drained.files)
+    assert outcome is not None
+    assert outcome.outcome == DRAINED
+    assert lines_of(interrupted.metrics)[-1]["step"] == outcome.step  # nothing done twice
+    finished(interrupted, cache, 4)
+    assert reproducible(interrupted) == reproducible(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout(undisturbed: RunDir, alone: RunDir, tmp_path: Path, cache: Path) -> None:
+    run_dir = prepare(tmp_path / "run", recipe(4, TP2_PP2))
+    drained = Attempt(run_dir, cache, ranks=4)
+    drained.wait_for_step(3)
+    os.kill(drained.processes[0].pid, signal.SIGUSR1)
+    assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
+    run_dir.resolved.write_text(yaml.safe_dump(recipe(2, TP2)), encoding="utf-8")
+    agree(finished(run_dir, cache, 2), alone)
+
+
+# Failures
+
+
+def test_a_driver_that_fails_takes_its_followers_along_and_is_the_first_to_say_so(tmp_path: Path, cache: Path) -> None:
+    run_dir = prepare(tmp_path / "failing", recipe(2, TP2))
+    attempt = Attempt(run_dir, cache, ranks=2, sabotage=_lose_the_environment)
+    assert attempt.exit_codes() == [EXIT_CRASHED] * 2, attempt.logs()
+    first, second = (read_error(attempt, rank) for rank in (0, 1))
+    assert first["error"] == "RuntimeError: the sandbox is gone"
+    assert (second["phase"], second["step"]) == ("waiting for the other ranks", first["step"])
+    assert first["at"] < second["at"] < first["at"] + 5
+
+
+def test_a_driver_that_waits_long_for_a_reward_is_the_one_that_is_behind(tmp_path: Path, cache: Path) -> None:
+    run_dir = prepare(tmp_path / "slow", recipe(2, TP2))
+    attempt = Attempt(run_dir, cache, ranks=2, sabotage=_wait_for_ever)
+    try:
+        hangs = HangWatch(attempt.files, limit=3.0)
+        deadline = time.monotonic() + 60
+        while (silent := hangs.look(time.time())) is None:
+            assert time.monotonic() < deadline, attempt.logs()
+            time.sleep(0.1)
+    finally:
+        for process in attempt.processes:
+            process.kill()
+    assert (silent.rank, silent.phase) == (0, "generating")
+
+
+# What is done to the ranks, in their own processes
+
+
+def _lose_the_environment(rank: int) -> None:
+    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+
+    answer, asked = ArithmeticEnvironment.group_rollout, 0
+
+    async def fails(self: Any, request: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked > 8:
+            raise RuntimeError("the sandbox is gone")
+        return await answer(self, request)
+
+    ArithmeticEnvironment.group_rollout = fails  # type: ignore[method-assign]
+
+
+def _wait_for_ever(rank: int) -> None:
+    import asyncio
+
+    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+
+    os.environ[SILENCE_VARIABLE] = "3"
+
+    async def waits(self: Any, request: Any) -> Any:
+        await asyncio.sleep(1000)
+
+    ArithmeticEnvironment.group_rollout = waits  # type: ignore[method-assign]

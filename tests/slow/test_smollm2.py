@@ -1,0 +1,123 @@
+"""SmolLM2-135M-Instruct as transformers has it: the same logits, and greedily the same text.
+
+About half a minute on two cores, most of it transformers' generation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import full_forward
+from smollm2 import RECIPE, exported_smollm2
+from torch import Tensor
+
+from launcher.recipe.load import load_recipe
+from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.config import RunConfig
+from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
+from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+
+pytestmark = pytest.mark.slow
+
+NEW_TOKENS = 24
+TIE = 1e-4
+"""Two logits closer than this may be the other way round: sums of another order round otherwise."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return exported_smollm2()
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_recipe(RECIPE, ["model.dtype=fp32", "training.sequence_length=null"]).config
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path, config: RunConfig) -> Tokenizer:
+    return build_tokenizer(config.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def prompts(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    problems = ReasoningGymEnvironment(
+        ReasoningGymEnvironment.Config(**config.environment.args), tokenizer
+    ).training_problems()
+    asked = (tokenizer.chat(message) for message in ("Name three colours of the rainbow.", "Why is the sky blue?"))
+    return [*(problem.prompt for problem in problems[:4]), *(text for text in asked if text)]
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path, config: RunConfig, tokenizer: Tokenizer, platform: Any, groups: Any) -> Policy:
+    policy = build_policy(config.model, tokenizer.vocab_size, platform)
+    load_pretrained(policy, config.model, folder)
+    return policy
+
+
+def test_the_prompt_is_the_models_chat_template(prompts: list[str], tokenizer: Tokenizer) -> None:
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert prompts[0].startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert prompts[0].endswith("= ? Reply with the number only.<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode([tokenizer.eos_id]) == ""
+    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_id]
+    assert len(tokenizer.encode("12")) == 2, "a token for each digit"
+
+
+def test_logits_are_those_of_transformers(ours: Policy, theirs: Any, prompts: list[str], tokenizer: Tokenizer) -> None:
+    for prompt in prompts:
+        tokens = tokenizer.encode(prompt)
+        with torch.no_grad():
+            expected = theirs(torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(full_forward(ours, tokens), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_greedy_text_is_that_of_transformers(
+    ours: Policy, theirs: Any, prompts: list[str], tokenizer: Tokenizer, config: RunConfig
+) -> None:
+    engine = Engine(ours, config.model, config.inference, tokenizer.eos_id, max_length=128)
+    greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS)
+    ids = [engine.submit(GenerationRequest(tokenizer.encode(prompt), 1, greedy, key=0)) for prompt in prompts]
+    while engine.busy:
+        engine.step()
+    compared = 0
+    for prompt, request_id in zip(prompts, ids, strict=True):
+        tokens = tokenizer.encode(prompt)
+        [completion] = engine.take(request_id) or []
+        answer, gaps = reference(theirs, tokens)
+        certain = next((place for place, gap in enumerate(gaps) if gap < TIE), len(gaps))
+        assert completion.tokens[:certain] == answer[:certain]
+        # What comes after the same text is the same, also behind a tie.
+        likeliest = full_forward(ours, tokens + answer)[len(tokens) - 1 : -1].argmax(-1).tolist()
+        for place, gap in enumerate(gaps):
+            assert likeliest[place] == answer[place] or gap < TIE
+        compared += certain
+    assert compared > NEW_TOKENS, "most places are no ties"
+
+
+def reference(theirs: Any, tokens: list[int]) -> tuple[list[int], list[float]]:
+    """What transformers answers greedily, and at each place by how much the likeliest token leads."""
+    made = theirs.generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    leads: list[Tensor] = [logits[0].topk(2).values for logits in made.logits]
+    return made.sequences[0, len(tokens) :].tolist(), [float(best - second) for best, second in leads]

@@ -1,0 +1,41 @@
+"""SmolLM2-135M-Instruct learns sums, for every seed; from rewards that are dealt out anew it does not.
+
+Each run trains the shipped recipe, minutes on two cores.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from learning_helpers import greedy_accuracy, install_shuffled, mean_rewards, train
+from smollm2 import RECIPE, exported_smollm2
+
+from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 1500
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weights() -> Path:
+    return exported_smollm2()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_smollm2_learns(tmp_path: Path, seed: int) -> None:
+    run_dir = train(RECIPE, tmp_path, f"training.seed={seed}", "save.every=0", limit_s=LIMIT_S)
+    first, last = mean_rewards(run_dir, first=3, last=20)
+    assert first < 0.15
+    assert last > 0.75
+    before, after = greedy_accuracy(run_dir, "held_out")
+    assert after > before + 0.2
+
+
+def test_from_shuffled_rewards_it_learns_nothing(tmp_path: Path) -> None:
+    """The rewards are as many as the answers earned; only which answer gets them is chance."""
+    shuffled = install_shuffled(tmp_path, ReasoningGymEnvironment)
+    run_dir = train(RECIPE, tmp_path, "save.every=0", environment=shuffled, limit_s=LIMIT_S)
+    first, last = mean_rewards(run_dir, first=3, last=20)
+    assert last - first < 0.15

@@ -1,0 +1,106 @@
+"""mrl rehearse: its JSON, its table, and what its exit code means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from click.testing import CliRunner, Result
+
+from launcher.backends.rehearsal import Failure, Rehearsal
+from launcher.cli import rehearse
+from launcher.plan.gpu_memory import whole_model
+from launcher.plan.kinds import RankKind
+from launcher.recipe.load import load_recipe
+from megatron_rl.config import RunConfig
+
+GIB = 2**30
+RECIPE = "qwen2.5-32b-dapo"
+DEMO = load_recipe("demo").config
+PHASES = ["build", "generate", "score", "train", "update"]
+
+
+@pytest.fixture(autouse=True)
+def no_clusters_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("MRL_CLUSTERS", "MRL_CLUSTER", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def mrl_rehearse(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(rehearse.command, list(arguments))
+
+
+def test_a_small_recipe_goes_through_all_phases_of_a_step():
+    result = mrl_rehearse("demo", "--json")
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(result.output)["ranks"]
+    assert json.loads(result.output)["fits"] is True
+    assert list(rank) == ["role", "stage", "parameters", "peak_bytes", "phases", "planned_bytes"]
+    assert (rank["role"], rank["stage"], rank["parameters"]) == ("colocated", 0, whole_model(DEMO.model, 16))
+    assert list(rank["phases"]) == PHASES
+    for phase in rank["phases"].values():
+        assert phase["bytes"] == sum(phase["held_by"].values()) <= rank["peak_bytes"]
+        assert phase["held_by"]["weights"] >= 4 * rank["parameters"]
+    assert rank["peak_bytes"] == max(phase["bytes"] for phase in rank["phases"].values())
+
+
+def done(monkeypatch: pytest.MonkeyPatch, gib: float, failure: Failure | None = None) -> None:
+    """Let ranks of this peak come back from their rehearsal."""
+
+    def ranks(config: RunConfig, vocab: int, kinds: Sequence[RankKind]) -> list[Rehearsal]:
+        held = {"weights": 7 * GIB, "activations": int((gib - 7) * GIB)}
+        return [Rehearsal(kind, 4_000_000_000, {"train": held}, failure) for kind in kinds]
+
+    monkeypatch.setattr(rehearse, "rehearse", ranks)
+
+
+def test_it_fits_with_what_cuda_and_nccl_take_or_the_exit_code_is_one(monkeypatch):
+    done(monkeypatch, 76.9)
+    assert mrl_rehearse(RECIPE, "--cluster", "h100").exit_code == 0
+    done(monkeypatch, 77.1)
+    result = mrl_rehearse(RECIPE, "--cluster", "h100", "--json")
+    assert (result.exit_code, json.loads(result.output)["fits"]) == (1, False)
+
+
+def test_the_table_says_what_holds_the_peak_and_how_near_the_plan_is(monkeypatch):
+    done(monkeypatch, 70.0)
+    result = mrl_rehearse(RECIPE, "--cluster", "h100")
+    assert "a colocated rank, stage 0: 4,000,000,000 parameters" in result.output
+    assert "train 70 GiB activations 63 GiB, weights 7 GiB" in " ".join(result.output.split())
+    assert "of 80 GiB" in result.output
+    assert "planned" in result.output
+
+
+def test_every_stage_and_role_is_listed(monkeypatch):
+    done(monkeypatch, 70.0)
+    two_stages = ("placement.training.tp=4", "placement.training.pp=2", "placement.inference.tp=4")
+    ranks = json.loads(mrl_rehearse(f"{RECIPE}-partitioned", *two_stages, "--json").output)["ranks"]
+    assert [(rank["role"], rank["stage"]) for rank in ranks] == [("training", 0), ("training", 1), ("inference", 0)]
+
+
+def test_a_failure_is_named_with_its_phase_and_place(monkeypatch):
+    failure = Failure("train", "RuntimeError: mat1 and mat2", "megatron_rl/model/layers.py:7 in forward")
+    done(monkeypatch, 70.0, failure)
+    result = mrl_rehearse(RECIPE)
+    assert result.exit_code == 1
+    assert "fails in train: RuntimeError: mat1 and mat2" in result.output
+    assert "at megatron_rl/model/layers.py:7 in forward" in result.output
+    (rank,) = json.loads(mrl_rehearse(RECIPE, "--json").output)["ranks"]
+    assert rank["failure"] == {"phase": "train", "error": failure.error, "where": failure.where}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("placement.training.tp=3", "does not divide"),
+        ("placement.training.cp=2", "placement.training.cp 2 is not supported yet"),
+        ("model.num_layers=no", "model.num_layers"),
+    ],
+)
+def test_what_is_impossible_is_refused_before_anything_is_built(override, said, monkeypatch):
+    monkeypatch.delattr(rehearse, "rehearse")
+    result = mrl_rehearse(RECIPE, override)
+    assert result.exit_code == 2
+    assert said in result.output

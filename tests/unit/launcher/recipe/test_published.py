@@ -1,0 +1,117 @@
+"""A recipe that starts from published weights need not say their shape, and may not contradict it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher.errors import BadInput
+from launcher.recipe.load import load_recipe
+from launcher.recipe.published import ShapeUnknown
+from megatron_rl.model.hf_config import KEYS
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 3.5,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": True,
+}
+
+
+def weights(folder: Path, **values: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | values))
+    return folder
+
+
+def recipe(tmp_path: Path, **model: Any) -> str:
+    values = yaml.safe_load(load_recipe("demo").text)
+    values["model"] = {"init": "huggingface", **model}
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_the_shape_is_that_of_config_json(tmp_path: Path) -> None:
+    model = load_recipe(recipe(tmp_path, huggingface=str(weights(tmp_path / "w")))).config.model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (30, 576, 1536)
+    assert (model.num_attention_heads, model.num_query_groups, model.head_size) == (9, 3, 64)
+    assert (model.max_position_embeddings, model.vocab_size, model.tied_embeddings) == (8192, 49152, True)
+    assert (model.rope_base, model.layernorm_epsilon, model.qkv_bias, model.qk_norm) == (1e5, 1e-5, False, False)
+    assert model.rope_scaling is not None
+    assert {"rope_type": "llama3", **model.rope_scaling.model_dump()} == LLAMA["rope_scaling"]
+
+
+def test_what_the_recipe_repeats_may_not_differ(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "w")
+    assert load_recipe(recipe(tmp_path, huggingface=str(folder), num_layers=30, rope_base=1e5))
+    asked = recipe(tmp_path, huggingface=str(folder), num_layers=28)
+    with pytest.raises(BadInput) as refused:
+        load_recipe(asked, ["model.layernorm_epsilon=1e-6"])
+    lines = Path(asked).read_text().splitlines()
+    line = 1 + next(number for number, text in enumerate(lines) if "num_layers" in text)
+    assert refused.value.problems == (
+        f"{asked}:{line}: model.num_layers 28 contradicts 30 (num_hidden_layers) of {folder}/config.json",
+        "override 'model.layernorm_epsilon=1e-6': model.layernorm_epsilon 1e-06 contradicts 1e-05 (rms_norm_eps) of "
+        f"{folder}/config.json",
+    )
+
+
+def test_weights_of_the_hub_are_found_in_a_cache_as_prefetch_leaves_it(tmp_path: Path) -> None:
+    repository = tmp_path / "home" / "hub" / "models--org--name"
+    weights(repository / "snapshots" / "abc", num_hidden_layers=7)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    asked = recipe(tmp_path, huggingface="org/name")
+    assert load_recipe(asked, caches=[tmp_path / "other", tmp_path / "home"]).config.model.num_layers == 7
+    with pytest.raises(ShapeUnknown, match=r"my.yaml:\d+: model.num_layers, .*: missing, .*org/name.*mrl prefetch"):
+        load_recipe(asked, caches=[tmp_path / "other"])
+
+
+def test_weights_that_are_elsewhere_need_no_config_where_the_recipe_says_the_shape() -> None:
+    assert load_recipe("qwen2.5-32b-dapo").config.model.num_layers == 64
+
+
+def test_weights_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "w", architectures=["GPT2LMHeadModel"])
+    with pytest.raises(BadInput, match=r"my.yaml:\d+: model.huggingface: .* GPT2LMHeadModel is not supported"):
+        load_recipe(recipe(tmp_path, huggingface=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_attention_heads": 7}, "hidden_size 576 is not divisible by num_attention_heads 7"),
+        ({"hidden_size": "wide"}, "hidden_size: "),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary positions of type linear are not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor, high_freq"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+    ],
+)
+def test_a_config_that_means_another_model_is_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        load_recipe(recipe(tmp_path, huggingface=str(weights(tmp_path / "w", **values))))
+
+
+def test_every_key_that_a_config_decides_is_one_of_the_recipe() -> None:
+    assert set(KEYS) <= set(load_recipe("demo").config.model.model_dump())

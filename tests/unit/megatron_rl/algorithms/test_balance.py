@@ -1,0 +1,89 @@
+"""Groups over data-parallel replicas: nearly even, few of them moved, and nothing moved for nothing."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.balance import MEASURABLE, STEP, balance
+
+COSTS = st.lists(st.integers(0, 60).map(float), max_size=12)
+REPLICAS = st.integers(1, 5)
+
+
+def loads(costs: list[float], assigned: list[int], replicas: int) -> list[float]:
+    return [sum(cost for cost, its in zip(costs, assigned, strict=True) if its == each) for each in range(replicas)]
+
+
+@st.composite
+def problems(draw: st.DrawFn, largest: int = 12) -> tuple[list[float], list[int], int]:
+    replicas = draw(REPLICAS)
+    costs = draw(st.lists(st.integers(0, 60).map(float), max_size=largest))
+    homes = draw(st.lists(st.integers(0, replicas - 1), min_size=len(costs), max_size=len(costs)))
+    return costs, homes, replicas
+
+
+@given(problems())
+def test_the_slowest_replica_gets_faster_or_nothing_moves(problem: tuple[list[float], list[int], int]) -> None:
+    costs, homes, replicas = problem
+    assigned = balance(costs, homes, replicas)
+    assert len(assigned) == len(costs)
+    assert {*assigned} <= {*range(replicas)}
+    before, after = max(loads(costs, homes, replicas)), max(loads(costs, assigned, replicas))
+    assert assigned == homes or after * (1 + MEASURABLE) < before
+
+
+@settings(max_examples=60)
+@given(problems(largest=6))
+def test_it_is_within_four_thirds_of_the_best(problem: tuple[list[float], list[int], int]) -> None:
+    """Beside the share that is not measured and the steps in which limits are tried."""
+    costs, homes, replicas = problem
+    ways = product(range(replicas), repeat=len(costs))
+    best = min(max(loads(costs, list(way), replicas)) for way in ways)
+    found = max(loads(costs, balance(costs, homes, replicas), replicas))
+    assert found <= best * 4 / 3 * (1 + MEASURABLE) * (1 + STEP) + 1e-9
+
+
+@given(problems(largest=40))
+def test_no_group_moves_that_could_have_stayed(problem: tuple[list[float], list[int], int]) -> None:
+    """Without making its replica the slowest."""
+    costs, homes, replicas = problem
+    assigned = balance(costs, homes, replicas)
+    after = loads(costs, assigned, replicas)
+    for cost, home, its in zip(costs, homes, assigned, strict=True):
+        assert its == home or after[home] + cost > max(after) / (1 + STEP)
+
+
+@given(problems())
+def test_what_costs_nothing_stays(problem: tuple[list[float], list[int], int]) -> None:
+    costs, homes, replicas = problem
+    assigned = balance(costs, homes, replicas)
+    assert all(its == home for cost, home, its in zip(costs, homes, assigned, strict=True) if cost == 0)
+
+
+@given(problems())
+def test_what_is_negligible_moves_nothing(problem: tuple[list[float], list[int], int]) -> None:
+    costs, homes, replicas = problem
+    assert balance(costs, homes, replicas, negligible=sum(costs)) == homes
+
+
+def test_only_as_much_moves_as_evens_the_load() -> None:
+    """Of twelve groups on two replicas that have eight and four, two."""
+    homes = [0] * 8 + [1] * 4
+    assigned = balance([1.0] * 12, homes, 2)
+    assert [before == after for before, after in zip(homes, assigned, strict=True)].count(False) == 2
+    assert loads([1.0] * 12, assigned, 2) == [6, 6]
+
+
+def test_small_groups_leave_to_make_room_for_a_large_one() -> None:
+    """Were all kept at home that fit there, one replica would have twelve."""
+    costs = [6.0, 6.0, *[1.0] * 6]
+    assert loads(costs, balance(costs, [0, 0, *[1] * 6], 2), 2) == [9, 9]
+
+
+def test_a_difference_of_less_than_the_share_stays() -> None:
+    assert balance([101.0, 1.0, 100.0], [0, 0, 1], 2) == [0, 0, 1]
+    assert balance([101.0, 10.0, 100.0], [0, 0, 1], 2) == [0, 0, 1], "moving the 10 would make the other as slow"
+    assert balance([90.0, 20.0, 70.0], [0, 0, 1], 2) == [0, 1, 1]

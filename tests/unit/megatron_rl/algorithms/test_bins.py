@@ -1,0 +1,129 @@
+"""Bins of bounded cost: few, and evenly filled where their number is given. Lengths alone; test_packing has tokens."""
+
+from __future__ import annotations
+
+from itertools import accumulate, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room, Tree, fill, spread
+
+ROWS_PER_TOKEN = 5
+
+
+def alone(lengths: list[int]) -> list[Tree]:
+    """Sequences of these lengths that share nothing."""
+    return [Tree(1, [name], [length - 1], [0]) for name, length in enumerate(lengths)]
+
+
+def groups(prompts: list[int], answers: list[list[int]]) -> list[Tree]:
+    """Answers of these lengths that share their prompt and nothing else."""
+    firsts = [0, *accumulate(map(len, answers))]
+    return [
+        Tree(prompt, range(first, first + len(rests)), rests, [0] * len(rests))
+        for prompt, rests, first in zip(prompts, answers, firsts, strict=False)
+    ]
+
+
+def packed_tokens(trees: list[Tree], names: list[int]) -> int:
+    """Of a bin whose sequences share their beginning and nothing else."""
+    rests = {name: rest for tree in trees for name, rest in zip(tree.names, tree.rests, strict=True)}
+    return sum(rests[name] for name in names) + sum(tree.beginning for tree in trees if {*tree.names} & {*names})
+
+
+def loads(lengths: list[int], bins: list[list[int]]) -> list[int]:
+    return [sum(lengths[name] for name in names) for names in bins]
+
+
+def best(lengths: list[int], count: int) -> int:
+    """The fullest of so many bins, in the best of all ways to share out the sequences."""
+    ways = product(range(count), repeat=len(lengths))
+    return min(max(sum(n for n, b in zip(lengths, way, strict=True) if b == each) for each in way) for way in ways)
+
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 20), st.lists(st.integers(0, 30), min_size=1, max_size=6)), min_size=1, max_size=5
+)
+
+
+@given(LENGTHS, st.integers(30, 70))
+def test_what_shares_nothing_takes_no_more_bins_than_first_fit_decreasing_may(lengths: list[int], limit: int) -> None:
+    """11/9 of the fewest and 6/9 (Dosa 2007)."""
+    bins = fill(alone(lengths), Room(limit, ROWS_PER_TOKEN))
+    fewest = next(count for count in range(1, len(lengths) + 1) if best(lengths, count) <= limit)
+    assert sorted(name for names in bins for name in names) == [*range(len(lengths))]
+    assert max(loads(lengths, bins)) <= limit
+    assert len(bins) <= fewest * 11 / 9 + 6 / 9
+
+
+def test_a_group_stays_together_where_it_fits_and_is_split_where_that_fills_better() -> None:
+    short = groups([10] * 4, [[10, 10]] * 4)  # a group is 30 tokens and 2 more for its rows
+    assert sorted(fill(short, Room(64, ROWS_PER_TOKEN))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    long = groups([1] * 3, [[33, 33]] * 3)  # two groups in three bins of whole groups would leave half of each empty
+    assert [*map(len, fill(long, Room(103, ROWS_PER_TOKEN)))] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers"),
+    [
+        ([8, 7], [[40, 5, 60], [20, 35]]),
+        ([2, 6, 18], [[20, 20], [30, 30], [10, 40]]),
+        ([12, 7], [[10, 10], [20, 15, 15, 60, 40]]),
+    ],
+    ids=["the largest answers first", "group after group", "whole groups"],
+)
+def test_of_three_orders_the_best_is_taken(prompts: list[int], answers: list[list[int]]) -> None:
+    """Each is the only one that needs two bins for one of these."""
+    assert len(fill(groups(prompts, answers), Room(100, ROWS_ARE_FREE))) == 2
+
+
+def test_the_prompt_is_paid_again_only_in_another_bin() -> None:
+    trees = groups([40], [[10] * 6])
+    bins = fill(trees, Room(100, ROWS_PER_TOKEN))
+    assert sorted(packed_tokens(trees, names) for names in bins) == [
+        70,
+        70,
+    ]  # an answer beside others adds 10, and 8 for its rows
+
+
+def test_the_rows_that_branches_gather_count() -> None:
+    """A prompt of 1000 tokens and 50 answers of one token are 1050 tokens, but 50,000 rows."""
+    trees = groups([1000], [[1] * 50])
+    assert len(fill(trees, Room(2000, ROWS_PER_TOKEN))) > 5
+    assert len(fill(trees, Room(50_000, ROWS_PER_TOKEN))) == 1
+
+
+def test_a_sequence_that_is_too_long_has_its_own_bin() -> None:
+    assert fill(alone([5, 99, 5]), Room(10, ROWS_PER_TOKEN)) == [[1], [0, 2]]
+
+
+def test_what_is_continued_by_another_goes_beside_it_for_nothing() -> None:
+    """The first three tokens of four, and the same four again."""
+    tree = Tree(2, [0, 1, 2], [3, 4, 4], [0, 3, 4])
+    assert fill([tree, *alone([3])], Room(6, ROWS_PER_TOKEN)) in ([[0, 1, 2], [0]], [[0, 1, 2, 0]])
+    assert (tree.tokens, tree.pairs) == (6, 21)
+
+
+@given(GROUPS, st.integers(1, 120), st.integers(1, 12))
+def test_a_given_number_of_bins_is_reached_with_none_empty(
+    drawn: list[tuple[int, list[int]]], limit: int, count: int
+) -> None:
+    trees = groups([prompt for prompt, _ in drawn], [rests for _, rests in drawn])
+    names = sorted(name for tree in trees for name in tree.names)
+    bins = spread(trees, Room(limit, ROWS_PER_TOKEN), count)
+    assert sorted(name for each in bins for name in each) == names
+    assert all(each == sorted(each) and each for each in bins)
+    assert len(bins) == max(len(fill(trees, Room(limit, ROWS_PER_TOKEN))), min(count, len(names)))
+    longest = max(tree.beginning + rest for tree in trees for rest in tree.rests)
+    assert all(packed_tokens(trees, each) <= max(limit, longest) for each in bins)
+
+
+@settings(max_examples=50)
+@given(LENGTHS, st.integers(1, 4))
+def test_they_are_evenly_filled(lengths: list[int], count: int) -> None:
+    """13/11 of the best, as of multifit (Yue 1990), and what halving has not told apart."""
+    bins = spread(alone(lengths), Room(10**6, ROWS_PER_TOKEN), count)
+    assert max(loads(lengths, bins)) <= best(lengths, count) * 13 / 11 + 1

@@ -1,0 +1,149 @@
+"""Log-probs that are made chunk by chunk are those of one softmax in float64, and so are their gradients."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_rl.algorithms import logprobs as module
+from megatron_rl.algorithms.logprobs import predicted_logprobs
+from megatron_rl.model.output import OutputPart
+
+TOKENS, HIDDEN, ROWS, VOCABULARY = 23, 12, 40, 37  # three rows pad the vocabulary
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, targets, and the gradient of the log-probs; the logits are from -30 to 30."""
+    draw = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=draw) * 2
+    weight = torch.randn(ROWS, HIDDEN, generator=draw)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=draw)
+    return hidden.to(dtype), weight.to(dtype), targets, torch.randn(TOKENS, generator=draw)
+
+
+def exact(hidden: Tensor, weight: Tensor, targets: Tensor, gradient: Tensor, temperature: float) -> list[Tensor]:
+    """Log-probs, entropy and both gradients, in float64."""
+    hidden, weight = (each.double().requires_grad_() for each in (hidden, weight))
+    every = torch.log_softmax((hidden @ weight.t())[:, :VOCABULARY] / temperature, dim=-1)
+    chosen = every[torch.arange(len(targets)), targets]
+    chosen.backward(gradient.double())
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [chosen.detach(), -(every.exp() * every).sum(-1).detach(), hidden.grad, weight.grad]
+
+
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, gradient: Tensor, temperature: float) -> list[Tensor]:
+    hidden, weight = (each.clone().requires_grad_() for each in (hidden, weight))
+    output = OutputPart(weight, range(VOCABULARY), None)
+    chosen, entropy = predicted_logprobs(hidden, output, targets, temperature)
+    assert entropy is not None
+    assert not entropy.requires_grad
+    chosen.backward(gradient)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [chosen.detach(), entropy, hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_in_fp32_they_are_those_of_float64(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
+    given = inputs(torch.float32)
+    for found, expected in zip(ours(*given, temperature), exact(*given, temperature), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_in_bf16_the_softmax_is_fp32(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """What is left is the rounding of the logits, of which the largest have a step of 0.125."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
+    given = inputs(torch.bfloat16)
+    logprobs, _, of_hidden, of_weight = ours(*given, 1.0)
+    expected, _, exact_of_hidden, exact_of_weight = exact(*given, 1.0)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=0.125)
+    for found, exactly in ((of_hidden, exact_of_hidden), (of_weight, exact_of_weight)):
+        assert found.dtype == torch.bfloat16
+        assert (found.double() - exactly).norm() < 0.05 * exactly.norm()
+
+
+def test_of_chunks_in_bf16_the_gradient_of_the_weight_is_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 chunks of one token each: summed in bf16 their gradients would stop growing."""
+    tokens = 512
+    hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
+    weight = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS)
+    chosen, _ = predicted_logprobs(
+        hidden, OutputPart(weight, range(VOCABULARY), None), torch.zeros(tokens, dtype=torch.long), 1.0
+    )
+    chosen.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[0, 0].item() == pytest.approx(tokens * (1 - 1 / VOCABULARY), rel=5e-3)
+
+
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_nothing_to_predict_has_gradients_of_zero(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS * chunk)
+    hidden, weight, targets, gradient = inputs(torch.float32)
+    found = ours(hidden[:0], weight, targets[:0], gradient[:0], 1.0)
+    assert [len(each) for each in found] == [0, 0, 0, ROWS]
+    assert not found[3].any()
+
+
+def test_temperature_0_counts_as_1_and_entropy_only_comes_where_it_is_asked_for() -> None:
+    hidden, weight, targets, _ = inputs(torch.float32)
+    output = OutputPart(weight, range(VOCABULARY), None)
+    for chunked in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "CHUNK_BYTES", 4 * ROWS * (5 if chunked else 100))
+            greedy, entropy = predicted_logprobs(hidden, output, targets, 0.0, with_entropy=False)
+            assert entropy is None
+            assert torch.equal(greedy, predicted_logprobs(hidden, output, targets, 1.0)[0])
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made within it have held at once."""
+
+    def __init__(self, *given: Tensor) -> None:
+        """given: not counted, nor are views of them."""
+        super().__init__()
+        self.bytes = 0
+        self._live = dict.fromkeys((each.untyped_storage()._cdata for each in given), 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for storage in (each.untyped_storage() for each in tree_leaves(out) if isinstance(each, Tensor)):
+            if storage._cdata not in self._live:
+                self._live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, storage._cdata, None)
+        self.bytes = max(self.bytes, sum(self._live.values()))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "scoring", "training"), [(1, 0.51, 4.9), (8, 0.51, 1.1)], ids=["whole", "an eighth"]
+)
+def test_12k_tokens_of_a_vocabulary_of_152k_take_this_many_gib(
+    tensor_parallel: int, scoring: float, training: float
+) -> None:
+    """In bf16, hidden size 5,120, with the gradients, of which that of the weight is once in fp32. With all logits at
+    once it is 31 and 3.8."""
+    tokens, hidden_size, rows = 12_000, 5_120, 152_064 // tensor_parallel
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden, weight = (
+            torch.empty(size, hidden_size, dtype=torch.bfloat16, requires_grad=True) for size in (tokens, rows)
+        )
+        targets, gradient = torch.empty(tokens, dtype=torch.long), torch.empty(tokens)
+        output = OutputPart(weight, range(rows), None)
+        with Peak(hidden, weight, targets, gradient) as peak:
+            with torch.no_grad():
+                predicted_logprobs(hidden, output, targets, 1.0, with_entropy=False)
+            assert peak.bytes < scoring * 2**30
+            predicted_logprobs(hidden, output, targets, 1.0)[0].backward(gradient)
+        assert peak.bytes < training * 2**30

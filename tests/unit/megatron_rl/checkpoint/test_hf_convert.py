@@ -1,0 +1,296 @@
+"""Hugging Face weights to checkpoints and back: every tensor, name, type and bit; and nothing half done."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from checkpoint_helpers import checkpointer, outcome
+from core_helpers import full_forward, tiny_model, tiny_policy, tiny_run
+from hf_helpers import PUBLISHED, SENTENCE, VOCAB, model_of, publish, tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+from megatron_rl.checkpoint.load import read, verify
+from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.policy import build_policy
+
+SHARD = 20_000  # bytes: several files
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """What transformers computes from a directory."""
+    with torch.no_grad():
+        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([SENTENCE])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("torch_dist", 1), ("torch", 2)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Qwen2", torch.float32),
+        ("Qwen2, tied", torch.bfloat16),
+        ("Qwen3, wider heads", torch.bfloat16),
+        ("Llama 3.1", torch.float32),
+        ("Llama, one key for all", torch.float32),
+        ("Mistral", torch.float16),
+        ("Qwen3 MoE", torch.bfloat16),
+    ],
+)
+def test_a_round_trip_changes_no_bit(
+    tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype, kind: Any, tp: int
+) -> None:
+    publish(tmp_path / "hf", PUBLISHED[name], dtype)
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", platform, tp=tp, kind=kind, shard_bytes=SHARD)
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back", platform, shard_bytes=SHARD)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert same_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    files = "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+    for file in files:
+        assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron", "back"}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    publish(folder, PUBLISHED["Qwen2"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(published: Path, platform: Any, groups: Any) -> Path:
+    to_megatron(published, published.parent / "megatron", platform, shard_bytes=SHARD)
+    return published.parent / "megatron"
+
+
+def test_a_run_starts_from_what_was_converted(published: Path, converted: Path, platform: Any, groups: Any) -> None:
+    model = model_of(published, init="from-scratch", vocab_multiple=32)  # 64 rows, where the checkpoint has 128
+    policy = build_policy(model, VOCAB, platform)
+    state, _ = read(verify(converted, groups.control), {"model": policy.sharded_state_dict()}, groups.data)
+    policy.load_state_dict(state["model"])
+    torch.testing.assert_close(full_forward(policy, SENTENCE), logits_of(published), rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_computes_the_same_from_what_comes_back(
+    tmp_path: Path, published: Path, converted: Path, platform: Any, groups: Any
+) -> None:
+    to_hugging_face(converted, tmp_path / "back", platform, shard_bytes=10**9)
+    assert [path.name for path in (tmp_path / "back").glob("*.safetensors*")] == ["model.safetensors"]
+    assert torch.equal(logits_of(tmp_path / "back"), logits_of(published))
+
+
+def test_shards_for_megatron_lm_hold_the_groups_of_their_rank(
+    tmp_path: Path, published: Path, platform: Any, groups: Any
+) -> None:
+    to_megatron(published, tmp_path / "m", platform, tp=2, kind="torch", shard_bytes=SHARD)
+    assert (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    shards = [
+        torch.load(tmp_path / "m" / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+        for rank in (0, 1)
+    ]
+    args = shards[1]["args"]
+    assert (args.tensor_model_parallel_size, args.padded_vocab_size, args.num_query_groups) == (2, 256, 2)
+    theirs, ours = tensors_of(published), shards[1]["model"]
+    q, k, v = (theirs[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")  # heads of 8 rows
+    qkv = ours["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert torch.equal(qkv, torch.cat((q[16:32], k[8:16], v[8:16])))
+    gate, up = (theirs[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    assert torch.equal(ours["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat((gate[24:], up[24:])))
+    down = theirs["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(ours["decoder.layers.0.mlp.linear_fc2.weight"], down[:, 24:])
+    norm = theirs["model.layers.0.post_attention_layernorm.weight"]
+    assert torch.equal(ours["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"], norm)
+    table = torch.cat([shard["model"]["embedding.word_embeddings.weight"] for shard in shards])
+    assert torch.equal(table[:VOCAB], theirs["model.embed_tokens.weight"]) and not table[VOCAB:].any()
+
+
+def with_output_layer(folder: Path, change: float) -> Path:
+    """Tied weights that are published twice, as some are."""
+    publish(folder, PUBLISHED["Qwen2, tied"], shard="1GB")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_tied_weights_that_are_published_twice_come_back_so(tmp_path: Path, platform: Any, groups: Any) -> None:
+    source = with_output_layer(tmp_path / "hf", 0.0)
+    to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
+    to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
+    assert same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        to_megatron(with_output_layer(tmp_path / "hf", 0.1), tmp_path / "m", platform, shard_bytes=SHARD)
+
+
+RUNS = {
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "tied_embeddings": False, "head_dim": 12},
+    "LlamaForCausalLM": {"qkv_bias": False, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 16}},
+}
+
+
+@pytest.mark.parametrize(("architecture", "shape"), RUNS.items(), ids=RUNS)
+def test_a_checkpoint_of_a_run_from_scratch_loads_in_transformers(
+    tmp_path: Path, platform: Any, groups: Any, architecture: str, shape: dict[str, Any]
+) -> None:
+    model = tiny_model(**shape)
+    policy = tiny_policy(platform, model)
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(tiny_run(model=model.model_dump()).model_dump()))
+    saving = checkpointer(tmp_path)
+    saving.save(40, {"model": policy.sharded_state_dict()}, {})
+    outcome(saving)
+    to_hugging_face(tmp_path / "checkpoints" / "step-000040", tmp_path / "hf", platform, shard_bytes=SHARD)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["architectures"], config["torch_dtype"]) == ([architecture], "float32")
+    sentence = [token % 15 for token in SENTENCE]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(torch.tensor([sentence])).logits[0]
+    torch.testing.assert_close(theirs, full_forward(policy, sentence), rtol=1e-4, atol=1e-4)
+
+
+def test_the_type_in_config_json_is_that_of_the_weights(tmp_path: Path, platform: Any, groups: Any) -> None:
+    """A run in fp32 that began with weights in bf16."""
+    publish(tmp_path / "hf", PUBLISHED["Qwen2"], torch.bfloat16)
+    model = model_of(tmp_path / "hf")
+    policy = build_policy(model, VOCAB, platform)
+    values = tiny_run(model=model.model_dump()).model_dump()
+    values["tokenizer"] = {"type": "huggingface", "path": str(tmp_path / "hf")}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    saving = checkpointer(tmp_path)
+    saving.save(1, {"model": policy.sharded_state_dict()}, {})
+    outcome(saving)
+    to_hugging_face(tmp_path / "checkpoints" / "step-000001", tmp_path / "back", platform, shard_bytes=SHARD)
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
+    assert after == before | {"dtype": "float32"}
+    assert (tmp_path / "back" / "chat_template.jinja").exists()
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "back").values()} == {torch.float32}
+
+
+def spoil(folder: Path, name: str) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+
+
+def copied(source: Path, target: Path) -> Path:
+    for file in source.rglob("*"):
+        if file.is_file():
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    return target
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "is incomplete: it holds no tokenizer"),
+    "a tokenizer of a larger model": (
+        lambda folder: tokenizer(VOCAB + 1).save_pretrained(folder),
+        rf"the tokenizer has \d+ tokens, and the embedding {VOCAB} rows",
+    ),
+    "a tokenizer that is none": (lambda folder: (folder / "tokenizer.json").write_text("{"), "holds no tokenizer that"),
+}
+
+
+@pytest.mark.parametrize(("harm", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_would_not_work_later_is_refused(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, harm: Callable[[Path], Any], said: str
+) -> None:
+    folder = copied(published, tmp_path / "hf")
+    harm(folder)
+    with pytest.raises(ConfigurationError, match=said):
+        to_megatron(folder, tmp_path / "m", platform, shard_bytes=SHARD)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_tensor_parallelism_that_does_not_divide_is_refused(
+    tmp_path: Path, published: Path, platform: Any, groups: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"tp 3 does not divide model.num_attention_heads 4"):
+        to_megatron(published, tmp_path / "m", platform, tp=3, shard_bytes=SHARD)
+
+
+def test_what_is_there_is_replaced_only_on_demand(
+    tmp_path: Path, published: Path, converted: Path, platform: Any, groups: Any
+) -> None:
+    target = tmp_path / "back"
+    target.mkdir()
+    (target / "mine").touch()
+    with pytest.raises(ConfigurationError, match="exists: give another place, or --force"):
+        to_hugging_face(converted, target, platform, shard_bytes=SHARD)
+    assert [path.name for path in target.iterdir()] == ["mine"]
+    to_hugging_face(converted, target, platform, shard_bytes=SHARD, replace=True)
+    assert not (target / "mine").exists()
+    assert same_bits(tensors_of(published), tensors_of(target))
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, converted: Path, platform: Any, groups: Any) -> None:
+    folder = copied(converted, tmp_path / "m")
+    spoil(folder, "__1_0.distcp")
+    with pytest.raises((CheckpointError, ConfigurationError), match=r"__1_0.distcp is not what was written"):
+        to_hugging_face(folder, tmp_path / "back", platform, shard_bytes=SHARD)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
+    with pytest.raises(ConfigurationError, match="is neither a checkpoint of a run"):
+        to_hugging_face(tmp_path, tmp_path / "back", platform, shard_bytes=SHARD)
+    with pytest.raises(ConfigurationError, match="no such directory"):
+        to_hugging_face(tmp_path / "none", tmp_path / "back", platform, shard_bytes=SHARD)
+
+
+@pytest.fixture
+def small_files() -> Any:
+    """No file may become larger than the files beside the weights: as a disk that is full in the middle of them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+def test_a_write_that_fails_leaves_nothing(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, small_files: Any, kind: Any
+) -> None:
+    with pytest.raises(OSError):
+        to_megatron(published, tmp_path / "m", platform, kind=kind, shard_bytes=SHARD)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_fails_leaves_nothing(
+    tmp_path: Path, converted: Path, platform: Any, groups: Any, small_files: Any
+) -> None:
+    with pytest.raises(OSError):
+        to_hugging_face(converted, tmp_path / "back", platform, shard_bytes=SHARD)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_too_small_is_seen_before(converted: Path, platform: Any, groups: Any, monkeypatch: Any) -> None:
+    target = converted.parent / "back"
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ConfigurationError, match=r"needs 0.0 GB, and .* has 0.0 GB left"):
+        to_hugging_face(converted, target, platform, shard_bytes=SHARD)
+    assert not target.exists()

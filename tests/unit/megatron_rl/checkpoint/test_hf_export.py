@@ -1,0 +1,95 @@
+"""Exports beside the training: which are due, and that one which hangs or fails costs no more than itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.checkpoint.config import SaveConfig
+from megatron_rl.checkpoint.hf import export
+from megatron_rl.checkpoint.hf.export import Exported, Exporter, ExportFailed, ExportOutcome
+from megatron_rl.contract.paths import RunDir
+
+WRITES = "import pathlib, sys; pathlib.Path(sys.argv[3]).mkdir(parents=True); print('{\"seconds\": 1.5}')"
+HANGS = "import time; time.sleep(600)"
+REFUSES = "import sys; sys.exit('no room')"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    for step in (10, 20, 30, 40):
+        run.checkpoint(step).mkdir(parents=True)
+    return run
+
+
+def exporter(run: RunDir, converter: str, monkeypatch: Any, **options: Any) -> Exporter:
+    """With another program in place of the converter, which has tests of its own."""
+    monkeypatch.setattr(export, "CONVERTER", [sys.executable, "-c", converter])
+    options = {"leads": True, "export_hf_every": 20, "timeout_s": 60} | options
+    leads = options.pop("leads")
+    return Exporter(run, SaveConfig(**options), leads=leads)
+
+
+def outcomes(exporter: Exporter) -> list[ExportOutcome]:
+    """All, once nothing is left to do."""
+    found = exporter.poll()
+    deadline = time.monotonic() + 60
+    while exporter.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found + exporter.poll()
+
+
+def test_what_is_due_and_not_there_is_exported_oldest_first(run: RunDir, monkeypatch: Any) -> None:
+    assert outcomes(exporter(run, WRITES, monkeypatch)) == [Exported(20, 1.5), Exported(40, 1.5)]
+    assert run.export_steps() == [40, 20]
+    assert outcomes(exporter(run, HANGS, monkeypatch)) == [], "they are there"
+
+
+def test_only_rank_0_exports_and_only_where_it_is_asked_for(run: RunDir, monkeypatch: Any) -> None:
+    assert outcomes(exporter(run, WRITES, monkeypatch, leads=False)) == []
+    assert outcomes(exporter(run, WRITES, monkeypatch, export_hf_every=0)) == []
+
+
+def test_one_that_fails_is_said_once_and_the_next_one_tried(run: RunDir, monkeypatch: Any) -> None:
+    found = outcomes(exporter(run, REFUSES, monkeypatch))
+    assert found == [ExportFailed(20, "no room"), ExportFailed(40, "no room")]
+    assert str(found[0]).startswith("the checkpoint of step 20 was not exported: no room. ")
+
+
+def test_one_that_hangs_is_given_up_in_time(run: RunDir, monkeypatch: Any) -> None:
+    (failed,) = outcomes(exporter(run, HANGS, monkeypatch, export_hf_every=40, timeout_s=1))
+    assert isinstance(failed, ExportFailed) and "not done within save.timeout_s = 1 s" in failed.reason
+
+
+def test_an_attempt_that_ends_leaves_no_process_and_no_debris(run: RunDir, monkeypatch: Any) -> None:
+    one = exporter(run, HANGS, monkeypatch)
+    assert one.busy
+    (run.exports / ".step-000020.abc.tmp").mkdir(parents=True)
+    process = one._under_way.process
+    one.close()
+    assert process.returncode == -9
+    assert not one.busy and not list(run.exports.iterdir())
+
+
+def test_a_full_disk_costs_no_more_than_the_export(run: RunDir, monkeypatch: Any) -> None:
+    def full() -> Any:
+        raise OSError(28, "No space left on device")
+
+    one = exporter(run, WRITES, monkeypatch, export_hf_every=40)
+    monkeypatch.setattr(export.tempfile, "TemporaryFile", full)
+    (failed,) = outcomes(one)
+    assert isinstance(failed, ExportFailed) and "No space left on device" in failed.reason
+
+
+def test_debris_that_cannot_be_looked_at_stays(run: RunDir, monkeypatch: Any) -> None:
+    def stale(self: Path, pattern: str) -> Any:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "glob", stale)
+    exporter(run, WRITES, monkeypatch)

@@ -1,0 +1,155 @@
+"""The environment reasoning-gym: any dataset by its name, each problem once, split for good, scored in two ways."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from words import Words
+
+from megatron_rl.environments.reasoning_gym import ReasoningGymConfig, ReasoningGymEnvironment, last_number
+
+pytest.importorskip("reasoning_gym")
+
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+EVERY_SUM = {f"{a} {sign} {b}" for a in range(10) for b in range(10) for sign in "+-"}
+
+
+def build(tokenizer: Words | None = None, **arguments: Any) -> ReasoningGymEnvironment:
+    values = {"dataset": "chain_sum", "dataset_args": ONE_DIGIT, "prompt": "{expression}", **arguments}
+    return ReasoningGymEnvironment(ReasoningGymConfig.model_validate(values), tokenizer or Words())
+
+
+def prompts(environment: ReasoningGymEnvironment, name: str) -> list[str]:
+    return [problem.prompt for problem in environment.evaluation_problems()[name]]
+
+
+def test_every_sum_of_two_digits_appears_once_and_a_fifth_is_never_trained_on() -> None:
+    environment = build()
+    held_out, trained = prompts(environment, "held_out"), [p.prompt for p in environment.training_problems()]
+    assert len(held_out) == 40 and len(trained) == 160
+    assert {*held_out, *trained} == EVERY_SUM
+
+
+def test_the_split_follows_the_seed() -> None:
+    assert prompts(build(), "held_out") == prompts(build(draws=6000), "held_out")
+    assert set(prompts(build(), "held_out")) != set(prompts(build(seed=1), "held_out"))
+
+
+def test_the_prompt_has_the_question_the_metadata_and_their_parts() -> None:
+    environment = build(prompt="{question} ({num_terms} terms, {difficulty[num_digits][1]} digit)", draws=1)
+    [problem] = environment.training_problems()
+    assert problem.prompt.startswith("State the final answer to the following arithmetic problem: ")
+    assert problem.prompt.endswith(" = (2 terms, 1 digit)")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "chat", "prompt", "said"),
+    [
+        (Words("<user>{}<assistant>"), "auto", "<user>{}<assistant>", "chat template"),
+        (Words("<user>{}<assistant>"), "always", "<user>{}<assistant>", "chat template"),
+        (Words("<user>{}<assistant>"), "never", "{}", ""),
+        (Words(), "auto", "{}", ""),
+    ],
+)
+def test_it_is_asked_in_the_chat_template_or_not(tokenizer: Words, chat: str, prompt: str, said: str) -> None:
+    environment = build(tokenizer, chat=chat)
+    assert {problem.prompt for problem in environment.training_problems()} <= {prompt.format(e) for e in EVERY_SUM}
+    assert environment.prompt_format == said
+
+
+def test_a_chat_template_that_is_not_there_is_missed() -> None:
+    with pytest.raises(ValueError, match="chat: always, but the tokenizer has no chat template"):
+        build(chat="always")
+
+
+def test_the_last_number_scores_each_problem() -> None:
+    environment = build(scoring="last_number")
+    for problem in environment.training_problems():
+        right = sum(map(int, problem.prompt.replace("- ", "-").replace("+ ", "").split()))
+        assert problem.golden["answer"] == str(right)
+        for text in (str(right), f"It is {right}.", f"{right + 1} or {right}"):
+            assert environment.get_reward(text, problem.golden, "stop") == 1.0
+        for text in (f"{right} or {right + 1}", "none", ""):
+            assert environment.get_reward(text, problem.golden, "stop") == 0.0
+
+
+def test_the_datasets_own_score_is_given_in_parts() -> None:
+    environment = build()
+    problem = next(each for each in environment.training_problems() if each.golden["answer"] == "12")
+    assert environment.get_reward(" +12.0\n", problem.golden, "stop") == 1.0
+    assert environment.get_reward("It is 12", problem.golden, "stop") == 0.25
+    assert environment.get_reward("13", problem.golden, "stop") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7 - 3", "3"),
+        ("7-3", "3"),
+        ("7 - 3 = -4", "-4"),
+        ("is \N{MINUS SIGN}4.", "-4"),
+        ("1,234,567 apples", "1234567"),
+        ("1234,567", "567"),
+        ("2.50", "2.5"),
+        ("3. 14", "14"),
+        ("(-5)", "-5"),
+        ("--5", "-5"),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, number: str) -> None:
+    assert last_number(text) == Decimal(number)
+
+
+@given(st.text(alphabet="0123456789.,- x", max_size=12), st.decimals(-(10**6), 10**6, places=2))
+def test_whatever_stands_before_it_the_last_number_is_found(text: str, number: Decimal) -> None:
+    assert last_number(f"{text} = {number}") == number
+    assert last_number(f"{text} = {number:,} dollars.") == number
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dataset": "chain_sums"}, r"reasoning-gym has no 'chain_sums' \(did you mean chain_sum\?\)"),
+        ({"dataset_args": {"min_term": 2}}, "dataset_args: chain_sum: .*'min_term'"),
+        ({"dataset_args": {"min_terms": 3, "max_terms": 2}}, "dataset_args: chain_sum: max_terms must be >= min_terms"),
+        ({"prompt": "{expresion}"}, "prompt: chain_sum has no 'expresion'; there are .*expression.*question"),
+    ],
+)
+def test_what_reasoning_gym_does_not_have_is_refused_at_start(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dataset_args": {"seed": 1}}, "give environment.args.seed instead"),
+        ({"dataset_args": {"size": 1}}, "give environment.args.draws instead"),
+        ({"prompt": "Go!"}, "must contain"),
+        ({"prompt": "{question} {answer}"}, "must not contain"),
+        ({"prompt": "{question"}, "prompt"),
+        ({"scoring": "best"}, "scoring"),
+        ({"held_out": 1.0}, "held_out"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_drawn(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        ReasoningGymConfig.model_validate({"dataset": "chain_sum", **arguments})
+
+
+def test_arguments_are_checked_without_reasoning_gym() -> None:
+    program = """
+import sys
+from megatron_rl.agent.registry import environment_class
+environment_class("reasoning-gym").Config.model_validate({"dataset": "chain_sum"})
+print(*sorted({name.split(".")[0] for name in sys.modules} & {"reasoning_gym", "torch"}))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == ""

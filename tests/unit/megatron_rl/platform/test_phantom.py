@@ -1,0 +1,125 @@
+"""A device that is not there: what it counts of the memory, and that training on it is what it is on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import Linear, Parameter
+from torch.utils.checkpoint import checkpoint
+
+from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.dense_attention import dense_layout
+from megatron_rl.platform.phantom import ACCELERATOR, PhantomDevice, PhantomPlatform
+
+KIB = 1024
+
+
+@pytest.fixture
+def device() -> Iterator[PhantomDevice]:
+    with PhantomDevice() as device:
+        yield device
+
+
+def kib(count: int) -> torch.Tensor:
+    return torch.empty(count * KIB, dtype=torch.uint8, device=ACCELERATOR)
+
+
+def test_a_peak_is_the_most_that_was_held_at_once(device: PhantomDevice) -> None:
+    kept = kib(1)
+    with device.memory.watched() as peak:
+        first = kib(4)
+        view = first[KIB:]  # shares its storage
+        del first
+        assert peak.bytes == 5 * KIB
+        del view
+        second = kib(3)
+        torch.zeros(100_000)  # of the CPU
+        del second
+    assert (peak.bytes, kept.numel()) == (5 * KIB, KIB)
+
+
+def test_bytes_are_held_by_what_they_were_made_for(device: PhantomDevice) -> None:
+    memory = device.memory
+    with memory.watched() as peak:
+        with memory.held_by("optimizer"):
+            state, buffer = kib(2), kib(3)
+        made = kib(1)
+        assert peak.held_by == {"optimizer": 5 * KIB, "activations": KIB}
+        memory.assign("gradients", [buffer])
+        assert peak.held_by == {"optimizer": 2 * KIB, "activations": KIB, "gradients": 3 * KIB}
+        del made
+        late = kib(1)
+        memory.assign("KV cache", [late])
+    assert peak.held_by["KV cache"] == 0, "it was not there at the peak"
+    with memory.watched() as now:
+        pass
+    assert +now.held_by == {"optimizer": 2 * KIB, "gradients": 3 * KIB, "KV cache": KIB}
+    del state
+
+
+def test_a_peak_within_another_counts_there_alone(device: PhantomDevice) -> None:
+    with device.memory.watched() as outer:
+        with device.memory.watched() as inner:
+            kib(8)
+        kib(2)
+    assert (inner.bytes, outer.bytes) == (8 * KIB, 2 * KIB)
+
+
+def test_gradients_and_their_memory_are_those_of_the_cpu(device: PhantomDevice) -> None:
+    layer = Linear(KIB, 4, device=ACCELERATOR)
+    made = layer(torch.empty(2, KIB, device=ACCELERATOR))
+    with device.memory.watched() as peak:
+        made.sum().backward()
+    assert layer.weight.grad is not None
+    assert (layer.weight.grad.shape, layer.weight.grad.device) == ((4, KIB), ACCELERATOR)
+    before = 4 * (4 * KIB + 4) + 4 * 2 * KIB + 4 * 2 * 4
+    assert before + 4 * 4 * KIB <= peak.bytes <= before + 4 * 4 * KIB + KIB
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "computed again in the backward pass"])
+def test_attention_in_half_precision_holds_no_scores(device: PhantomDevice, *, again: bool) -> None:
+    """A [length, length] matrix would be 16 MiB for each of them."""
+
+    layout = dense_layout(whole_sequences([2048]), ACCELERATOR)
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return layout.attend(1, query, query, query)
+
+    query = Parameter(torch.empty(2048, 2, 16, dtype=torch.bfloat16, device=ACCELERATOR))
+    with device.memory.watched() as peak:
+        made = checkpoint(attend, query, use_reentrant=False, preserve_rng_state=False) if again else attend(query)
+        made.sum().backward()
+    assert query.grad is not None
+    assert peak.bytes < 2**21
+
+
+def test_the_host_sees_ones_where_it_is_told_to() -> None:
+    with PhantomDevice(reads_ones=True):
+        numbers = torch.zeros(2, 3, device=ACCELERATOR)
+        assert numbers.sum().item() == 1.0
+        assert numbers.cpu().tolist() == [[1.0] * 3] * 2
+        with pytest.raises(Exception, match="two devices"):
+            numbers + torch.zeros(2, 3)
+
+
+def test_a_module_is_built_with_weights_of_the_device_and_type(device: PhantomDevice) -> None:
+    built = PhantomPlatform(device).build(lambda: Linear(8, 4), torch.bfloat16)
+    assert (built.weight.device, built.weight.dtype, built.weight.requires_grad) == (ACCELERATOR, torch.bfloat16, True)
+    with device.memory.watched() as peak:
+        pass
+    assert peak.held_by == {"weights": 2 * (8 * 4 + 4)}
+
+
+def test_all_is_as_it_was_behind_it() -> None:
+    from megatron.core.optimizer import clip_grads
+
+    before = clip_grads.torch, clip_grads.l2_norm_impl
+    with PhantomDevice() as device:
+        PhantomPlatform(device).build(lambda: Linear(2, 2), torch.float32)
+        assert clip_grads.l2_norm_impl is not before[1]
+    assert (clip_grads.torch, clip_grads.l2_norm_impl) == before
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.zeros(1, device=ACCELERATOR) + 1

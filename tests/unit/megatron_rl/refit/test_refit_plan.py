@@ -1,0 +1,143 @@
+"""Whatever the two layouts, every element of what is needed comes once, from a rank that holds it."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.refit.plan import Box, Move, cut, plan_moves, rounds_of
+
+KEYS = {"layers.linear": (4, 6, 5), "layers.norm": (4, 6), "embedding": (12, 3)}
+"""Whole tensors of a model of four layers; the first axis of those of layers is the layer."""
+
+
+def box(key: str, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Box:
+    return Box(key, dtype, offset, shape)
+
+
+def layout(stages: int, tensor: int, copies: int) -> list[list[Box]]:
+    """Boxes of each rank, as megatron-core orders them: neighbours have the parts of a layer, stages are far apart.
+
+    As in its sharded states a layer's tensor is a box of its own, a norm is on every tensor-parallel rank, and an
+    embedding that is tied is on the first and the last stage.
+    """
+    ranks = []
+    for stage, _copy, part in product(range(stages), range(copies), range(tensor)):
+        boxes = []
+        for layer in range(4 * stage // stages, 4 * (stage + 1) // stages):
+            rows = 6 // tensor
+            boxes.append(box("layers.linear", (layer, part * rows, 0), (1, rows, 5)))
+            boxes.append(box("layers.norm", (layer, 0), (1, 6)))
+        if stage in (0, stages - 1):
+            rows = 12 // tensor
+            boxes.append(box("embedding", (part * rows, 0), (rows, 3)))
+        ranks.append(boxes)
+    return ranks
+
+
+def layouts(ranks: int) -> list[tuple[int, int, int]]:
+    found = product((1, 2, 4), (1, 2, 3, 6), range(1, ranks + 1))
+    return [sizes for sizes in found if sizes[0] * sizes[1] * sizes[2] == ranks]
+
+
+PAIRS = st.sampled_from([1, 2, 3, 4, 6, 8, 12]).flatmap(
+    lambda ranks: st.tuples(st.sampled_from(layouts(ranks)), st.sampled_from([s for s in layouts(ranks) if s[0] == 1]))
+)
+"""Layouts of training and of generation over the same ranks: (stages, tensor, copies)."""
+
+
+def whole() -> dict[str, Tensor]:
+    count = 0
+    tensors = {}
+    for key, shape in KEYS.items():
+        tensors[key] = torch.arange(count, count + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        count += tensors[key].numel()
+    return tensors
+
+
+def part_of(tensor: Tensor, one: Box) -> Tensor:
+    return tensor[one.within(box(one.key, (0,) * tensor.dim(), tuple(tensor.shape)))]
+
+
+def carried_out(moves: list[Move], held: list[list[Box]], needed: list[list[Box]]) -> list[dict[Box, Tensor]]:
+    """What every rank needs, filled by the moves; what none filled is NaN, what two filled is caught."""
+    tensors = whole()
+    have = [{one: part_of(tensors[one.key], one) for one in boxes} for boxes in held]
+    want = [{one: torch.full(one.shape, torch.nan) for one in boxes} for boxes in needed]
+    for move in moves:
+        place = want[move.target][move.needed][move.box.within(move.needed)]
+        assert place.isnan().all(), f"{move.box} came twice"
+        place.copy_(have[move.source][move.held][move.box.within(move.held)])
+    return want
+
+
+@settings(max_examples=30)
+@given(PAIRS)
+def test_every_rank_gets_every_element_that_it_needs_once(pair: Any) -> None:
+    held, needed = (layout(*sizes) for sizes in pair)
+    tensors = whole()
+    for boxes in carried_out(plan_moves(held, needed), held, needed):
+        for one, content in boxes.items():
+            assert torch.equal(content, part_of(tensors[one.key], one))
+
+
+@settings(max_examples=30)
+@given(PAIRS, st.integers(4, 400))
+def test_in_rounds_too_and_no_rank_sends_or_receives_more_than_the_limit_in_one(pair: Any, limit: int) -> None:
+    held, needed = (layout(*sizes) for sizes in pair)
+    moves = plan_moves(held, needed)
+    rounds = rounds_of(moves, limit)
+    for round_ in rounds:
+        for rank in range(len(held)):
+            assert sum(move.box.bytes for move in round_ if move.source == rank) <= limit
+            assert sum(move.box.bytes for move in round_ if move.target == rank) <= limit
+    own = [move for move in moves if move.source == move.target]
+    tensors = whole()
+    for boxes in carried_out(own + [move for round_ in rounds for move in round_], held, needed):
+        for one, content in boxes.items():
+            assert torch.equal(content, part_of(tensors[one.key], one))
+
+
+@settings(max_examples=30)
+@given(PAIRS)
+def test_a_rank_that_holds_what_it_needs_is_sent_nothing_of_it(pair: Any) -> None:
+    held, needed = (layout(*sizes) for sizes in pair)
+    for move in plan_moves(held, needed):
+        if move.held in held[move.target]:
+            assert move.source == move.target
+
+
+def test_copies_of_the_trainer_share_the_sending() -> None:
+    """Two stages, four copies, to replicas that need both: each copy of a stage sends as much as the others."""
+    held, needed = layout(2, 1, 4), layout(1, 1, 8)
+    sent = [0] * 8
+    for move in plan_moves(held, needed):
+        if move.source != move.target:
+            sent[move.source] += move.box.bytes
+    assert max(sent) < 1.5 * sum(sent) / 8
+
+
+def test_a_transfer_larger_than_the_limit_is_cut_along_its_first_axes() -> None:
+    whole_box = box("w", (2, 4, 0), (1, 3, 8))
+    parts = list(cut(whole_box, 5))
+    assert sum(part.elements for part in parts) == whole_box.elements
+    assert all(part.elements <= 5 for part in parts)
+    assert parts[0] == box("w", (2, 4, 0), (1, 1, 5))
+
+
+def test_what_nobody_holds_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"layers.linear \[1, 6, 5\] at \[3, 0, 0\], by which rank 0 .* 0 of its 30"):
+        plan_moves([[box("layers.linear", (2, 0, 0), (1, 6, 5))]], [[box("layers.linear", (3, 0, 0), (1, 6, 5))]])
+    with pytest.raises(ValueError, match="unknown"):
+        plan_moves([[]], [[box("unknown", (0,), (1,))]])
+
+
+def test_a_refit_does_not_convert() -> None:
+    with pytest.raises(ValueError, match=r"w is torch.float32 in training and torch.bfloat16 in generation"):
+        plan_moves([[box("w", (0,), (4,))]], [[box("w", (0,), (4,), torch.bfloat16)]])

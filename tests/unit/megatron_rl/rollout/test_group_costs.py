@@ -1,0 +1,57 @@
+"""What drivers tell one another of a group is what training on it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from core_helpers import random_groups, tiny_model, tiny_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.packing import pack
+from megatron_rl.model.flops import training_flops
+from megatron_rl.rollout import exchange
+from megatron_rl.rollout.exchange import group_costs
+
+VOCABULARY = 16
+SIZED = tiny_model(vocab_size=VOCABULARY).model_dump()
+CONFIG = tiny_run(model=SIZED)
+GROUPS = st.builds(random_groups, st.integers(1, 3), st.integers(1, 6), st.integers(0, 99), st.integers(1, 40))
+
+
+def of_micro_batch(group: TrajectoryGroup) -> float:
+    """Floating-point operations of all its answers, counted on the packed tokens."""
+    tokens, masks = [each.tokens for each in group.trajectories], [each.loss_mask for each in group.trajectories]
+    (micro,) = pack(tokens, masks, range(len(tokens)), limit=10**9)
+    pairs = int((micro.positions + 1).sum())
+    return training_flops(
+        CONFIG.model, VOCABULARY, tokens=len(micro.tokens), pairs=pairs, predictions=len(micro.targets)
+    )
+
+
+@given(GROUPS)
+def test_it_is_that_of_the_packed_group_where_every_answer_has_a_gradient(groups: list[TrajectoryGroup]) -> None:
+    penalised = tiny_run(model=SIZED, grpo={"kl_beta": 0.1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "NEGLIGIBLE_FLOPS", 0.0)
+        assert group_costs(groups, penalised) == pytest.approx([*map(of_micro_batch, groups)])
+
+
+def test_answers_without_a_gradient_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "NEGLIGIBLE_FLOPS", 0.0)
+    equal, differing, lost = random_groups(3, 4)
+    alike = [replace(each, reward=1.0) for each in equal.trajectories]
+    # Advantages of -1, 1 and, at the mean, 0.
+    rewards = [replace(each, reward=r) for each, r in zip(differing.trajectories, (0.0, 1.0, 0.5), strict=False)]
+    groups = [replace(equal, trajectories=alike), replace(differing, trajectories=rewards)]
+    run = replace(differing, trajectories=rewards[:2])
+    assert group_costs([*groups, replace(lost, trajectories=[])], CONFIG) == pytest.approx([0, of_micro_batch(run), 0])
+
+
+@given(GROUPS)
+def test_what_is_negligible_is_told_as_an_upper_bound(groups: list[TrajectoryGroup]) -> None:
+    bounds = group_costs(groups, CONFIG)
+    assert sum(bounds) < exchange.NEGLIGIBLE_FLOPS
+    assert all(bound >= of_micro_batch(group) for bound, group in zip(bounds, groups, strict=True))
