@@ -85,7 +85,7 @@ class CudaPlatform:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(seed)
-        # As the first of all ranks: weights are drawn whole where a run begins with random ones, see run.build_models.
+        # As the first of all ranks: weights are drawn whole where a run begins with random ones (models.build_models).
         model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
 
     def rng_state(self) -> dict[str, torch.Tensor]:

@@ -48,6 +48,7 @@ from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, 
 from megatron_rl.metrics import tensorboard
 from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
 from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.models import Models
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
@@ -56,7 +57,6 @@ from megatron_rl.rank.world import World
 from megatron_rl.refit.publish import SharedWeights
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.driver import RolloutBatch
-from megatron_rl.run import Models
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0

@@ -16,7 +16,7 @@ from megatron_rl.model.policy import Policy
 
 def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
     """Give `policy` the weights in `folder`, in its own type. Needs no other rank, but reads nothing that an earlier
-    data-parallel rank reads too: that one shares them out afterwards (`run.share_weights`), so the files are read once.
+    data-parallel rank reads too: that one shares them out afterwards (`models.share_weights`), so files are read once.
 
     Returns the digest of what was read (see `WeightsFolder.digest`).
 
