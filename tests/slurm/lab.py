@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -151,14 +152,17 @@ class Cluster:
 
     def run(self, *command: str | Path, timeout: float = 60, check: bool = True, **changes: str) -> str:
         """Standard output of a command on the login node. `changes` are environment variables."""
-        done = subprocess.run(
-            [str(word) for word in command],
-            env={**self.env, **changes},
-            timeout=timeout,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
+        for _ in range(3):
+            done = subprocess.run(
+                [str(word) for word in command],
+                env={**self.env, **changes},
+                timeout=timeout,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+            )
+            if done.returncode != -signal.SIGPIPE:  # so a command ends on which a busy controller hangs up
+                break
         if check and done.returncode != 0:
             raise LabError(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout

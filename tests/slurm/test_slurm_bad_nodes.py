@@ -33,15 +33,12 @@ def test_without_a_spare_the_job_goes_elsewhere_and_avoids_the_bad_node(login: L
     login.confine(1, 3)
     sick = login.program("python", 'case "$(hostname) $*" in node02*host.health*) exit 1 ;; esac\nexec python3 "$@"')
     login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
-    wait = ("--partition=high", "--nodelist=node03", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    taken = login.lab.run("sbatch", "--parsable", *wait).strip()
-    login.jobs.append(taken)
-    wait_until("node03 is taken", lambda: "RUNNING" in login.lab.run("squeue", "-h", "-j", taken, "-o", "%T"), SECONDS)
+    taken = login.take("node03")
     run = login.submit(*DEMO)
     wait_until("the first attempt", lambda: run.dir.last_attempt() == 1, SECONDS)
     login.lab.run("scancel", taken)
     assert run.wait() == "COMPLETED", run.log()
-    assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
+    assert run.ends() == [("drained", "bad nodes"), ("finished", None)], run.log()
     assert {rank["host"] for rank in run.seen(2).values()} == {"node01", "node03"}
     assert run.avoided() == {"node02"} | nodes_but(1, 3)
 
@@ -55,7 +52,7 @@ def test_the_only_nodes_there_are_are_not_avoided(login: Login) -> None:
     login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
     run = login.submit(*DEMO)
     assert run.wait() == "COMPLETED", run.log()
-    assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
+    assert run.ends() == [("drained", "bad nodes"), ("finished", None)], run.log()
     assert "too few nodes are left: node04" in run.dir.batch_log.read_text()
     assert run.avoided() == nodes_but(4, 5)
 
@@ -71,7 +68,7 @@ def test_a_health_check_that_cannot_start_blames_no_node_and_the_run_goes_on_onc
     assert not run.seen()
     assert run.wait() == "COMPLETED", run.log()
     assert run.avoided() == nodes_but(6, 7)
-    assert run.ends()[-1] == ("finished", None)
+    assert run.ends()[-1] == ("finished", None), run.log()
 
 
 @together
@@ -83,7 +80,7 @@ def test_a_check_that_a_drain_cuts_short_blames_no_node(login: Login) -> None:
     wait_until("the check has begun", lambda: list(run.dir.root.glob("logs/*/health.*")), SECONDS)
     login.lab.run("scancel", "--signal=USR1", "--batch", run.job)
     wait_until("the first attempt has ended", run.ends, SECONDS)
-    assert run.ends() == [("drained", "signal")]
+    assert run.ends() == [("drained", "signal")], run.log()
     assert run.avoided() == nodes_but(8, 9)
 
 
@@ -98,6 +95,6 @@ def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> No
     login.profiles["stub"] |= {"health_check": True, "prolog": [f'PATH={login.home}/bin:"$PATH"', once]}
     run = login.submit(*DEMO[:3], "job.nodes=1", "job.gpus_per_node=1")
     assert run.wait() == "COMPLETED", run.log()
-    assert run.ends() == [("drained", "bad nodes"), ("finished", None)]
+    assert run.ends() == [("drained", "bad nodes"), ("finished", None)], run.log()
     assert "the health check took too long" in run.dir.batch_log.read_text()
     assert run.avoided() == nodes_but(10, 10)

@@ -7,11 +7,16 @@ from typing import Mapping, Optional, Sequence
 
 END_S = 5.0  # that a killed process has to be gone; one that hangs in the kernel may stay for ever
 
+# What Slurm sends to all processes of a job, whatever their session: `scontrol requeue` would be ended by the SIGTERM
+# that it has caused, and its answer lost.
+OF_A_JOB = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
 
 def run_limited(
     command: Sequence[str], limit_s: float, environ: Optional[Mapping[str, str]] = None
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run a command to its end, without standard input, in a session of its own: a Ctrl-C for us is not meant for it.
+    """Run a command to its end, without standard input, though our job is signalled, or a Ctrl-C typed, which are not
+    meant for it.
 
     Args:
         limit_s: seconds after which it is ended, with all that it has started.
@@ -21,14 +26,18 @@ def run_limited(
         subprocess.TimeoutExpired: it was ended.
         OSError: it could not be started.
     """
-    process = subprocess.Popen(
-        list(command),
-        env=None if environ is None else dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    ours = signal.pthread_sigmask(signal.SIG_BLOCK, OF_A_JOB)  # a child inherits it, also through exec
+    try:
+        process = subprocess.Popen(
+            list(command),
+            env=None if environ is None else dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ours)
     try:
         out, err = process.communicate(timeout=limit_s)
     except BaseException:

@@ -66,6 +66,8 @@ def run(command: Sequence[str], limit_s: Optional[float] = None, environ: Option
         raise SlurmSilent("{}: no answer within {:g} s".format(" ".join(command), limit_s)) from None
     except OSError as error:  # no memory to start it, its file system is gone
         raise SlurmSilent("{}: {}".format(command[0], error.strerror)) from None
+    if done.returncode < 0:  # by the kernel that is out of memory, say; what it was told to do it may have done
+        raise SlurmSilent("{}: ended by signal {}".format(" ".join(command), -done.returncode))
     return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +17,14 @@ from launcher.host.process.processes import start_time
 def test_what_a_command_says_is_returned():
     done = run_limited(["sh", "-c", "echo out; echo $NAME >&2; exit 3"], 30.0, {"NAME": "err"})
     assert (done.returncode, done.stdout, done.stderr) == (3, b"out\n", b"err\n")
+
+
+def test_a_command_outlives_what_ends_the_job_that_it_is_part_of():
+    """As `scontrol requeue` does: everything of the job gets SIGTERM before Slurm has answered."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    done = run_limited(["sh", "-c", "for name in TERM USR1 USR2 HUP; do kill -$name $$; done; echo answer"], 30.0)
+    assert (done.returncode, done.stdout) == (0, b"answer\n")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_what_a_late_command_has_started_ends_with_it(tmp_path: Path):

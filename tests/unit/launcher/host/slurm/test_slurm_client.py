@@ -66,6 +66,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", SlurmSilent),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", SlurmRefused),
         ("exec sleep 60", SlurmSilent),
+        ("kill -KILL $$", SlurmSilent),
     ],
 )
 def test_who_does_not_answer_has_not_said_no(scontrol, monkeypatch, text, error):
