@@ -71,9 +71,9 @@ def request(config: RunConfig, vocab: int, kind: RankKind) -> str:
     return json.dumps({"config": config.model_dump(mode="json"), **asked}) + "\n"
 
 
-def answer(kind: RankKind, line: str) -> Rehearsal:
-    """What COMMAND answers to that, read."""
-    done: dict[str, Any] = json.loads(line)
+def answer(kind: RankKind, said: str) -> Rehearsal:
+    """What COMMAND answers to that, read. Before the answer there may be what a library says when it is imported."""
+    done: dict[str, Any] = json.loads(said.splitlines()[-1])
     failure = None if done["failure"] is None else Failure(**done["failure"])
     return Rehearsal(kind, done["parameters"], done["phases"], failure)
 
@@ -85,12 +85,15 @@ def _rehearse(config: RunConfig, vocab: int, kind: RankKind) -> Rehearsal:
             input=request(config, vocab, kind),
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=LIMIT_S,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False,
         )
     except subprocess.TimeoutExpired:
         return Rehearsal(kind, 0, {}, Failure("start", f"did not end within {LIMIT_S:.0f} s", COMMAND[-1]))
+    except OSError as error:  # no memory left for another process
+        return Rehearsal(kind, 0, {}, Failure("start", str(error), COMMAND[-1]))
     if ran.returncode != 0:
         said = [line for line in ran.stderr.splitlines() if line.strip()]
         error = said[-1] if said else f"exit code {ran.returncode}"

@@ -27,7 +27,7 @@ class Size(click.ParamType):
         number, unit = str(value)[:-2].strip(), str(value)[-2:].upper()
         try:
             size = int(float(number) * UNITS[unit])
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):
             size = 0
         if size <= 0:
             self.fail(f"{value!r} is no size such as 5GB ({', '.join(UNITS)})", param, ctx)
@@ -101,17 +101,55 @@ def megatron_to_hf(source: str, target: Path, shard_size: int, force: bool, as_j
     _convert("megatron-to-hf", source, target, shard_size, force, as_json, [])
 
 
+def _left_beside(target: Path) -> list[Path]:
+    """What conversions to the same place left, and the last one could not tell whether it is still being written."""
+    try:
+        beside = sorted(target.parent.iterdir())
+    except OSError:
+        return []
+    return [path for path in beside if path.name.startswith(f".{target.name}.") and path.suffix == ".tmp"]
+
+
 def _convert(
     direction: str, source: str, target: Path, shard_size: int, force: bool, as_json: bool, options: list[str]
 ) -> None:
-    arguments = [direction, source, str(target), "--shard-bytes", str(shard_size), *options, *["--force"] * force]
+    options = [*options, "--shard-bytes", str(shard_size), *["--force"] * force]
+    arguments = [direction, *options, "--", source, str(target)]
+    try:
+        code, out, err = _run([*CONVERTER, *arguments])
+    except OSError as error:
+        raise Failed(f"the conversion cannot be started: {error}") from error
+    if code == EXIT_INTERRUPTED:
+        raise click.Abort
+    for left in _left_beside(target):
+        name = click.format_filename(left)
+        click.echo(
+            f"warning: {name} is of a conversion that is under way elsewhere, or was killed: delete it", err=True
+        )
+    if code != EXIT_FINISHED:
+        lines = err.strip().splitlines() or [f"the conversion ended with exit code {code}"]
+        raise (BadInput if code == EXIT_USAGE else Failed)(lines[-1])
+    done = json.loads(out.splitlines()[-1])
+    if as_json:
+        click.echo(json.dumps(done))
+        return
+    gigabytes, seconds = done["bytes"] / 1e9, done["seconds"]
+    click.echo(
+        f"{click.format_filename(target)}: {gigabytes:.3g} GB in {seconds:.3g} s, {gigabytes / seconds:.2g} GB/s, "
+        f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most"
+    )
+
+
+def _run(command: list[str]) -> tuple[int, str, str]:
+    """Run a command to its end, or ours: exit code, stdout, stderr. Raises OSError where it cannot be started."""
     with subprocess.Popen(
-        CONVERTER + arguments,
+        command,
         env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
     ) as child:
         try:
             out, err = child.communicate()
@@ -119,17 +157,4 @@ def _convert(
             child.terminate()  # Ctrl-C reaches it too, a signal to this process alone does not
             child.communicate()
             raise
-    if child.returncode == EXIT_INTERRUPTED:
-        raise click.Abort
-    if child.returncode != EXIT_FINISHED:
-        lines = err.strip().splitlines() or [f"the conversion ended with exit code {child.returncode}"]
-        raise (BadInput if child.returncode == EXIT_USAGE else Failed)(lines[-1])
-    done = json.loads(out.splitlines()[-1])
-    if as_json:
-        click.echo(json.dumps(done))
-        return
-    gigabytes, seconds = done["bytes"] / 1e9, done["seconds"]
-    click.echo(
-        f"{target}: {gigabytes:.3g} GB in {seconds:.3g} s, {gigabytes / seconds:.2g} GB/s, "
-        f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most"
-    )
+    return child.returncode, out, err

@@ -97,7 +97,7 @@ def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "TERM", "KILL"])
-def test_what_is_interrupted_is_not_there(tmp_path: Path, large: Path, number: signal.Signals) -> None:
+def test_what_is_interrupted_is_not_there(tmp_path: Path, large: Path, published: Path, number: signal.Signals) -> None:
     process = start("hf-to-megatron", large, tmp_path / "m", "--shard-size", "50MB")
     wait_for_writing(tmp_path, process)
     if number == signal.SIGINT:
@@ -110,6 +110,13 @@ def test_what_is_interrupted_is_not_there(tmp_path: Path, large: Path, number: s
     if number == signal.SIGINT:
         assert (process.returncode, err.strip(), left) == (EXIT_INTERRUPTED, "interrupted", [])
     assert all(name.endswith(".tmp") for name in left)
+    if number == signal.SIGKILL:
+        foreign = tmp_path / ".m.0123abcd.tmp"
+        foreign.mkdir()
+        (foreign / ".writer").write_text("another-host")
+        code, _, err = convert("hf-to-megatron", published, tmp_path / "m")
+        assert (code, err.count("warning: "), str(foreign) in err) == (0, 1, True), err
+        assert {path.name for path in tmp_path.iterdir()} == {"m", foreign.name}, "of its own it left nothing"
 
 
 def wait_for_the_end_of_converters(folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_helpers import begin, end, submitted
 
+from launcher.backends import rehearsal
 from launcher.backends.probe.command import Fact
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.slurm.facts import SlurmFacts
-from launcher.cli import doctor, prefetch
+from launcher.cli import convert, doctor, prefetch
 from launcher.cli.main import COMMANDS, main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cluster.choice import SHIPPED as CLUSTERS
@@ -117,7 +119,7 @@ def tried(program: click.Command, words: list[str]) -> int:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code in (0, 1, 2, 3), (words, done.exit_code)
-    found = done.exit_code == 1 and words[0] in LOOK_ELSEWHERE  # that something is missing, as the output says
+    found = done.exit_code == 1 and words[0] in LOOKS_INTO  # that something is missing, as the output says
     if done.exit_code in (1, 2):
         said = done.output if found else done.stderr.lower().rpartition("error:")[2]
         assert said.strip(), (words, done.output)
@@ -210,12 +212,13 @@ OPTIONS = [
 ]
 NAMES = ["demo", "one", "two", "t", "7", "99", "one@1", "one@", "demo.yaml", "training.steps=3"]
 ARGUMENT = WORD | st.sampled_from([*NAMES, *OPTIONS])
-LOOK_ELSEWHERE = ("doctor", "prefetch")  # at the machine and the network
+LOOKS_INTO = ("doctor", "prefetch", "rehearse")  # the machine, the network, the ranks
+BELOW = (*LOOKS_INTO, "convert")
 
 
 @settings(quick, max_examples=80)
 @given(
-    name=st.sampled_from([*(one for one in COMMANDS if one not in LOOK_ELSEWHERE), "mrl-submit", "mrl-submit"]),
+    name=st.sampled_from([*(one for one in COMMANDS if one not in BELOW), "mrl-submit", "mrl-submit"]),
     arguments=st.lists(ARGUMENT, max_size=4),
 )
 def test_arguments(home, name, arguments):
@@ -278,3 +281,83 @@ def test_arguments_of_doctor(home, head, place, more, cluster, damages, silent, 
         mock.patch.object(doctor.compute_node, "probe", lambda *about: NodeFacts(failure="no node is free")),
     ):
         tried(main, ["doctor", *head, *place, *more])
+
+
+# Commands whose work a child does, which imports torch: here it is whatever a child may come to.
+
+EXIT = st.sampled_from([0, 0, 0, 1, 2, 3, 130, -9, -11])
+SAID = st.text(max_size=30) | st.sampled_from(
+    ["", "\n", "Traceback (most recent call last):\nMemoryError\n", "{", "[]"]
+)
+
+
+class Child:
+    """A process that has ended, or cannot be started."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.returncode, self.stdout, self.stderr = code, out, err
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def communicate(self) -> tuple[str, str]:
+        return self.stdout, self.stderr
+
+
+TYPED = WORD.filter(lambda word: "\0" not in word)  # which no program can be given
+SIZE = st.sampled_from(["5GB", "0.1kb", "infGB", "nanGB", "1e400TB", "1e300GB", "-1GB", "GB", "5", ""]) | TYPED
+SWITCHES = st.sampled_from([["--tp", "2"], ["--format", "torch"], ["--force"], ["--json"]]) | WORD.map(
+    lambda one: [one]
+)
+PATH = st.sampled_from(["m", "one", ".", "..", "/", "-x", "--force", "a/b/c", "~"]) | TYPED
+CONVERTED = '{"source": "a", "target": "b", "bytes": 1, "seconds": 0.5, "peak_memory_bytes": 1}\n'
+
+
+@settings(quick, max_examples=80)
+@given(
+    direction=st.sampled_from(["hf-to-megatron", "megatron-to-hf"]),
+    switches=st.lists(SWITCHES, max_size=2),
+    size=st.just("5GB") | SIZE,
+    paths=st.lists(PATH, min_size=2, max_size=2) | st.lists(PATH, max_size=3),
+    code=EXIT,
+    said=st.tuples(SAID, SAID),
+    is_there=st.booleans(),
+)
+def test_arguments_of_convert(home, direction, switches, size, paths, code, said, is_there):
+    out = f"{said[0]}\n{CONVERTED}" if code == 0 else said[0]
+
+    def start(command: list[str], **options: Any) -> Child:
+        assert "--" in command[:-2]
+        if not is_there:
+            raise OSError(12, "Cannot allocate memory")
+        return Child(code, out, said[1])
+
+    with mock.patch.object(convert.subprocess, "Popen", start):
+        tried(main, ["convert", direction, *chain(*switches), "--shard-size", size, "--", *paths])
+
+
+REHEARSED = '{"parameters": 1, "phases": {"start": {"weights": 1}}, "failure": null}\n'
+
+
+@settings(quick, max_examples=60)
+@given(
+    head=HEADS,
+    place=PLACES,
+    overrides=st.lists(st.tuples(st.sampled_from(KEYS), VALUE).map("=".join), max_size=1),
+    more=st.just([]) | DEMANDS,
+    code=EXIT,
+    said=st.tuples(SAID, SAID),
+    is_there=st.booleans(),
+)
+def test_arguments_of_rehearse(home, head, place, overrides, more, code, said, is_there):
+    out = f"{said[0]}\n{REHEARSED}" if code == 0 else said[0]
+
+    def run(command: tuple[str, ...], **options: Any) -> Child:
+        if not is_there:
+            raise OSError(12, "Cannot allocate memory")
+        return Child(code, out, said[1])
+
+    with mock.patch.object(rehearsal.subprocess, "run", run):
+        tried(main, ["rehearse", *head, *place, *overrides, *more])
