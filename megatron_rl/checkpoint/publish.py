@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.config import MOST_WAITING, SaveConfig
-from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.files import read_bytes, write_atomic
 from megatron_rl.contract.paths import RunDir
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises Damaged where `folder` is no published checkpoint or its manifest is not as we wrote it."""
     path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_bytes(path))
         if raw.pop("sha256") != _digest(raw):
             raise ValueError("its SHA-256 differs")
         files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{folder} is not a checkpoint of mrl: it has no {MANIFEST}") from None
     except OSError as error:
         raise Damaged(_unreadable(path, error)) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path} is damaged ({error}); use another checkpoint") from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megatron_rl.contract.files import read_bytes
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, RopeScaling
 from megatron_rl.section import PositiveFloat, PositiveInt
@@ -126,12 +127,12 @@ def read_hf_config(folder: Path) -> HuggingFaceConfig:
     """
     path = folder / CONFIG_FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise UnusableWeights(f"{folder} holds no {CONFIG_FILE}: it is no directory of a Hugging Face model") from None
     except OSError as error:
         raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnusableWeights(f"{path} is no JSON: {error}") from error
     if not isinstance(raw, dict):
         raise UnusableWeights(f"{path} is no JSON object")

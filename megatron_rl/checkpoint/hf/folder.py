@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.mapping import HF_OUTPUT, Source
+from megatron_rl.contract.files import read_bytes
 from megatron_rl.model.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
 
 INDEX = "model.safetensors.index.json"
@@ -137,7 +138,7 @@ def _listed(folder: Path) -> dict[str, str]:
     """Tensor -> file, of the index; empty where there is one file without an index."""
     path = folder / INDEX
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = json.loads(read_bytes(path))["weight_map"]
     except FileNotFoundError:
         if (folder / SINGLE).exists():
             return {}
@@ -145,7 +146,7 @@ def _listed(folder: Path) -> dict[str, str]:
         raise UnusableWeights(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}{pickled}") from None
     except OSError as error:
         raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnusableWeights(f"{path} is no index of safetensors: it has no JSON object weight_map") from error
     plain = isinstance(files, dict) and all(isinstance(file, str) and "/" not in file for file in files.values())
     if not plain or not files:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, NOTES
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
@@ -40,9 +41,8 @@ def origin_of(checkpoint: Path) -> Origin:
     """
     carried = checkpoint / CARRIED
     if carried.is_dir():
-        notes = json.loads((carried / NOTES).read_text(encoding="utf-8"))
         model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
-        return Origin(model, carried, carried, notes["output_layer_stored"])
+        return Origin(model, carried, carried, _output_layer_stored(carried / NOTES))
     run = RunDir(checkpoint.absolute().parent.parent)
     if checkpoint.absolute().parent != run.checkpoints or not run.resolved.is_file():
         raise ConfigurationError(
@@ -50,6 +50,15 @@ def origin_of(checkpoint: Path) -> Origin:
             "`mrl convert hf-to-megatron` made"
         )
     return _of_run(run)
+
+
+def _output_layer_stored(notes: Path) -> bool:
+    try:
+        return bool(json.loads(read_bytes(notes))["output_layer_stored"])
+    except OSError as error:
+        raise ConfigurationError(f"{notes} cannot be read: {error.strerror}; convert the weights again") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"{notes} is damaged ({error!r}); convert the weights again") from error
 
 
 def _of_run(run: RunDir) -> Origin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -294,3 +295,20 @@ def test_a_disk_that_is_too_small_is_seen_before(converted: Path, platform: Any,
     with pytest.raises(ConfigurationError, match=r"needs 0.0 GB, and .* has 0.0 GB left"):
         to_hugging_face(converted, target, platform, shard_bytes=SHARD)
     assert not target.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"[" * 5000, None])
+@pytest.mark.parametrize("file", ["huggingface/conversion.json", "huggingface/config.json", "manifest.json"])
+def test_a_damaged_file_of_a_checkpoint_is_named(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, file: str, content: bytes | None
+) -> None:
+    to_megatron(published, tmp_path / "m", platform, shard_bytes=SHARD)
+    damaged = tmp_path / "m" / file
+    damaged.unlink()
+    if content is None:
+        os.mkfifo(damaged)  # whoever opens it waits for a writer
+    else:
+        damaged.write_bytes(content)
+    with pytest.raises((ConfigurationError, CheckpointError), match=damaged.name):
+        to_hugging_face(tmp_path / "m", tmp_path / "hf", platform, shard_bytes=SHARD)
+    assert {path.name for path in tmp_path.iterdir()} == {"m"}
