@@ -92,8 +92,8 @@ def _rehearse(config: RunConfig, vocab: int, kind: RankKind) -> Rehearsal:
         )
     except subprocess.TimeoutExpired:
         return Rehearsal(kind, 0, {}, Failure("start", f"did not end within {LIMIT_S:.0f} s", COMMAND[-1]))
-    except OSError as why:  # no memory left for another process
-        return Rehearsal(kind, 0, {}, Failure("start", str(why), COMMAND[-1]))
+    except OSError as refusal:  # no memory left for another process
+        return Rehearsal(kind, 0, {}, Failure("start", str(refusal), COMMAND[-1]))
     if ran.returncode != 0:
         said = [line for line in ran.stderr.splitlines() if line.strip()]
         error = said[-1] if said else f"exit code {ran.returncode}"

@@ -102,7 +102,7 @@ def megatron_to_hf(source: str, target: Path, shard_size: int, force: bool, as_j
 
 
 def _left_beside(target: Path) -> list[Path]:
-    """What conversions to the same place left, and the last one could not tell whether it is still being written."""
+    """Unfinished directories for the same place, which may still be written by somebody elsewhere."""
     try:
         beside = sorted(target.parent.iterdir())
     except OSError:
@@ -122,10 +122,8 @@ def _convert(
     if code == EXIT_INTERRUPTED:
         raise click.Abort
     for left in _left_beside(target):
-        name = click.format_filename(left)
-        click.echo(
-            f"warning: {name} is of a conversion that is under way elsewhere, or was killed: delete it", err=True
-        )
+        said = "was left by a conversion that was killed: delete it, unless one is under way elsewhere"
+        click.echo(f"warning: {click.format_filename(left)} {said}", err=True)
     if code != EXIT_FINISHED:
         lines = err.strip().splitlines() or [f"the conversion ended with exit code {code}"]
         raise (BadInput if code == EXIT_USAGE else Failed)(lines[-1])

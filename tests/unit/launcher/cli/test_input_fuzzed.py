@@ -308,9 +308,7 @@ class Child:
 
 TYPED = WORD.filter(lambda word: "\0" not in word)  # which no program can be given
 SIZE = st.sampled_from(["5GB", "0.1kb", "infGB", "nanGB", "1e400TB", "1e300GB", "-1GB", "GB", "5", ""]) | TYPED
-SWITCHES = st.sampled_from([["--tp", "2"], ["--format", "torch"], ["--force"], ["--json"]]) | WORD.map(
-    lambda one: [one]
-)
+SWITCHES = st.sampled_from([["--tp", "2"], ["--format", "torch"], ["--force"], ["--json"]]) | st.tuples(TYPED)
 PATH = st.sampled_from(["m", "one", ".", "..", "/", "-x", "--force", "a/b/c", "~"]) | TYPED
 CONVERTED = '{"source": "a", "target": "b", "bytes": 1, "seconds": 0.5, "peak_memory_bytes": 1}\n'
 
