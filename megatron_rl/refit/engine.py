@@ -39,4 +39,4 @@ def shares_weights(config: RunConfig, engine_tp: int) -> bool:
     """Whether the trainer's model can generate as it is: every rank has its part of every layer, and all of its experts
     and tokens."""
     layout = config.placement.training
-    return layout.tp == engine_tp and layout.pp == layout.cp == layout.ep == 1 and not layout.sequence_parallel
+    return layout.tp == engine_tp and layout.pp == layout.ep == 1 and not layout.sequence_parallel

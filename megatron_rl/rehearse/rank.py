@@ -190,7 +190,7 @@ def score(trainer: Trainer) -> None:
     batch = training_batch(rollouts(config, 1).groups, config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.trajectories)), config)
     (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser), config).microbatches
-    trainer.score(policy, batch, [ModelInput.of(policy, fullest)])
+    trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
 
 
 def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
