@@ -200,7 +200,8 @@ def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
     Answers that share their prompt need no more: what attention gathers for each counts by its memory (see
     `flops.rows_per_token`). Nor do shorter ones, but for what rounds them up to common lengths.
     """
-    length, limit = config.sequence_length, max(config.sequence_length, config.training.tokens_per_microbatch)
+    length = config.sequence_length
+    limit = max(length, config.placement.training.cp * config.training.tokens_per_microbatch)
     lengths = [length] * (limit // length)
     if limit % length > 1:
         lengths.append(limit % length)

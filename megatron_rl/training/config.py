@@ -39,9 +39,10 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own. A prompt that
-    several answers share is packed once; as attention gathers it for each of them, a fifth to a tenth of it counts for
-    each, by the model's shape: what that takes of memory."""
+    """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own. Ranks that
+    share out a micro-batch (`placement.training.cp`) have so many each. A prompt that several answers share is packed
+    once; as attention gathers it for each of them, a fifth to a tenth of it counts for each, by the model's shape: what
+    that takes of memory."""
     sequence_length: PositiveInt | None = None
     """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
     recompute: Recompute = "none"
