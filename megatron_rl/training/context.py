@@ -29,25 +29,28 @@ class ContextLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `Layout.attend`; all of them [part, ...]. Collective over the group, and so is its backward pass."""
-        both: Tensor = _GatherContext.apply(torch.cat((key, value), dim=1), self.places_of_ranks.flatten(), self.group)
-        key, value = both.chunk(2, dim=1)
+        key, value = _GatherContext.apply(key, value, self.places_of_ranks.flatten(), self.group)
         return self.part.attend(layer, query, key, value)
 
 
 class _GatherContext(torch.autograd.Function):
-    """[part, ...] -> [packed, ...], all ranks' tokens in the order of the whole. The gradient of a token is the sum of
-    what all ranks' queries say of it, added up in fp32 as where one rank has them all."""
+    """Keys and values of all ranks in the order of the whole, each [part, kv_heads, head_size] -> [packed, ...].
+
+    The gradient of a token is the sum of what all ranks' queries say of it, added up in fp32 as where one has them all.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, places: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, key: Tensor, value: Tensor, places: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
         ctx.places, ctx.group = places, group
-        gathered = tokens.new_empty((len(places), *tokens.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tokens.contiguous(), group=group)
-        return torch.empty_like(gathered).index_copy_(0, places, gathered)
+        both = torch.cat((key, value), dim=1)
+        gathered = both.new_empty((len(places), *both.shape[1:]))
+        dist.all_gather_into_tensor(gathered, both, group=group)
+        # Each in memory of its own: the backward pass keeps all of what it keeps a view of.
+        return tuple(torch.empty_like(each).index_copy_(0, places, each) for each in gathered.chunk(2, dim=1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        of_ranks = gradient.index_select(0, ctx.places).float()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_ranks = torch.cat(gradients, dim=1).index_select(0, ctx.places).float()
         mine = of_ranks.new_empty((len(of_ranks) // ctx.group.size(), *of_ranks.shape[1:]))
         dist.reduce_scatter_tensor(mine, of_ranks, group=ctx.group)
-        return mine.to(gradient.dtype), None, None
+        return *mine.to(gradients[0].dtype).chunk(2, dim=1), None, None
