@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Largest gradient norm; 0 does not clip."""
     distributed: bool = True
-    """Shard the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer state over the data- and context-parallel ranks."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and sum gradients in fp32, whatever `model.dtype` is."""
     max_nonfinite_updates: PositiveInt = 3
