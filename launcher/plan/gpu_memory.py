@@ -308,8 +308,8 @@ def _start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[tuple[Ter
 
 def _prefill(config: RunConfig, sizes: Sizes) -> Term:
     """The widest point of a layer; nothing is kept for a backward pass. Either the feed-forward network, with its first
-    output, the activated gate and the product, or a norm, three times in fp32. Experts are sent the tokens of all
-    tensor-parallel ranks, which are the same: their input, sorted too, their output, and that in fp32."""
+    output, the activated gate and the product, or a norm, three times in fp32. Of experts at most eight tensors of the
+    tokens that are routed to them: sorted once and twice, what is made of them, back in order, and in fp32."""
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     length = config.sequence_length
     prompt = max(1, length - config.sampling.max_new_tokens)
@@ -318,7 +318,7 @@ def _prefill(config: RunConfig, sizes: Sizes) -> Term:
     )
     each = max(4 * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - 3 * size) * model.hidden_size)
     if model.experts_per_token:
-        each = model.experts_per_token * (5 * tp + 3) * size * model.hidden_size
+        each = model.experts_per_token * 8 * size * model.hidden_size
     each += 4 * size * model.hidden_size
     return Term("prefill", tokens * each, f"{_count(tokens)} tokens x {_count(each)} bytes of one layer")
 
