@@ -43,7 +43,7 @@ class Models:
 
     def sharded_state(self) -> dict[str, Any]:
         """Weights, optimizer and random numbers in megatron-core's sharded form."""
-        model = sharded_weights(self.policy, self.groups.data, self.groups.expert_data)
+        model = sharded_weights(self.policy, self.groups.data_context, self.groups.expert_data)
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
         return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}
 
@@ -53,7 +53,7 @@ class Models:
         if checkpoint.manifest.world_size != dist.get_world_size():
             # The states are those of other ranks. Nothing that training draws rests on them: see inference/sampling.
             del wanted["rng"]
-        state, _ = read(checkpoint, wanted, self.groups.data, self.groups.expert_data)
+        state, _ = read(checkpoint, wanted, self.groups.data_context, self.groups.expert_data)
         self.policy.load_state_dict(state["model"])
         self.optimizer.load_state(state["optimizer"])
         if "rng" in state:
@@ -129,8 +129,8 @@ def load_initial_weights(
     assert model.checkpoint is not None  # checked by the configuration
     try:
         checkpoint = verify(Path(model.checkpoint), groups.control)
-        weights = sharded_weights(policy, groups.data, groups.expert_data)
-        state, _ = read(checkpoint, {"model": weights}, groups.data, groups.expert_data)
+        weights = sharded_weights(policy, groups.data_context, groups.expert_data)
+        state, _ = read(checkpoint, {"model": weights}, groups.data_context, groups.expert_data)
     except CheckpointError as error:
         raise ConfigurationError(f"model.checkpoint: {error}") from error
     policy.load_state_dict(state["model"])
@@ -142,7 +142,7 @@ def share_weights(policy: Policy, groups: Groups) -> None:
     up in any order: what differs at the beginning would differ for ever. Collective."""
     for weight in policy.parameters():
         # The attributes are megatron-core's: `allreduce` is false of experts that not all replicas have.
-        holders = [groups.data if getattr(weight, "allreduce", True) else groups.expert_data]
+        holders = [groups.data_context if getattr(weight, "allreduce", True) else groups.expert_data]
         if not getattr(weight, "tensor_model_parallel", False):
             holders.append(groups.tensor)
         if getattr(weight, "shared_embedding", False):

@@ -194,10 +194,11 @@ def _adam(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
 
 
 def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
-    """A layer keeps of its two norms the input and what is normalised, both in fp32, and the output; queries, keys and
-    values, what attention makes of them before and after it is packed again, and its sums, in fp32; of norms of queries
-    and keys the input and what is normalised, in fp32; of the feed-forward network its first output, the activated gate
-    and the product. `selective` keeps of the two norms input and output, as they are, and not the activated gate."""
+    """A layer keeps of its two norms the input and what is normalised, both in fp32, and the output; queries, and keys
+    and values of all context-parallel ranks, what attention makes of them before and after it is packed again, and its
+    sums, in fp32; of norms of queries and keys the input and what is normalised, in fp32; of the feed-forward network
+    its first output, the activated gate and the product. `selective` keeps of the two norms input and output, as they
+    are, and not the activated gate."""
     tokens = _tokens(config, sizes)
     kept = _kept(config.model, sizes, config.training.recompute)
     layers, in_flight = config.model.num_layers // sizes.pp, sizes.pp - stage
@@ -228,9 +229,9 @@ def _layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
 
 
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
-    """Tokens of the largest micro-batch on one rank: a sequence that alone has more than fits makes its own."""
+    """Tokens that one rank has of the largest micro-batch: a sequence that alone has more than fits makes its own."""
     longest = config.sequence_length
-    most = min(config.training.tokens_per_microbatch, answers_per_update(config, sizes.dp) * longest)
+    most = min(sizes.cp * config.training.tokens_per_microbatch, answers_per_update(config, sizes.dp) * longest)
     return -(-max(most, longest) // sizes.cp)
 
 
@@ -242,7 +243,7 @@ def _kept(model: ModelConfig, sizes: Sizes, recompute: str) -> int:
     selective = recompute == "selective"
     norms = 2 * (2 * size if selective else 2 * FP32_BYTES + size) * model.hidden_size
     heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
-    attention = size * (3 * heads + 2 * groups) * head + FP32_BYTES * heads
+    attention = size * (3 * heads + 2 * groups * sizes.cp) * head + FP32_BYTES * heads
     attention += model.qk_norm * 2 * FP32_BYTES * (heads + groups) * head
     activations = 3 if selective else 4
     if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
@@ -307,8 +308,8 @@ def _start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[tuple[Ter
 
 def _prefill(config: RunConfig, sizes: Sizes) -> Term:
     """The widest point of a layer; nothing is kept for a backward pass. Either the feed-forward network, with its first
-    output, the activated gate and the product, or a norm, three times in fp32. Experts are sent the tokens of all
-    tensor-parallel ranks, which are the same: their input, sorted too, their output, and that in fp32."""
+    output, the activated gate and the product, or a norm, three times in fp32. Of experts at most eight tensors of the
+    tokens that are routed to them: sorted once and twice, what is made of them, back in order, and in fp32."""
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     length = config.sequence_length
     prompt = max(1, length - config.sampling.max_new_tokens)
@@ -317,7 +318,7 @@ def _prefill(config: RunConfig, sizes: Sizes) -> Term:
     )
     each = max(4 * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - 3 * size) * model.hidden_size)
     if model.experts_per_token:
-        each = model.experts_per_token * (5 * tp + 3) * size * model.hidden_size
+        each = model.experts_per_token * 8 * size * model.hidden_size
     each += 4 * size * model.hidden_size
     return Term("prefill", tokens * each, f"{_count(tokens)} tokens x {_count(each)} bytes of one layer")
 

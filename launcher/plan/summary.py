@@ -65,6 +65,7 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
     grpo, training = config.grpo, config.training
     length, replicas = config.sequence_length, plan.sizes.dp
     answers_of_replica = answers_per_update(config, replicas)
+    tokens = plan.sizes.cp * training.tokens_per_microbatch  # of all ranks that share a micro-batch out
     return Batch(
         prompts=grpo.prompts_per_step,
         group_size=grpo.group_size,
@@ -74,8 +75,8 @@ def batch(config: RunConfig, plan: Plan) -> Batch:
         updates=grpo.updates_per_pass * grpo.iterations,
         answers_per_update=grpo.samples_per_update,
         sequence_length=length,
-        tokens_per_microbatch=training.tokens_per_microbatch,
-        microbatches=-(-answers_of_replica // max(1, training.tokens_per_microbatch // length)),
+        tokens_per_microbatch=tokens,
+        microbatches=-(-answers_of_replica // max(1, tokens // length)),
     )
 
 

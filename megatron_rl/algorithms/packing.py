@@ -8,7 +8,7 @@ select               ^  ^ ^        whose logits predict the trained tokens of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -27,7 +27,7 @@ HEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(PackedSequences):
-    """One forward and backward on a rank."""
+    """One forward and backward of a replica. All of it lies on the CPU."""
 
     tokens: Tensor
     """[packed]"""
@@ -46,11 +46,6 @@ class MicroBatch(PackedSequences):
         zero, none = torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long)
         edges = torch.tensor([0, 1], dtype=torch.int32)
         return cls(edges, edges[1:], tokens=zero, positions=zero, select=none, targets=none, trained=none)
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same with what the model reads on `device`."""
-        names = ("tokens", "positions", "select", "targets", "trained")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def pack(
@@ -130,17 +125,17 @@ class Packing:
             self._merge(self.trees[number], in_bin, merged)
         ends = np.array(sorted(merged.ends))
         # Of each sequence the tokens from the first trained one to the last, and the places that predict them.
-        spans = _places([(each.first, each.last + 1 - each.first) for each in sequences])
+        spans = places_of([(each.first, each.last + 1 - each.first) for each in sequences])
         trained = self._masks[spans]
-        select = _places([run for name in names for run in merged.paths[name]])
+        select = places_of([run for name in names for run in merged.paths[name]])
         return MicroBatch(
             cu_seqlens=torch.tensor(merged.edges, dtype=torch.int32),
             subtree_ends=torch.from_numpy(np.repeat(ends[:, 2], ends[:, 1])).int(),
-            tokens=torch.from_numpy(self._tokens[_places(merged.sources)]),
-            positions=torch.from_numpy(_places(merged.positions)),
+            tokens=torch.from_numpy(self._tokens[places_of(merged.sources)]),
+            positions=torch.from_numpy(places_of(merged.positions)),
             select=torch.from_numpy(select[trained]),
             targets=torch.from_numpy(self._tokens[spans[trained]]),
-            trained=torch.from_numpy(_places([(each.trained.start, len(each.trained)) for each in sequences])),
+            trained=torch.from_numpy(places_of([(each.trained.start, len(each.trained)) for each in sequences])),
         )
 
     def _merge(self, tree: Tree, in_bin: set[int], merged: _Merged) -> None:
@@ -220,7 +215,7 @@ class _Merged:
         return prefix
 
 
-def _places(runs: Sequence[Run]) -> NDArray[np.int64]:
+def places_of(runs: Sequence[Run] | NDArray[np.int64]) -> NDArray[np.int64]:
     """All places of some runs, one after the other."""
     starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
     before = lengths.cumsum() - lengths

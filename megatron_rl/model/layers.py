@@ -95,7 +95,10 @@ class PackedLayer(TransformerLayer):
         hidden_states = hidden_states + self.self_attention(normed, rotary_pos_emb, packed_seq_params)
         normed = self.elementwise(self.pre_mlp_layernorm, hidden_states)
         if self.config.num_moe_experts is not None:
-            out, _bias = self.mlp(normed)
+            try:
+                out, _bias = self.mlp(normed)
+            finally:  # also where a layer that is computed again stops half way, at the last tensor that was missing
+                self.mlp.token_dispatcher.probs = None  # kept, they would keep all that they were computed from
         else:
             gate_and_value, _bias = self.mlp.linear_fc1(normed)
             out, _bias = self.mlp.linear_fc2(self.elementwise(swiglu, gate_and_value))

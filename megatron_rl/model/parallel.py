@@ -12,12 +12,36 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
 def groups_of_one() -> ProcessGroupCollection:
     """What a model is built with that this rank has all of, whatever the others do. Collective over all ranks."""
     alone, _ = dist.new_subgroups(group_size=1)
     return ProcessGroupCollection(**{each.name: alone for each in fields(ProcessGroupCollection) if each.name != "hcp"})
+
+
+def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
+    """Have experts that tensor-parallel ranks share out, none of which has an expert to itself, work on the tokens that
+    each rank has, all of them, and sum what the ranks make of their parts.
+
+    megatron-core would gather the tokens of all these ranks, which are the same, and every expert would get each of
+    them from every rank. Not for training: the sum has no gradient.
+
+    groups: that the layer was built with.
+    """
+    mlp.token_dispatcher = MoEAlltoAllTokenDispatcher(
+        mlp.num_local_experts,
+        mlp.local_expert_indices,
+        config=mlp.config,
+        pg_collection=ProcessGroupCollection(ep=groups.ep, expt_tp=groups.ep, tp_ep=groups.ep),
+    )
+
+    def total(_mlp: MoELayer, _inputs: Any, made: tuple[torch.Tensor, Any]) -> None:
+        dist.all_reduce(made[0], group=groups.tp)
+
+    mlp.register_forward_hook(total)
 
 
 @torch.no_grad()

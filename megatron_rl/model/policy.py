@@ -113,9 +113,9 @@ class Policy(GPTModel):
         """See `Platform.tokens_between_looks`."""
         return self._platform.tokens_between_looks
 
-    def layout(self, packed: PackedSequences) -> Layout:
-        """The attention layout of whole sequences on the policy's device."""
-        return self._platform.attention_layout(packed)
+    def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
+        """The attention layout of whole sequences on the policy's device: see `Platform.attention_layout`."""
+        return self._platform.attention_layout(packed, part)
 
     def prepare(self, tokens: int, platform: Platform) -> None:
         """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,
@@ -164,6 +164,7 @@ def transformer_config(
         calculate_per_token_loss=True,  # DDP sums gradients: the loss is already weighted for the global batch
         tensor_model_parallel_size=groups.tp.size(),
         pipeline_model_parallel_size=groups.pp.size(),
+        context_parallel_size=groups.cp.size(),
         expert_model_parallel_size=groups.ep.size(),
         expert_tensor_parallel_size=groups.expt_tp.size(),
         sequence_parallel=sequence_parallel,

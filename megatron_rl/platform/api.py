@@ -42,8 +42,12 @@ class Platform(Protocol):
     """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
     has done all it was told."""
 
-    def attention_layout(self, packed: PackedSequences) -> Layout:
-        """How this device's kernels attend within packed sequences."""
+    def attention_layout(self, packed: PackedSequences, part: torch.Tensor | None = None) -> Layout:
+        """How this device's kernels attend within packed sequences.
+
+        part: [part] the packed tokens whose attention, to all that they see, is asked for, ascending, on the CPU; all
+            where None.
+        """
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] -> [rows, ...], a token as often as it is asked for. Its gradient is the sum of those, added up

@@ -44,5 +44,7 @@ class Layout(Protocol):
 
         query [tokens, heads, head_size], key and value [tokens, kv_heads, head_size]
         -> [tokens, heads * head_size]
+
+        Of a layout for a part of the packed tokens query and result are [part, ...].
         """
         ...

@@ -21,6 +21,7 @@ from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
 from megatron_rl.platform.gloo import UnevenCollectives
+from megatron_rl.platform.part_attention import part_layout
 from megatron_rl.platform.whole_linears import whole_linears
 
 _FACTORIES = frozenset({"arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"})
@@ -56,8 +57,8 @@ class CpuPlatform:
         torch.set_num_threads(threads)
         install_patches()
 
-    def attention_layout(self, packed: PackedSequences) -> Layout:
-        return dense_layout(packed, self.device)
+    def attention_layout(self, packed: PackedSequences, part: torch.Tensor | None = None) -> Layout:
+        return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return tokens.index_select(0, rows)

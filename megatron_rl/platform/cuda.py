@@ -12,6 +12,7 @@ import torch
 from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import FanOut, dense_layout
+from megatron_rl.platform.part_attention import part_layout
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -49,8 +50,8 @@ class CudaPlatform:
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
 
-    def attention_layout(self, packed: PackedSequences) -> Layout:
-        return dense_layout(packed, self.device)
+    def attention_layout(self, packed: PackedSequences, part: torch.Tensor | None = None) -> Layout:
+        return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)

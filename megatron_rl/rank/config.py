@@ -99,9 +99,11 @@ class TrainingLayout(Section):
     pp: PositiveInt = 1
     """Pipeline stages."""
     cp: PositiveInt = 1
-    """Context parallel size."""
+    """Context parallel size: ranks that share out the tokens of each micro-batch, for answers whose activations one
+    does not hold. They have all weights of their stage, and `training.tokens_per_microbatch` tokens each."""
     ep: PositiveInt = 1
-    """Expert parallel size: ranks, taken from the data-parallel ones, that share the experts of a layer."""
+    """Expert parallel size: ranks, taken from the data- and context-parallel ones, that share the experts of a
+    layer."""
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions too (`tp` > 1)."""
 

@@ -23,16 +23,21 @@ class Groups:
     world: dist.ProcessGroup
     """All ranks, over the device's backend."""
     data: dist.ProcessGroup
-    """Ranks with the same part of the model: they share out the prompts, and sum gradients and normalisers."""
+    """A rank of each replica, with the same part of the model and of each micro-batch: replicas share out the prompts,
+    and sum normalisers."""
+    context: dist.ProcessGroup
+    """Ranks of one replica with the same part of the model: they share out the tokens of each micro-batch."""
+    data_context: dist.ProcessGroup
+    """Data by context, all ranks with the same part of the model: they sum its gradients."""
     expert_data: dist.ProcessGroup
-    """Ranks with the same experts of the same part of the model: they sum these experts' gradients. Without expert
-    parallelism the same ranks as `data`."""
+    """Those of them with the same experts: they sum these experts' gradients. Without expert parallelism all."""
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
-    replica: dist.ProcessGroup
-    """Ranks that hold one copy of the model together, tensor by pipeline: they work on the same micro-batches."""
+    model: dist.ProcessGroup
+    """Ranks that hold one copy of the model together, tensor by pipeline: they work on the same tokens of the same
+    micro-batches. A replica has as many of these groups as context-parallel ranks."""
     expert: dist.ProcessGroup
-    """Ranks of different replicas that share out the experts of a layer."""
+    """Ranks with different tokens that share out the experts of a layer."""
     control: dist.ProcessGroup
     """All ranks, always over gloo with tensors on the CPU: agreement to leave, tallies, objects. Waiting here
     synchronises no device, and a time-out is an exception: NCCL's ends the process without a word."""
@@ -48,24 +53,31 @@ class Groups:
         return cls(
             world=world,
             data=parallel_state.get_data_parallel_group(),
+            context=parallel_state.get_context_parallel_group(),
+            data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
             expert_data=parallel_state.get_expert_data_parallel_group(),
             tensor=parallel_state.get_tensor_model_parallel_group(),
             pipeline=parallel_state.get_pipeline_model_parallel_group(),
-            replica=parallel_state.get_model_parallel_group(),
+            model=parallel_state.get_model_parallel_group(),
             expert=parallel_state.get_expert_model_parallel_group(),
             control=control,
         )
 
     @property
-    def reports(self) -> bool:
-        """Whether this rank is the one of its replica that counts what they all have seen: the first of the last
-        pipeline stage, where the losses are."""
+    def reports_losses(self) -> bool:
+        """Whether this rank counts the losses of its tokens: the first tensor-parallel one of the last pipeline stage,
+        where the losses are."""
         return self.tensor.rank() == 0 and self.pipeline.rank() == self.pipeline.size() - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank is the one of its replica that counts what they all have seen."""
+        return self.reports_losses and self.context.rank() == 0
 
     @property
     def in_step(self) -> bool:
         """Whether other ranks wait for this one within a pass over the model, so that it cannot leave one by itself."""
-        return self.replica.size() > 1 or self.expert.size() > 1
+        return self.model.size() > 1 or self.context.size() > 1 or self.expert.size() > 1
 
 
 def connect(world: World, job: JobConfig, layout: TrainingLayout, backend: str, address: Path) -> Groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
+from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
@@ -31,6 +32,9 @@ def build_engine(
     if not shared:
         policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
         policy.requires_grad_(False).eval()
+        if config.model.num_experts is not None and not ranks.alone:
+            for layer in policy.decoder.layers:
+                send_no_tokens(layer.mlp, policy.pg_collection)
     engine = Engine(policy, config.model, config.inference, end_token, config.training.sequence_length, ranks)
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 
@@ -39,4 +43,4 @@ def shares_weights(config: RunConfig, engine_tp: int) -> bool:
     """Whether the trainer's model can generate as it is: every rank has its part of every layer, and all of its experts
     and tokens."""
     layout = config.placement.training
-    return layout.tp == engine_tp and layout.pp == layout.cp == layout.ep == 1 and not layout.sequence_parallel
+    return layout.tp == engine_tp and layout.pp == layout.ep == 1 and not layout.sequence_parallel

@@ -190,7 +190,7 @@ def score(trainer: Trainer) -> None:
     batch = training_batch(rollouts(config, 1).groups, config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.trajectories)), config)
     (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser), config).microbatches
-    trainer.score(policy, batch, [ModelInput.of(policy, fullest)])
+    trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
 
 
 def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
@@ -200,7 +200,8 @@ def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
     Answers that share their prompt need no more: what attention gathers for each counts by its memory (see
     `flops.rows_per_token`). Nor do shorter ones, but for what rounds them up to common lengths.
     """
-    length, limit = config.sequence_length, max(config.sequence_length, config.training.tokens_per_microbatch)
+    length = config.sequence_length
+    limit = max(length, config.placement.training.cp * config.training.tokens_per_microbatch)
     lengths = [length] * (limit // length)
     if limit % length > 1:
         lengths.append(limit % length)

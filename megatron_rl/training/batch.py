@@ -185,4 +185,6 @@ def update_batch(part: UpdatePart, agreed: Agreed, config: RunConfig) -> UpdateB
 
 
 def _room(config: RunConfig) -> Room:
-    return Room(config.training.tokens_per_microbatch, rows_per_token(config.model))
+    """Of a micro-batch, which context-parallel ranks share out."""
+    tokens = config.placement.training.cp * config.training.tokens_per_microbatch
+    return Room(tokens, rows_per_token(config.model))

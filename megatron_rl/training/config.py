@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Largest gradient norm; 0 does not clip."""
     distributed: bool = True
-    """Shard the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer state over the data- and context-parallel ranks."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and sum gradients in fp32, whatever `model.dtype` is."""
     max_nonfinite_updates: PositiveInt = 3
@@ -39,9 +39,10 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own. A prompt that
-    several answers share is packed once; as attention gathers it for each of them, a fifth to a tenth of it counts for
-    each, by the model's shape: what that takes of memory."""
+    """Tokens packed into one forward and backward on a rank; an answer that alone has more makes its own. Ranks that
+    share out a micro-batch (`placement.training.cp`) have so many each. A prompt that several answers share is packed
+    once; as attention gathers it for each of them, a fifth to a tenth of it counts for each, by the model's shape: what
+    that takes of memory."""
     sequence_length: PositiveInt | None = None
     """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
     recompute: Recompute = "none"

@@ -50,14 +50,14 @@ class Pipeline:
     def send_backward(self, gradient: Tensor) -> None:
         """Give the stage before the gradient of what it has made."""
         assert self._groups is not None
-        self._send(gradient, self._stage - 1, self._groups.replica)
+        self._send(gradient, self._stage - 1, self._groups.model)
 
     def receive_backward(self, made: Tensor) -> Tensor | None:
         """The gradient of what this stage has made; None on the last, whose losses have it."""
         if self.last:
             return None
         assert self._groups is not None
-        return self._receive(torch.empty_like(made), self._stage + 1, self._groups.replica)
+        return self._receive(torch.empty_like(made), self._stage + 1, self._groups.model)
 
     def flush(self) -> None:
         """Wait until all that was sent is received."""

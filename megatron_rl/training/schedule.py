@@ -16,30 +16,52 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.algorithms.context import ContextPart, context_part
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout
+from megatron_rl.training.context import ContextLayout
 from megatron_rl.training.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """A micro-batch on the model's device."""
+    """What a rank's part of the model reads of a micro-batch: all of its tokens, or those that this context-parallel
+    rank works on. It lies on the model's device."""
 
-    batch: MicroBatch
+    tokens: Tensor
+    """[part]"""
+    positions: Tensor
+    """[part] within their sequence."""
+    select: Tensor
+    """[selected] the token of the part whose logits predict each of the trained ones that are predicted here."""
+    targets: Tensor
+    """[selected] those."""
+    trained: Tensor
+    """[selected] which of the batch's trained tokens they are: see `MicroBatch.trained`."""
     layout: Layout
 
     @classmethod
-    def of(cls, policy: Policy, batch: MicroBatch) -> ModelInput:
-        return cls(batch.to(policy.device), policy.layout(batch))
+    def of(cls, policy: Policy, batch: MicroBatch, context: dist.ProcessGroup | None = None) -> ModelInput:
+        """context: the ranks that share out the tokens; None where this one has all."""
+        part: MicroBatch | ContextPart = batch
+        if context is None or context.size() == 1:
+            layout = policy.layout(batch)
+        else:
+            part = context_part(batch, context.rank(), context.size())
+            of_part = policy.layout(part.whole, part.places)
+            layout = ContextLayout(of_part, part.places_of_ranks.to(policy.device), context)
+        names = ("tokens", "positions", "select", "targets", "trained")
+        return cls(layout=layout, **{name: getattr(part, name).to(policy.device) for name in names})
 
 
 def forward_backward(
     policy: Policy,
     inputs: Sequence[ModelInput],
-    loss: Callable[[Tensor, MicroBatch], Tensor],
+    loss: Callable[[Tensor, ModelInput], Tensor],
     pipeline: Pipeline,
     *,
     stop: Callable[[], bool],
@@ -47,9 +69,10 @@ def forward_backward(
     """Add the gradients of the micro-batches' losses to the model's.
 
     Args:
-        inputs: the same on all ranks of a replica, and as many on every replica; see `MicroBatch.empty`.
-        loss: of [selected, hidden], what the last stage's output layer makes logits of, and their micro-batch: a scalar
-            with gradient. Called on the last stage alone.
+        inputs: of the same micro-batches on all ranks of a replica, and as many on every replica; see
+            `MicroBatch.empty`.
+        loss: of [selected, hidden], what the last stage's output layer makes logits of, and their input: a scalar with
+            gradient. Called on the last stage alone.
         pipeline: that the policy is a stage of.
         stop: asked before every micro-batch; True leaves out the rest.
     """
@@ -59,7 +82,7 @@ def forward_backward(
             break
         received, made = _forward(policy, each, pipeline)
         if pipeline.last:
-            made = loss(policy.predictors(made, each.batch.select), each.batch)
+            made = loss(policy.predictors(made, each.select), each)
         else:
             pipeline.send_forward(made.detach())
         under_way.append((received, made))
@@ -73,7 +96,7 @@ def forward_backward(
 def forward(
     policy: Policy,
     inputs: Sequence[ModelInput],
-    receive: Callable[[Tensor, MicroBatch], None],
+    receive: Callable[[Tensor, ModelInput], None],
     pipeline: Pipeline,
     *,
     stop: Callable[[], bool],
@@ -85,7 +108,7 @@ def forward(
                 break
             _, made = _forward(policy, each, pipeline)
             if pipeline.last:
-                receive(policy.predictors(made, each.batch.select), each.batch)
+                receive(policy.predictors(made, each.select), each)
             else:
                 pipeline.send_forward(made)
     pipeline.flush()
@@ -93,12 +116,11 @@ def forward(
 
 def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tensor | None, Tensor]:
     """What this stage received and what it made of it."""
-    batch = each.batch
-    shape, dtype = policy.hidden_shape(len(batch.tokens)), policy.config.params_dtype
+    shape, dtype = policy.hidden_shape(len(each.tokens)), policy.config.params_dtype
     received = pipeline.receive_forward(partial(torch.empty, shape, dtype=dtype, device=policy.device))
     if received is not None:
         received.requires_grad_(torch.is_grad_enabled())
-    return received, policy.hidden(batch.tokens, batch.positions, each.layout, received)
+    return received, policy.hidden(each.tokens, each.positions, each.layout, received)
 
 
 def _backward(received: Tensor | None, made: Tensor, pipeline: Pipeline) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.algorithms.logprobs import predicted_logprobs
-from megatron_rl.algorithms.packing import MicroBatch, pack
+from megatron_rl.algorithms.packing import pack
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.errors import ConfigurationError
@@ -93,8 +93,8 @@ def _train(
     tokens, loss_masks = [list(column) for column in zip(*examples, strict=True)]
     generator = torch.Generator().manual_seed(config.seed)
 
-    def loss(hidden: Tensor, batch: MicroBatch) -> Tensor:
-        logprobs, _ = predicted_logprobs(hidden, policy.output(), batch.targets, temperature=1.0, with_entropy=False)
+    def loss(hidden: Tensor, read: ModelInput) -> Tensor:
+        logprobs, _ = predicted_logprobs(hidden, policy.output(), read.targets, temperature=1.0, with_entropy=False)
         return -logprobs.mean()
 
     for _ in range(config.steps):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
-from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
@@ -127,21 +127,25 @@ class Trainer:
     def _input(self, batch: TrainingBatch, update: UpdateBatch) -> UpdateInput:
         weights = token_weights(batch.lengths, batch.carries_loss, self.config.grpo.reduction, update.normaliser)
         per_trajectory = torch.stack((weights, batch.advantages)).to(self.platform.device)
-        return UpdateInput([ModelInput.of(self.policy, micro) for micro in update.microbatches], per_trajectory)
+        inputs = [ModelInput.of(self.policy, micro, self.groups.context) for micro in update.microbatches]
+        return UpdateInput(inputs, per_trajectory)
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
         """[trained tokens] log-probs under `policy`, without gradient, of those in `inputs`, else 0; not of all where
-        this rank was asked to leave meanwhile, and of none where it is no last stage of a pipeline."""
+        this rank was asked to leave meanwhile, and of none where it is no last stage of a pipeline. Collective over the
+        context-parallel ranks, each of which may need in one update what another predicts in the pass before it."""
         scores = torch.zeros_like(batch.inference_logprobs)
         output = policy.output() if self._pipeline.last else None
 
-        def receive(hidden: Tensor, micro: MicroBatch) -> None:
+        def receive(hidden: Tensor, read: ModelInput) -> None:
             assert output is not None
-            scores[micro.trained], _ = predicted_logprobs(
-                hidden, output, micro.targets, self.config.sampling.temperature, with_entropy=False
+            scores[read.trained], _ = predicted_logprobs(
+                hidden, output, read.targets, self.config.sampling.temperature, with_entropy=False
             )
 
         forward(policy, inputs, receive, self._pipeline, stop=self._leaves)
+        if self.groups.context.size() > 1:
+            dist.all_reduce(scores, group=self.groups.context)
         return scores
 
     def _leaves(self) -> bool:
@@ -166,11 +170,11 @@ class Trainer:
         """
         output = self.policy.output() if self._pipeline.last else None
 
-        def loss(hidden: Tensor, micro: MicroBatch) -> Tensor:
+        def loss(hidden: Tensor, read: ModelInput) -> Tensor:
             assert output is not None
-            logprobs, entropy = predicted_logprobs(hidden, output, micro.targets, self.config.sampling.temperature)
+            logprobs, entropy = predicted_logprobs(hidden, output, read.targets, self.config.sampling.temperature)
             assert entropy is not None
-            index = micro.trained
+            index = read.trained
             weights, advantages = update.per_trajectory[:, batch.trajectory_of_token[index]]
             inference = batch.inference_logprobs[index]
             old = logprobs.detach() if before is None else before[index]
@@ -198,7 +202,7 @@ class Trainer:
         return done
 
     def _loss_stats(self, losses: Sequence[LossStats]) -> LossStats:
-        if self.groups.reports:
+        if self.groups.reports_losses:
             return combined(losses)
         grpo = self.config.grpo
         absent = {"kl": grpo.kl_beta == 0, "importance_weight": grpo.importance_cap is None}

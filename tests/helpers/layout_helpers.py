@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.config import TrainingLayout
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.groups import Groups, cut
 
 
 class Layout(NamedTuple):
@@ -22,23 +22,23 @@ class Layout(NamedTuple):
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     ep: int = 1
     dp: int = 1
     sequence_parallel: bool = False
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def config(self) -> TrainingLayout:
-        return TrainingLayout(tp=self.tp, pp=self.pp, ep=self.ep, sequence_parallel=self.sequence_parallel)
+        return TrainingLayout(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence_parallel=self.sequence_parallel)
 
     def groups(self) -> Groups:
         """Of this layout, in place of those that there are. Collective."""
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(self.tp, self.pp, expert_model_parallel_size=self.ep)
-        return Groups.from_megatron(timedelta(seconds=60))
+        return cut(self.config, timedelta(seconds=60))
 
 
 Box = tuple[str, tuple[int, ...], Tensor]

@@ -16,7 +16,6 @@ import pytest
 import torch
 from checkpoint_helpers import checkpointer, load, run_ranks
 from core_helpers import stir, tiny_model
-from megatron.core import parallel_state
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -26,8 +25,8 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
 from megatron_rl.models import share_weights
 from megatron_rl.platform.select import select
-from megatron_rl.rank.config import JobConfig
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.config import JobConfig, TrainingLayout
+from megatron_rl.rank.groups import cut
 from megatron_rl.training.adam_state import _shares
 from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
@@ -41,6 +40,7 @@ class Layout(NamedTuple):
     pp: int = 1
     distributed: bool = True
     ep: int = 1
+    cp: int = 1
 
 
 ONE = Layout(1)
@@ -49,6 +49,7 @@ LAYOUTS = {
     "pp2": Layout(2, pp=2),
     "dp2": Layout(2),
     "dp3": Layout(3),
+    "cp2": Layout(2, cp=2),
     "tp2-dp2": Layout(4, tp=2),
     "pp2-dp2": Layout(4, pp=2),
     "tp2-pp2": Layout(4, tp=2, pp=2),
@@ -68,28 +69,28 @@ EXPERTS = tiny_model(dtype="bf16", tied_embeddings=False, num_experts=4, experts
 
 class Training:
     def __init__(self, layout: Layout, model: ModelConfig) -> None:
-        parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
+        training = TrainingLayout(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
+        self.groups = cut(training, timedelta(seconds=30))
         platform = select(JobConfig(device="cpu"))
         platform.seed(1)
         self.policy = build_policy(model, 16, platform)
         stir(
             self.policy, 0.3, seed=torch.distributed.get_rank()
         )  # of nobody else, so none of it can be right by chance
-        self.groups = Groups.from_megatron(timedelta(seconds=30))
         share_weights(self.policy, self.groups)
         config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, clip_grad=0.0, distributed=layout.distributed)
         self.optimizer = PolicyOptimizer(self.policy, model, config, LAST)
 
     def state(self) -> dict[str, Any]:
-        model = sharded_weights(self.policy, self.groups.data, self.groups.expert_data)
+        model = sharded_weights(self.policy, self.groups.data_context, self.groups.expert_data)
         return {"model": model, "optimizer": self.optimizer.sharded_state(model)}
 
     def update(self, number: int) -> None:
         self.optimizer.zero_grad()
         losses = [torch.sin((number + 1.5) * weight.float()).sum() for weight in self.policy.parameters()]
         # A sum with zeros is exact, one of thirds is not. Of each weight only one copy counts.
-        dense = parallel_state.get_data_parallel_rank() == 0
-        experts = parallel_state.get_expert_data_parallel_rank() == 0
+        dense = self.groups.data_context.rank() == 0
+        experts = self.groups.expert_data.rank() == 0
         mine = [
             (dense if getattr(weight, "allreduce", True) else experts) and not getattr(weight, "shared", False)
             for weight in self.policy.parameters()
@@ -128,7 +129,7 @@ class Training:
 
     def load(self, folder: Path, step: int, *, with_optimizer: bool = True) -> None:
         wanted = self.state() if with_optimizer else {"model": self.state()["model"]}
-        state, _ = load(RunDir(folder).checkpoint(step), wanted, self.groups.data, self.groups.expert_data)
+        state, _ = load(RunDir(folder).checkpoint(step), wanted, self.groups.data_context, self.groups.expert_data)
         self.policy.load_state_dict(state["model"])
         if with_optimizer:
             self.optimizer.load_state(state["optimizer"])

@@ -83,6 +83,9 @@ class Seen:
     wrong: list[str]
     """Weights that were not those of the whole model, after two publications."""
     moved_bytes: int
+    tokens_of_experts: int
+    """That the experts of a layer have computed, of all that were routed to them: each is to compute its own."""
+    tokens_routed: int
 
 
 def recipe(layout: Layout, ranks: int) -> RunConfig:
@@ -160,7 +163,20 @@ def see(layout: Layout, world: int) -> Seen:
     wrong = [
         shard.key for shard in shards_of(engine.policy) if not torch.equal(shard.data, of_whole_model(shard, version=2))
     ]
-    return Seen(answers(engine, ranks), wrong, refit.moved_bytes)
+    of_experts, routed = count_tokens(engine.policy, config.model.experts_per_token)
+    found = answers(engine, ranks)
+    return Seen(found, wrong, refit.moved_bytes, sum(of_experts), sum(routed))
+
+
+def count_tokens(policy: Policy, experts_per_token: int | None) -> tuple[list[int], list[int]]:
+    """Filled in every pass: tokens that come to the experts of the first layer, and those that are routed to them."""
+    of_experts: list[int] = []
+    routed: list[int] = []
+    if experts_per_token:
+        layer = policy.decoder.layers[0].mlp
+        layer.experts.register_forward_pre_hook(lambda _, inputs: of_experts.append(len(inputs[0])))
+        layer.register_forward_pre_hook(lambda _, inputs: routed.append(experts_per_token * len(inputs[0])))
+    return of_experts, routed
 
 
 def plans() -> list[StepPlan | None]:
@@ -252,6 +268,13 @@ def test_nothing_is_sent_that_a_rank_has(world: int, layout: Layout, seen: Any) 
     assert len(moved) == 1
     same = layout.tp == layout.engine and layout.pp == layout.ep == 1
     assert (moved == {0}) == (same or (layout.tp, layout.pp, layout.ep) == (1, 1, 1))
+
+
+@pytest.mark.parametrize(("world", "layout"), [each for each in ALL if each.values[1].ep > 1])
+def test_experts_get_every_token_once(world: int, layout: Layout, seen: Any) -> None:
+    """Also where ranks that share each expert out have the same tokens."""
+    for each in seen[world, layout.name]:
+        assert each.tokens_of_experts == each.tokens_routed > 0
 
 
 def test_a_plan_of_any_size_is_the_same_on_every_rank(tmp_path: Path) -> None:

@@ -55,10 +55,14 @@ LAYOUTS = {
     "PP2": ("dense", Layout(pp=2)),
     "PP2 untied": ("untied", Layout(pp=2)),
     "EP2": ("experts", Layout(ep=2, dp=2)),
+    "CP2": ("dense", Layout(cp=2)),
+    "EP2 CP2": ("experts", Layout(ep=2, cp=2)),
     "PP4 untied": ("untied", Layout(pp=4)),
-    "TP2 DP2": ("dense", Layout(tp=2, dp=2)),
     "TP2 SP PP2": ("dense", Layout(tp=2, pp=2, sequence_parallel=True)),
     "TP2 PP2 untied": ("untied", Layout(tp=2, pp=2)),
+    "CP2 DP2": ("dense", Layout(cp=2, dp=2)),
+    "CP2 TP2 SP": ("dense", Layout(cp=2, tp=2, sequence_parallel=True)),
+    "CP2 PP2 untied": ("untied", Layout(cp=2, pp=2)),
     "EP2 TP2": ("experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 

@@ -23,6 +23,7 @@ CLOSE = {"rel": 1e-3, "abs": 1e-4}
 
 TP2 = {"training": {"tp": 2}}
 TP2_PP2 = {"training": {"tp": 2, "pp": 2}}
+CP2 = {"training": {"cp": 2}}
 
 
 def recipe(ranks: int, placement: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
@@ -142,31 +143,52 @@ def test_what_drivers_drop_is_counted_once(tmp_path: Path, cache: Path) -> None:
 def test_whatever_interrupts_it_the_record_is_the_same(
     asked: int, undisturbed: RunDir, tmp_path: Path, cache: Path
 ) -> None:
-    interrupted = prepare(tmp_path / "interrupted", recipe(4, TP2_PP2))
-    killed = Attempt(interrupted, cache, ranks=4)
+    interrupted = interrupt(prepare(tmp_path / "interrupted", recipe(4, TP2_PP2)), cache, 4, asked)
+    assert reproducible(finished(interrupted, cache, 4)) == reproducible(undisturbed)
+
+
+def interrupt(run_dir: RunDir, cache: Path, ranks: int, asked: int) -> RunDir:
+    """Kill a run, start it again, and ask one of its ranks to leave."""
+    killed = Attempt(run_dir, cache, ranks=ranks)
     killed.wait_for_step(3)
     killed.kill()
-    drained = Attempt(interrupted, cache, ranks=4)
+    drained = Attempt(run_dir, cache, ranks=ranks)
     drained.wait_for_step(5)
     os.kill(drained.processes[asked].pid, signal.SIGUSR1)
-    assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
+    assert drained.exit_codes() == [EXIT_DRAINED] * ranks, drained.logs()
     outcome = outcome_of(drained.files)
     assert outcome is not None
     assert outcome.outcome == DRAINED
-    assert lines_of(interrupted.metrics)[-1]["step"] == outcome.step  # nothing done twice
-    finished(interrupted, cache, 4)
-    assert reproducible(interrupted) == reproducible(undisturbed)
+    assert lines_of(run_dir.metrics)[-1]["step"] == outcome.step  # nothing done twice
+    return run_dir
+
+
+def test_ranks_that_share_out_the_tokens_record_what_one_rank_does_interrupted_or_not(
+    alone: RunDir, tmp_path: Path, cache: Path
+) -> None:
+    """Both ranks are drivers, of whose groups both train on all; the second is asked to leave."""
+    undisturbed = finished(prepare(tmp_path / "undisturbed", recipe(2, CP2)), cache, 2)
+    agree(undisturbed, alone)
+    interrupted = interrupt(prepare(tmp_path / "interrupted", recipe(2, CP2)), cache, 2, asked=1)
+    assert reproducible(finished(interrupted, cache, 2)) == reproducible(undisturbed)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_another_layout(undisturbed: RunDir, alone: RunDir, tmp_path: Path, cache: Path) -> None:
-    run_dir = prepare(tmp_path / "run", recipe(4, TP2_PP2))
-    drained = Attempt(run_dir, cache, ranks=4)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, TP2_PP2), (2, TP2)), ((2, CP2), (1, {})), ((2, TP2), (4, CP2))],
+    ids=["TP2 x PP2 -> TP2", "CP2 -> one rank", "TP2 -> CP2 x DP2"],
+)
+def test_a_run_goes_on_in_another_layout(
+    before: tuple[int, Any], after: tuple[int, Any], alone: RunDir, tmp_path: Path, cache: Path
+) -> None:
+    run_dir = prepare(tmp_path / "run", recipe(*before))
+    drained = Attempt(run_dir, cache, ranks=before[0])
     drained.wait_for_step(3)
     os.kill(drained.processes[0].pid, signal.SIGUSR1)
-    assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
-    run_dir.resolved.write_text(yaml.safe_dump(recipe(2, TP2)), encoding="utf-8")
-    agree(finished(run_dir, cache, 2), alone)
+    assert drained.exit_codes() == [EXIT_DRAINED] * before[0], drained.logs()
+    run_dir.resolved.write_text(yaml.safe_dump(recipe(*after)), encoding="utf-8")
+    agree(finished(run_dir, cache, after[0]), alone)
 
 
 # Failures

@@ -210,13 +210,13 @@ def test_bad_input_is_one_message_a_problem_and_code_2(submit, tmp_path):
 
 
 def test_what_the_ranks_cannot_do_yet_is_refused_before_anything_is_made(submit, tmp_path):
-    code, output = finish(submit("crash", "demo", "placement.training.cp=2"))
+    code, output = finish(submit("crash", "demo", "placement.inference.pp=2"))
     assert code == 2
-    assert output.startswith("error: placement.training.cp 2 is not supported yet: ")
+    assert output.startswith("error: placement.inference.pp 2 is not supported yet: ")
     assert not (tmp_path / "runs").exists()
-    code, output = finish(submit("crash", "demo", "placement.training.cp=2", "--dry-run"))
+    code, output = finish(submit("crash", "demo", "placement.inference.pp=2", "--dry-run"))
     assert code == 0
-    assert "would be refused: placement.training.cp 2 is not supported yet: " in output
+    assert "would be refused: placement.inference.pp 2 is not supported yet: " in output
 
 
 def test_an_unknown_cluster_is_refused(submit):

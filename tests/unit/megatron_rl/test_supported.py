@@ -20,7 +20,6 @@ def test_the_demo_runs() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["placement.training.cp=2"], "placement.training.cp 2"),
         (["placement.inference.tp=4", "job.gpus_per_node=4"], "placement.inference.tp 4"),
         (["placement.inference.pp=2"], "placement.inference.pp 2"),
         (
@@ -42,6 +41,7 @@ def test_what_is_missing_is_named(overrides: list[str], said: str) -> None:
     [
         ["placement.training.tp=2", "placement.training.sequence_parallel=true"],
         ["placement.training.pp=2", "placement.inference.tp=2"],
+        ["placement.training.cp=2"],
         ["placement.training.tp=4", "placement.inference.tp=1", "job.gpus_per_node=4"],
         [
             "placement.training.ep=2",
@@ -68,7 +68,7 @@ def test_a_rank_refuses_before_it_builds_anything(tmp_path: Any) -> None:
     from megatron_rl.rank.world import World
 
     run_dir = RunDir(tmp_path)
-    run_dir.resolved.write_text(dump_resolved(load_recipe("demo", ["placement.training.cp=2"]).config))
-    with pytest.raises(ConfigurationError, match=r"placement\.training\.cp 2"):
+    run_dir.resolved.write_text(dump_resolved(load_recipe("demo", ["placement.inference.pp=2"]).config))
+    with pytest.raises(ConfigurationError, match=r"placement\.inference\.pp 2"):
         files = run_dir.attempt(1)
         run_attempt(run_dir, files, World(0, 1, 0), Activity(files, published=False), DrainListener(files), Timeline())

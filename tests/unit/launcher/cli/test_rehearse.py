@@ -95,7 +95,7 @@ def test_a_failure_is_named_with_its_phase_and_place(monkeypatch):
     ("override", "said"),
     [
         ("placement.training.tp=3", "does not divide"),
-        ("placement.training.cp=2", "placement.training.cp 2 is not supported yet"),
+        ("placement.inference.pp=2", "placement.inference.pp 2 is not supported yet"),
         ("model.num_layers=no", "model.num_layers"),
     ],
 )

@@ -19,10 +19,12 @@ from core_helpers import (
     tiny_policy,
     witness,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import Recompute
+from megatron_rl.model.layers import Norm
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.attention import whole_sequences
 
@@ -186,6 +188,27 @@ def test_recomputation_keeps_less_for_the_backward_pass_and_gives_the_same_bits(
     less, same = kept_and_gradient(recompute)
     assert less < kept
     assert torch.equal(gradient, same)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_that_a_layer_of_experts_computes_outlives_the_backward_pass(
+    platform: Any, groups: Any, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers computed again most stayed until the next pass, as what megatron-core's dispatcher keeps led to it."""
+    normed: list[StorageWeakRef] = []
+    norm = Norm.forward
+
+    def noted(self: Norm, hidden: torch.Tensor) -> torch.Tensor:
+        made = norm(self, hidden)
+        normed.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    monkeypatch.setattr(Norm, "forward", noted)
+    experts = tiny_model(tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
+    policy = tiny_policy(platform, experts, recompute=recompute)
+    policy(torch.arange(9), torch.arange(9), policy.layout(whole_sequences([9]))).sum().backward()
+    assert len(normed) == 2 * experts.num_layers * (1 + (recompute == "full")) + 1
+    assert all(each.expired() for each in normed)
 
 
 def test_the_same_seed_gives_the_same_weights(platform: Any, groups: Any) -> None:

@@ -63,8 +63,8 @@ def test_training_goes_through_at_the_shapes_of_the_largest_recipe(
     ]
     seen = []
 
-    def loss(hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        logprobs, entropy = predicted_logprobs(hidden, policy.output(), micro.targets, temperature=1.0)
+    def loss(hidden: torch.Tensor, read: ModelInput) -> torch.Tensor:
+        logprobs, entropy = predicted_logprobs(hidden, policy.output(), read.targets, temperature=1.0)
         assert entropy is not None
         seen.append((tuple(hidden.shape), hidden.dtype, tuple(logprobs.shape), logprobs.dtype, tuple(entropy.shape)))
         return -logprobs.sum()

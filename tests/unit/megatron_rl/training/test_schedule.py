@@ -25,6 +25,7 @@ class Stage:
         self.config = self
         self.params_dtype, self.device = torch.float32, torch.device("cpu")
 
+    def layout(self, batch: MicroBatch) -> None: ...
     def hidden_shape(self, tokens: int) -> tuple[int]:
         return (tokens,)
 
@@ -53,13 +54,13 @@ class Stage:
 def test_a_stage_begins_as_many_micro_batches_ahead_as_stages_are_behind_it(stage: int, order: str) -> None:
     """So that none stands idle for longer than the pipeline takes to fill, and none holds the activations of more."""
     its: Any = Stage(3, stage)
-    inputs = [ModelInput(MicroBatch.empty(), layout=None)] * MICROBATCHES  # type: ignore[arg-type]
+    inputs = [ModelInput.of(its, MicroBatch.empty())] * MICROBATCHES
     forward_backward(its, inputs, lambda hidden, _: hidden.sum(), its, stop=lambda: False)
     assert its.events == order
 
 
 def test_what_was_begun_before_a_stop_is_finished() -> None:
     its: Any = Stage(3, 0)
-    inputs = [ModelInput(MicroBatch.empty(), layout=None)] * MICROBATCHES  # type: ignore[arg-type]
+    inputs = [ModelInput.of(its, MicroBatch.empty())] * MICROBATCHES
     forward_backward(its, inputs, lambda hidden, _: hidden.sum(), its, stop=lambda: its.events.count("F") == 2)
     assert its.events == "FFBB"

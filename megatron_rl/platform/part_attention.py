@@ -1,0 +1,126 @@
+"""Attention of some of the packed tokens to all that they see, by dense kernels under masks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_rl.platform.attention import PackedSequences
+from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE, FanOut, branches, bucket_length
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Queries that attend to the same keys, each to those that it sees of them."""
+
+    queries: Tensor
+    """[queries] index among those of the part."""
+    keys: Tensor
+    """[keys] packed tokens, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows of about the same size, filled up to one."""
+
+    queries: Tensor
+    """[rows, queries] index among those of the part."""
+    keys: Tensor
+    """[rows, keys] packed tokens."""
+    visible: Tensor
+    """[rows, 1, queries, keys] which keys each query sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Attention of a part of the packed tokens. Keys and values are those of all."""
+
+    buckets: tuple[Bucket, ...]
+    outputs: Tensor
+    """[part] where, in the concatenated bucket outputs, the result for each token stands."""
+    keys: FanOut
+    """Of all buckets: late queries attend to the keys of early ones as well."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Layout.attend`; query [part, heads, head_size], -> [part, heads * head_size]."""
+        sizes = [bucket.keys.numel() for bucket in self.buckets]
+        gathered = zip(*(self.keys.gather(x).split(sizes) for x in (key, value)), strict=True)
+        parts = []
+        for bucket, (k, v) in zip(self.buckets, gathered, strict=True):
+            attended = scaled_dot_product_attention(
+                query.index_select(0, bucket.queries.flatten()).unflatten(0, bucket.queries.shape).transpose(1, 2),
+                k.unflatten(0, bucket.keys.shape).transpose(1, 2),
+                v.unflatten(0, bucket.keys.shape).transpose(1, 2),
+                attn_mask=bucket.visible,
+                enable_gqa=True,
+            )
+            parts.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
+        return torch.cat(parts).index_select(0, self.outputs)
+
+
+def part_layout(packed: PackedSequences, part: Tensor, device: torch.device) -> PartLayout:
+    """Layout of the packed tokens `part`, [part], ascending, at least one.
+
+    Lengths are rounded up to the grid of `bucket_length`, so that there are few buckets; all short trees make one.
+    """
+    by_size: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    short: list[Row] = []
+    places = torch.searchsorted(part, packed.cu_seqlens.long()).tolist()
+    for (first, stop), (begin, end) in zip(pairwise(packed.cu_seqlens.tolist()), pairwise(places), strict=True):
+        if begin == end:
+            continue
+        if stop - first <= LONGEST_MASKED_TREE:
+            short.append(Row(torch.arange(begin, end), torch.arange(first, int(part[end - 1]) + 1)))
+        else:
+            for row in rows(packed.subtree_ends, first, stop, part):
+                by_size[bucket_length(len(row.queries)), bucket_length(len(row.keys))].append(row)
+    sized = sorted(by_size.items())
+    if short:
+        sized.append(((max(len(row.queries) for row in short), max(len(row.keys) for row in short)), short))
+    buckets, outputs, start = [], torch.empty(len(part), dtype=torch.long), 0
+    for (queries, keys), members in sized:
+        for number, row in enumerate(members):
+            outputs[row.queries] = torch.arange(len(row.queries)) + start + number * queries
+        start += queries * len(members)
+        buckets.append(_bucket(members, queries, keys, packed.subtree_ends, part, device))
+    fan_out = FanOut.of(torch.cat([bucket.keys.flatten() for bucket in buckets]), len(packed.subtree_ends))
+    return PartLayout(tuple(buckets), outputs.to(device), fan_out)
+
+
+def rows(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> Iterator[Row]:
+    """Each of the `part` of the tree first..stop-1 once, in runs that follow one another in a branch, with the branch
+    up to the last of the run: so the queries of a row are its last keys, and the mask is a causal one that ends where
+    both end, which kernels for sequences of different lengths need no mask for."""
+    before = first - 1  # last place of the branch before: what is up to there has had its turn
+    for branch in branches(subtree_ends, first, stop):
+        path = torch.tensor(branch)
+        found = torch.searchsorted(part, path)
+        mine = (part[found.clamp(max=len(part) - 1)] == path) & (path > before)
+        before = branch[-1]
+        steps = mine.nonzero()[:, 0]
+        for run in steps.tensor_split((steps.diff() > 1).nonzero()[:, 0] + 1):
+            if len(run):
+                yield Row(found[run], path[: run[-1] + 1])
+
+
+def _bucket(
+    members: list[Row], queries: int, keys: int, subtree_ends: Tensor, part: Tensor, device: torch.device
+) -> Bucket:
+    """Filled up with a row's first query, whose results are not read, and with keys that nobody sees."""
+    of_rows = torch.stack([_filled(row.queries, queries, int(row.queries[0])) for row in members])
+    nowhere = len(subtree_ends)
+    of_keys = torch.stack([_filled(row.keys, keys, nowhere) for row in members]).to(device)
+    ends = torch.cat((subtree_ends, subtree_ends.new_zeros(1))).to(device)
+    at = part[of_rows].to(device)[:, :, None]
+    visible = (of_keys[:, None] <= at) & (at < ends[of_keys][:, None])
+    return Bucket(of_rows.to(device), torch.where(of_keys == nowhere, 0, of_keys), visible[:, None])
+
+
+def _filled(values: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, length - len(values)), value=value)
