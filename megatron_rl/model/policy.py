@@ -115,7 +115,7 @@ class Policy(GPTModel):
 
     def layout(self, packed: PackedSequences) -> Layout:
         """The attention layout of whole sequences on the policy's device."""
-        return self._platform.attention_layout(packed)
+        return self._platform.attention_layout(packed, self.config.params_dtype)
 
     def prepare(self, tokens: int, platform: Platform) -> None:
         """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,

@@ -42,8 +42,8 @@ class Platform(Protocol):
     """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
     has done all it was told."""
 
-    def attention_layout(self, packed: PackedSequences) -> Layout:
-        """How this device's kernels attend within packed sequences."""
+    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
+        """How this device's kernels for queries of this type attend within packed sequences."""
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] -> [rows, ...], a token as often as it is asked for. Its gradient is the sum of those, added up

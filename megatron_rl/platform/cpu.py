@@ -56,7 +56,7 @@ class CpuPlatform:
         torch.set_num_threads(threads)
         install_patches()
 
-    def attention_layout(self, packed: PackedSequences) -> Layout:
+    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
         return dense_layout(packed, self.device)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,9 @@ import torch
 
 from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.dense_attention import FanOut, dense_layout
+from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.dense_attention import FanOut
+from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -48,9 +50,10 @@ class CudaPlatform:
         torch.set_float32_matmul_precision("highest")  # fp32 means fp32: NVIDIA's image allows TF32
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
+        self.attention = CudaAttention(find_varlen_kernel())
 
-    def attention_layout(self, packed: PackedSequences) -> Layout:
-        return dense_layout(packed, self.device)
+    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
+        return self.attention.layout(packed, self.device, dtype)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)

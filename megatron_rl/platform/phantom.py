@@ -27,15 +27,16 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module, Parameter
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_rl.platform import dense_attention
 from megatron_rl.platform.api import AnyModule
 from megatron_rl.platform.cpu import CpuPlatform, patched_for
 from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.multi_tensor import mend_multi_tensor
+from megatron_rl.platform.varlen_attention import VarlenKernel
 
 ACCELERATOR = torch.device("lazy", 0)
 """An accelerator that this build of torch knows by name alone: gradients are computed as on a CPU."""
@@ -81,7 +82,6 @@ class PhantomDevice(TorchDispatchMode):
             # megatron-core sets `data` of a tensor that is no view, which a fake one does not survive.
             mock.patch.object(transformer_block, "make_viewless_tensor", lambda inp, **_: inp),
             mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: [self.device.type]),
-            mock.patch.object(dense_attention, "scaled_dot_product_attention", _attention),
         ):
             self._patches.enter_context(patch)
         self._fake.__enter__()
@@ -145,15 +145,17 @@ class PhantomDevice(TorchDispatchMode):
         self.waits += source.device != target.device and not (target.device.type != "cpu" and non_blocking)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-    """By the kernel that a GPU would choose (torch 2.11, sdp_utils.cpp): flash attention for half precision without a
-    mask. A device without kernels is given the one that holds all scores."""
-    if attn_mask is None and query.dtype.itemsize == 2:
-        attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, options["is_causal"]
-        )[0]
-        return attended
-    return scaled_dot_product_attention(query, key, value, attn_mask, **options)
+def _attend_in_trees(query: Tensor, key: Tensor, value: Tensor, _mask: BlockMask) -> Tensor:
+    """As FlexAttention, by a flash kernel that is not there either: the same shapes, and the same memory."""
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    return attended
+
+
+def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, _cu_seqlens: Tensor, _longest: int) -> Tensor:
+    """As a kernel of variable lengths, of which all need the same memory."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    return attended[0].transpose(0, 1)
 
 
 @dataclass(slots=True)
@@ -251,6 +253,7 @@ class PhantomPlatform(CudaPlatform):
     def __init__(self, phantom: PhantomDevice) -> None:
         """phantom: that has been entered."""
         self.device = phantom.device
+        self.attention = CudaAttention(VarlenKernel("phantom", _attend_in_sequences), _attend_in_trees)
         self._phantom = phantom
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:

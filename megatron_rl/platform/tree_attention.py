@@ -1,0 +1,110 @@
+"""Attention over packed trees as they are, by FlexAttention (arXiv 2412.05496): nothing that is shared is gathered, and
+no pair of tokens is computed twice.
+
+One kernel, compiled once, goes through the blocks of queries and keys that have anything to do with one another. Which
+these are follows from the ends of subtrees, and is found on the host, once for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megatron_rl.platform.attention import PackedSequences
+
+BLOCK = 128
+"""Tokens of a block of queries, and of one of keys."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
+"""query [1, heads, tokens, head_size], key and value [1, kv_heads, tokens, head_size], which blocks of them to look at
+-> [1, heads, tokens, head_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of queries (rows) and keys (columns), by what the queries see of the keys."""
+
+    partly: NDArray[np.bool_]
+    """[blocks, blocks] some of them, or all but for what is behind the last token."""
+    wholly: NDArray[np.bool_]
+    """[blocks, blocks] each query all of the keys."""
+
+    @classmethod
+    def of(cls, subtree_ends: NDArray[np.int32]) -> Blocks:
+        """subtree_ends: see `PackedSequences`."""
+        firsts = np.arange(0, len(subtree_ends), BLOCK)
+        last_ends = np.maximum.reduceat(subtree_ends, firsts)
+        first_ends = np.minimum.reduceat(subtree_ends, firsts)
+        same, earlier = np.eye(len(firsts), dtype=bool), firsts[None] < firsts[:, None]
+        # Of earlier keys a query sees those that end behind it: the first query of a block sees the most.
+        seen = earlier & (last_ends[None] > firsts[:, None])
+        wholly = earlier & (first_ends[None] >= firsts[:, None] + BLOCK)
+        return cls(same | (seen & ~wholly), wholly)
+
+    @property
+    def count(self) -> int:
+        """How many are computed."""
+        return int(self.partly.sum() + self.wholly.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout:
+    """Attention of all trees of a micro-batch at once."""
+
+    kernel: Attend
+    mask: BlockMask
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Layout.attend`."""
+        value = value.contiguous()  # see `VarlenLayout.attend`
+        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+        attended = self.kernel(query, key, value, self.mask)
+        return attended[0].transpose(0, 1).flatten(1)
+
+
+def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+    """FlexAttention by the kernel that torch makes of it; not compiled it would hold all scores. In fp32 it multiplies
+    in what `torch.set_float32_matmul_precision` says."""
+    # Else torch takes another kernel for less than 128 tokens, and compiles for that.
+    options = {"FORCE_USE_FLEX_ATTENTION": True}
+    attended: Tensor = _compiled()(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
+    return attended
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)  # for all numbers of tokens at once
+    return compiled
+
+
+def tree_layout(packed: PackedSequences, device: torch.device, kernel: Attend = compiled_attention) -> TreeLayout:
+    """Layout of packed sequences, all of which are attended to in one kernel."""
+    tokens = len(packed.subtree_ends)
+    blocks = Blocks.of(packed.subtree_ends.numpy())
+    ends = packed.subtree_ends.to(device)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[key])
+
+    mask = BlockMask.from_kv_blocks(
+        *_in_order(blocks.partly),
+        *_in_order(blocks.wholly),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(tokens, tokens),
+    )
+    return TreeLayout(kernel, mask.to(device))
+
+
+def _in_order(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+    """[1, 1, rows] how many of each row, and [1, 1, rows, columns] which: these first."""
+    counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
+    order = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
+    return counts[None, None], order[None, None]
