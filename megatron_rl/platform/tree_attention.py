@@ -1,8 +1,9 @@
 """Attention over packed trees as they are, by FlexAttention (arXiv 2412.05496): nothing that is shared is gathered, and
 no pair of tokens is computed twice.
 
-One kernel, compiled once, goes through the blocks of queries and keys that have anything to do with one another. Which
-these are follows from the ends of subtrees, and is found on the host, once for all layers.
+One kernel goes through the blocks of queries and keys that have anything to do with one another. Which these are
+follows from the ends of subtrees, and is found on the host, once for all layers. torch compiles it at the first
+micro-batch, and twice more at most: for several blocks instead of one, and for another number of them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMas
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)  # for all numbers of tokens at once
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)  # not for one number of tokens
     return compiled
 
 
