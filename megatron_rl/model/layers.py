@@ -91,19 +91,24 @@ class PackedLayer(TransformerLayer):
 
         The names are those under which megatron-core's TransformerBlock hands things on to its layers.
         """
-        normed = self.elementwise(self.input_layernorm, hidden_states)
-        hidden_states = hidden_states + self.self_attention(normed, rotary_pos_emb, packed_seq_params)
-        normed = self.elementwise(self.pre_mlp_layernorm, hidden_states)
+        attention = partial(self.self_attention, rotation=rotary_pos_emb, layout=packed_seq_params)
+        hidden_states = hidden_states + self.through(self.input_layernorm, hidden_states, attention)
+        return hidden_states + self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward), None
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        """[tokens, 1, hidden] -> the same."""
+        out: Tensor
         if self.config.num_moe_experts is not None:
             out, _bias = self.mlp(normed)
-        else:
-            gate_and_value, _bias = self.mlp.linear_fc1(normed)
-            out, _bias = self.mlp.linear_fc2(self.elementwise(swiglu, gate_and_value))
-        return hidden_states + out, None
+            return out
+        gate_and_value, _bias = self.mlp.linear_fc1(normed)
+        return self.through(swiglu, gate_and_value, lambda activated: self.mlp.linear_fc2(activated)[0])
 
-    def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-        """What costs memory to keep and next to nothing to compute."""
-        return function(tensor)
+    def through(
+        self, function: Callable[[Tensor], Tensor], tensor: Tensor, consumer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What `consumer` makes of what `function` does, which costs next to nothing to compute and memory to keep."""
+        return consumer(function(tensor))
 
 
 def swiglu(gate_and_value: Tensor) -> Tensor:
@@ -130,11 +135,30 @@ class PackedAttention(SelfAttention):
 
 
 class SelectiveLayer(PackedLayer):
-    """Computes norms and activations again in the backward pass: they keep most of the memory, in fp32 some of it, and
-    take the least time. Attention keeps little beside its input."""
+    """Keeps nothing of norms and activations for the backward pass but their inputs: what they do is done again, for
+    themselves and for the product behind them. They take most of the memory and the least time; attention keeps little
+    beside its input."""
 
-    def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-        return _recomputed(function, tensor)
+    def through(
+        self, function: Callable[[Tensor], Tensor], tensor: Tensor, consumer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return consumer(function(tensor))
+        made = _recomputed(function, tensor)
+        kept, elements = made.untyped_storage()._cdata, made.numel()
+
+        def pack(saved: Tensor) -> Tensor | torch.Size:
+            whole = saved.untyped_storage()._cdata == kept and saved.numel() == elements and saved.is_contiguous()
+            return saved.shape if whole else saved
+
+        def unpack(packed: Tensor | torch.Size) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            with torch.no_grad():
+                return function(tensor).view(packed)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return consumer(made)
 
 
 class RecomputedLayer(PackedLayer):

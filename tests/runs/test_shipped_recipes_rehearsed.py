@@ -129,7 +129,7 @@ with mock.patch.object(model_runner, "sample", on_the_cpu):
     found.append(failure())
 with mock.patch.object(trainer, "grpo_loss", of_another_shape):
     found.append(failure())
-with mock.patch.object(PackedLayer, "elementwise", lambda *_: 1 / 0):
+with mock.patch.object(PackedLayer, "through", lambda *_: 1 / 0):
     found.append(failure())
 found.append(failure(vocab=10**6, config=config.model_copy(update={
     "model": config.model.model_copy(update={"vocab_size": 14})})))

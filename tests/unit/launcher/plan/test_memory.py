@@ -14,7 +14,9 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.attention import PackedSequences
+from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.varlen_attention import varlen_layout
 
 MODELS = {
     "tied": {},
@@ -155,25 +157,26 @@ def test_what_a_rank_generates_by_and_does_not_train_is_held_beside(training, in
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("fields", [{}, {"num_query_groups": 4, "ffn_hidden_size": 160}], ids=["narrow", "wide"])
-def test_activations_are_what_autograd_keeps(recompute, dtype, fields, platform, groups):
-    """Bytes of distinct storages saved for the backward pass: those of eight layers less those of four."""
+def test_activations_are_what_autograd_keeps(recompute, dtype, fields, groups):
+    """Bytes that a GPU holds between the passes: those of eight layers less those of four. Two sequences that share
+    their first token, so that attention gathers what it needs of them."""
     tokens, kept = 256, {}
+    packed = PackedSequences(
+        torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens] + [129] * 128 + [tokens] * 127).int()
+    )
     for layers in (4, 8):
         model = tiny_model(num_layers=layers, max_position_embeddings=tokens, dtype=dtype, **fields)
-        policy = build_policy(model, VOCAB, platform, recompute)
-        own = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
-        saved: dict[int, Any] = {}
-
-        def keep(tensor: torch.Tensor, own: set[int] = own, saved: dict[int, Any] = saved) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage
-            return tensor
-
-        layout = policy.layout(whole_sequences([tokens]))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            policy(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), layout).sum()
-        kept[layers] = sum(storage.nbytes() for storage in saved.values())
+        with PhantomDevice() as device:
+            platform = PhantomPlatform(device)
+            policy = build_policy(model, VOCAB, platform, recompute)
+            layout = varlen_layout(packed, device.device, platform.attention.varlen.attend)
+            given = torch.zeros(tokens, dtype=torch.long, device=device.device)
+            with device.memory.watched() as before:
+                pass
+            hidden = policy.hidden(given, given, layout)
+            with device.memory.watched() as after:
+                del hidden
+        kept[layers] = after.bytes - before.bytes
     estimate, again = (activations(model, layers, tokens, recompute) for layers in (8, 4))
     assert estimate - again == pytest.approx(kept[8] - kept[4], rel=0.02)
 
