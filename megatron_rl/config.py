@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+import yaml
+from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
@@ -76,8 +79,21 @@ class RunConfig(Section):
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
         return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
 
+    @property
+    def without_transformer_engine(self) -> str | None:
+        """Why the layers cannot be made of Transformer Engine's parts, wherever it is installed."""
+        if self.job.device == "cpu":
+            return "job.device is cpu, and it needs GPUs"
+        if self.model.dtype == "fp32":
+            return "model.dtype is fp32, which it multiplies as TF32"
+        if self.model.num_experts is not None:
+            return "model.num_experts is set, and experts are megatron-core's own"
+        return None
+
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
+        if self.training.transformer_impl == "transformer_engine" and self.without_transformer_engine:
+            raise ValueError(f"training.transformer_impl is transformer_engine, but {self.without_transformer_engine}")
         if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
             raise ValueError(
                 f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: which nodes "
@@ -105,3 +121,11 @@ class RunConfig(Section):
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens}: even an empty answer would be penalised"
             )
         return self
+
+
+def read_config(run_dir: RunDir) -> RunConfig:
+    """What a run was submitted with. Raises ConfigurationError."""
+    try:
+        return RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ConfigurationError(f"{run_dir.resolved}: {error}") from error

@@ -197,8 +197,9 @@ def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
     """A layer keeps of its two norms the input and what is normalised, both in fp32, and the output; queries, keys and
     values, what attention makes of them before and, where branches were gathered, after it is packed again, and its
     sums, in fp32; of norms of queries and keys the input and what is normalised, in fp32; of the feed-forward network
-    its first output, the activated gate and the product. `selective` keeps of the two norms the input, as it is, and of
-    the feed-forward network the first output; of experts all but the activated gate."""
+    its first output, the activated gate and the product. `selective` keeps of the two norms the input, as it is,
+    and the output where Transformer Engine computes them; of the feed-forward network the first output; of experts all
+    but the activated gate."""
     tokens = _tokens(config, sizes)
     kept = _kept(config.model, sizes, config.training.recompute)
     layers, in_flight = config.model.num_layers // sizes.pp, sizes.pp - stage
@@ -241,7 +242,7 @@ def _kept(model: ModelConfig, sizes: Sizes, recompute: str) -> int:
     if recompute == "full":
         return size * model.hidden_size // split
     selective = recompute == "selective"
-    norms = 2 * (size if selective else 2 * FP32_BYTES + size) * model.hidden_size
+    norms = 2 * (2 * size if selective else 2 * FP32_BYTES + size) * model.hidden_size
     heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
     attention = size * (3 * heads + 2 * groups) * head + FP32_BYTES * heads
     attention += model.qk_norm * 2 * FP32_BYTES * (heads + groups) * head

@@ -42,11 +42,13 @@ def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform:
     if config.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
     if linears := platform.linears(config):
-        attention.submodules.linear_qkv, attention.submodules.linear_proj = linears
+        attention.submodules.linear_qkv, attention.submodules.linear_proj = linears.column, linears.row
+        if linears.norm:
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
         of_mlp = _submodules(mlp)
         if config.num_moe_experts is not None:
             of_mlp = _submodules(of_mlp.experts)
-        of_mlp.linear_fc1, of_mlp.linear_fc2 = linears
+        of_mlp.linear_fc1, of_mlp.linear_fc2 = linears.column, linears.row
     layers = get_num_layers_to_build(config, pp_rank=stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
@@ -84,6 +86,15 @@ class Rotation:
 
 
 class PackedLayer(TransformerLayer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for norm, linear in (
+            (self.input_layernorm, self.self_attention.linear_qkv),
+            (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
+        ):
+            if not isinstance(norm, Norm):
+                norm.take_weight(linear)
+
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Rotation, packed_seq_params: Layout, **_: Any
     ) -> tuple[Tensor, None]:

@@ -32,6 +32,18 @@ class DeviceUse:
     """Watts, now; None where the driver does not say."""
 
 
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Classes that stand for megatron-core's own in a layer, with the same names, weights and sharded state."""
+
+    column: type
+    """Column-parallel linear."""
+    row: type
+    """Row-parallel linear."""
+    norm: type | None = None
+    """What stands in the place of a norm where the column-parallel linear behind it computes it."""
+
+
 class Platform(Protocol):
     device: torch.device
     backend: str
@@ -45,12 +57,16 @@ class Platform(Protocol):
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
         """How this device's kernels for queries of this type attend within packed sequences."""
 
+    @property
+    def attention_kernels(self) -> str:
+        """By what, in words."""
+
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] -> [rows, ...], a token as often as it is asked for. Its gradient is the sum of those, added up
         in an order that does not change, and not in bf16 by many where the device would."""
 
-    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
-        """Classes that replace megatron-core's column- and row-parallel linear; None where its own are to be used."""
+    def linears(self, config: TransformerConfig) -> Linears | None:
+        """None where megatron-core's own are to be used."""
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         """The module that `make` makes, on this device, its weights of this type."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
+from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
+from megatron_rl.platform.implementation import LOCAL, TRANSFORMER_ENGINE
 from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class CudaPlatform:
     tokens_between_looks = 16
     transformer_overrides: dict[str, Any] = {}
 
-    def __init__(self, *, local_rank: int, threads: int) -> None:
+    def __init__(self, *, local_rank: int, threads: int, transformer_impl: str = LOCAL) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedPlatform("job.device is cuda but torch sees no GPU: use a GPU node or job.device=cpu")
         if local_rank >= torch.cuda.device_count():
@@ -51,6 +52,10 @@ class CudaPlatform:
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
         self.attention = CudaAttention(find_varlen_kernel())
+        self.transformer_impl = transformer_impl
+        if transformer_impl == TRANSFORMER_ENGINE:
+            # It would take the gradient of the first micro-batch that it has ever seen for the sum of all.
+            self.transformer_overrides = {"disable_parameter_transpose_cache": True}
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
         return self.attention.layout(packed, self.device, dtype)
@@ -58,8 +63,16 @@ class CudaPlatform:
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)
 
-    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
+    @property
+    def attention_kernels(self) -> str:
+        return self.attention.description
+
+    def linears(self, config: TransformerConfig) -> Linears | None:
         # Here and below, because the health check chooses a device too, and has no time for megatron-core.
+        if self.transformer_impl == TRANSFORMER_ENGINE:
+            from megatron_rl.platform.te_linears import te_linears
+
+            return te_linears()
         from megatron_rl.platform.whole_linears import whole_linears
 
         return whole_linears(config)

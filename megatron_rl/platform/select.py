@@ -10,13 +10,16 @@ import importlib.metadata
 import re
 
 from megatron_rl.platform.api import Platform, UnsupportedPlatform
+from megatron_rl.platform.implementation import LOCAL
 from megatron_rl.rank.config import JobConfig
 
 SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsupported
 
 
-def select(job: JobConfig, local_rank: int = 0) -> Platform:
+def select(job: JobConfig, local_rank: int = 0, transformer_impl: str = LOCAL) -> Platform:
     """The platform of `job.device`.
+
+    transformer_impl: the name of an `Implementation`, which a CPU has only one of.
 
     Raises UnsupportedPlatform for an unsupported megatron-core, a patched symbol that is gone, or a missing GPU.
     """
@@ -27,7 +30,7 @@ def select(job: JobConfig, local_rank: int = 0) -> Platform:
         return CpuPlatform(threads=job.threads_per_rank)
     from megatron_rl.platform.cuda import CudaPlatform
 
-    return CudaPlatform(local_rank=local_rank, threads=job.threads_per_rank)
+    return CudaPlatform(local_rank=local_rank, threads=job.threads_per_rank, transformer_impl=transformer_impl)
 
 
 def check_megatron_version() -> None:

@@ -46,6 +46,10 @@ class PolicyOptimizer:
             ),
             policy,
         )
+        for module in policy.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                # Transformer Engine's: its products add to the sums of gradients, which weights have from here on.
+                module.fuse_wgrad_accumulation = True
         dtype = DTYPES[model.dtype]
         self.megatron: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(

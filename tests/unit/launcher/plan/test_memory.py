@@ -178,6 +178,8 @@ def test_activations_are_what_autograd_keeps(recompute, dtype, fields, groups):
                 del hidden
         kept[layers] = after.bytes - before.bytes
     estimate, again = (activations(model, layers, tokens, recompute) for layers in (8, 4))
+    if recompute == "selective":  # outputs of norms, which Transformer Engine keeps
+        kept[8] += 4 * 2 * tokens * model.hidden_size * {"bf16": 2, "fp32": 4}[dtype]
     assert estimate - again == pytest.approx(kept[8] - kept[4], rel=0.02)
 
 
