@@ -32,6 +32,10 @@ BF16_PEAK_FLOPS = {
 """Of dense matrix products, from NVIDIA's data sheets. The first that is part of torch's name of the device counts."""
 
 
+TE_OVERRIDES = {"disable_parameter_transpose_cache": True}
+"""Else Transformer Engine writes the gradient of the first micro-batch that it sees over the sum of all."""
+
+
 class CudaPlatform:
     backend = "nccl"
     # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
@@ -54,8 +58,7 @@ class CudaPlatform:
         self.attention = CudaAttention(find_varlen_kernel())
         self.transformer_impl = transformer_impl
         if transformer_impl == TRANSFORMER_ENGINE:
-            # It would take the gradient of the first micro-batch that it has ever seen for the sum of all.
-            self.transformer_overrides = {"disable_parameter_transpose_cache": True}
+            self.transformer_overrides = TE_OVERRIDES
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
         return self.attention.layout(packed, self.device, dtype)

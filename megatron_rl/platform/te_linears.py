@@ -18,18 +18,21 @@ from torch.nn import Module
 from megatron_rl.platform.api import Linears
 
 
-class _WithoutExtraState(Module):
-    """torch keeps the extra state of modules that say how, and these do not."""
+class _WithoutState(Module):
+    """Says of its extra state what megatron-core's own linears say, for the sake of the keys of a checkpoint."""
 
-    get_extra_state = Module.get_extra_state
-    set_extra_state = Module.set_extra_state
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
 
 
-class NormedColumnLinear(_WithoutExtraState, TELayerNormColumnParallelLinear):
+class NormedColumnLinear(_WithoutState, TELayerNormColumnParallelLinear):
     """Norm and column-parallel linear."""
 
 
-class RowLinear(_WithoutExtraState, TERowParallelLinear):
+class RowLinear(_WithoutState, TERowParallelLinear):
     """Row-parallel linear."""
 
 
