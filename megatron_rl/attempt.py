@@ -46,7 +46,7 @@ def run_attempt(
     check_supported(config)
     check_installed(config.logging)
     made_of = implementation(config)
-    platform = select(config.job, world.local_rank, made_of.name)
+    platform = select(config.job, world.local_rank, made_of)
     if world.rank == 0:
         note_kernels(attempt, made_of, platform)
     groups = connect(world, config.job, config.placement.training, platform.backend, attempt.address("train"))
@@ -94,8 +94,8 @@ def run_attempt(
 def note_kernels(attempt: Attempt, made_of: Implementation, platform: Platform) -> None:
     """Say what the device's work is done by, in the log and in kernels.json, for whoever reads the run later: a disk
     that does not take it costs nothing else."""
-    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels)
-    logger.info("transformer_impl: %s (%s); attention: %s", *kernels)
+    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8)
+    logger.info("transformer_impl: %s (%s); attention: %s; fp8: %s", *kernels)
     try:
         write(attempt.kernels, kernels)
     except OSError as error:

@@ -92,8 +92,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        if self.training.transformer_impl == "transformer_engine" and self.without_transformer_engine:
-            raise ValueError(f"training.transformer_impl is transformer_engine, but {self.without_transformer_engine}")
+        self._transformer_engine_fits()
         if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
             raise ValueError(
                 f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: which nodes "
@@ -121,6 +120,19 @@ class RunConfig(Section):
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens}: even an empty answer would be penalised"
             )
         return self
+
+    def _transformer_engine_fits(self) -> None:
+        training, against = self.training, self.without_transformer_engine
+        if training.transformer_impl == "transformer_engine" and against:
+            raise ValueError(f"training.transformer_impl is transformer_engine, but {against}")
+        if training.fp8 == "none":
+            return
+        if training.transformer_impl == "local":
+            against = "training.transformer_impl is local, and it needs Transformer Engine"
+        elif training.recompute == "full":
+            against = "training.recompute is full, which would compute layers again in another precision"
+        if against:
+            raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

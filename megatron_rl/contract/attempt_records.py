@@ -85,6 +85,7 @@ class Kernels(NamedTuple):
     transformer_impl: str  # transformer_engine or local
     reason: str  # why that one
     attention: str  # in words
+    fp8: Optional[str] = None  # format of the layers' products; None: the model's own type
 
 
 @record()

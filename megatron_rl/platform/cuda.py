@@ -13,7 +13,7 @@ from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedP
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
-from megatron_rl.platform.implementation import LOCAL, TRANSFORMER_ENGINE
+from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ BF16_PEAK_FLOPS = {
 """Of dense matrix products, from NVIDIA's data sheets. The first that is part of torch's name of the device counts."""
 
 
-TE_OVERRIDES = {"disable_parameter_transpose_cache": True}
-"""Else Transformer Engine writes the gradient of the first micro-batch that it sees over the sum of all."""
-
-
 class CudaPlatform:
     backend = "nccl"
     # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
@@ -43,7 +39,7 @@ class CudaPlatform:
     tokens_between_looks = 16
     transformer_overrides: dict[str, Any] = {}
 
-    def __init__(self, *, local_rank: int, threads: int, transformer_impl: str = LOCAL) -> None:
+    def __init__(self, *, local_rank: int, threads: int, made_of: Implementation | None = None) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedPlatform("job.device is cuda but torch sees no GPU: use a GPU node or job.device=cpu")
         if local_rank >= torch.cuda.device_count():
@@ -56,9 +52,9 @@ class CudaPlatform:
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
         self.attention = CudaAttention(find_varlen_kernel())
-        self.transformer_impl = transformer_impl
-        if transformer_impl == TRANSFORMER_ENGINE:
-            self.transformer_overrides = TE_OVERRIDES
+        self.made_of = made_of
+        if made_of is not None:
+            self.transformer_overrides = made_of.transformer_overrides
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
         return self.attention.layout(packed, self.device, dtype)
@@ -72,7 +68,7 @@ class CudaPlatform:
 
     def linears(self, config: TransformerConfig) -> Linears | None:
         # Here and below, because the health check chooses a device too, and has no time for megatron-core.
-        if self.transformer_impl == TRANSFORMER_ENGINE:
+        if self.made_of is not None and self.made_of.name == TRANSFORMER_ENGINE:
             from megatron_rl.platform.te_linears import te_linears
 
             return te_linears()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
@@ -23,6 +24,20 @@ class Implementation:
     name: str
     """TRANSFORMER_ENGINE or LOCAL."""
     reason: str
+    fp8: str | None = None
+    """Format of the layers' products, hybrid or e4m3; None: the model's own type."""
+
+    @property
+    def transformer_overrides(self) -> dict[str, Any]:
+        """Fields of TransformerConfig that follow."""
+        if self.name == LOCAL:
+            return {}
+        # Else the gradient of the first micro-batch that it sees would be written over the sum of all, and weights in
+        # FP8 would stay what they were then.
+        overrides: dict[str, Any] = {"disable_parameter_transpose_cache": True}
+        if self.fp8 is not None:
+            overrides |= {"fp8": self.fp8, "fp8_recipe": "tensorwise"}  # which has no state between runs
+        return overrides
 
 
 def implementation(config: RunConfig) -> Implementation:
@@ -30,18 +45,18 @@ def implementation(config: RunConfig) -> Implementation:
 
     Raises ConfigurationError where the recipe asks for it and cannot have it.
     """
-    asked = config.training.transformer_impl
+    asked, fp8 = config.training.transformer_impl, config.training.fp8
     if asked == LOCAL:
         return Implementation(LOCAL, "the recipe asks for it")
     against = config.without_transformer_engine or _missing()
     if against is None:
-        return Implementation(TRANSFORMER_ENGINE, "the recipe asks for it" if asked != "auto" else "it is installed")
-    if asked == "auto":
-        return Implementation(LOCAL, against)
-    raise ConfigurationError(
-        f"training.transformer_impl is {asked}, but {against}: use an image that has it, or "
-        "training.transformer_impl=auto"
-    )
+        reason = "the recipe asks for it" if asked != "auto" else "it is installed"
+        return Implementation(TRANSFORMER_ENGINE, reason, None if fp8 == "none" else fp8)
+    if asked != "auto":
+        raise ConfigurationError(f"training.transformer_impl is {asked}, but {against}: use an image that has it")
+    if fp8 != "none":
+        raise ConfigurationError(f"training.fp8 is {fp8}, but {against}: use an image that has it")
+    return Implementation(LOCAL, against)
 
 
 @cache

@@ -10,16 +10,16 @@ import importlib.metadata
 import re
 
 from megatron_rl.platform.api import Platform, UnsupportedPlatform
-from megatron_rl.platform.implementation import LOCAL
+from megatron_rl.platform.implementation import Implementation
 from megatron_rl.rank.config import JobConfig
 
 SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsupported
 
 
-def select(job: JobConfig, local_rank: int = 0, transformer_impl: str = LOCAL) -> Platform:
+def select(job: JobConfig, local_rank: int = 0, made_of: Implementation | None = None) -> Platform:
     """The platform of `job.device`.
 
-    transformer_impl: the name of an `Implementation`, which a CPU has only one of.
+    made_of: what makes the layers; default: megatron-core, as on a CPU in any case.
 
     Raises UnsupportedPlatform for an unsupported megatron-core, a patched symbol that is gone, or a missing GPU.
     """
@@ -30,7 +30,7 @@ def select(job: JobConfig, local_rank: int = 0, transformer_impl: str = LOCAL) -
         return CpuPlatform(threads=job.threads_per_rank)
     from megatron_rl.platform.cuda import CudaPlatform
 
-    return CudaPlatform(local_rank=local_rank, threads=job.threads_per_rank, transformer_impl=transformer_impl)
+    return CudaPlatform(local_rank=local_rank, threads=job.threads_per_rank, made_of=made_of)
 
 
 def check_megatron_version() -> None:

@@ -50,3 +50,6 @@ class TrainingConfig(Section):
     """Whose linears, and norms before them, the layers are made of: Transformer Engine's or megatron-core's. auto: the
     first where it is installed, on GPUs, for models in bf16 without experts; attempts/NNN/kernels.json says what that
     came to. Weights and checkpoints are the same."""
+    fp8: Literal["none", "hybrid", "e4m3"] = "none"
+    """Compute the layers' products in FP8, each tensor scaled by its present largest value: hybrid takes E5M2 for
+    gradients, e4m3 one format for all. Generation and scoring do as training does. Needs Transformer Engine."""

@@ -107,6 +107,7 @@ from megatron.core import parallel_state
 from core_helpers import VOCAB, tiny_model
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.implementation import Implementation
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
 
@@ -115,7 +116,7 @@ parallel_state.initialize_model_parallel()
 model = tiny_model(hidden_size=128, ffn_hidden_size=256, head_dim=32, dtype="bf16")
 policies = []
 for name in ("local", "transformer_engine"):
-    platform = select(JobConfig(gpus_per_node=1, device="cuda"), 0, name)
+    platform = select(JobConfig(gpus_per_node=1, device="cuda"), 0, Implementation(name, "a test"))
     platform.seed(1)
     policies.append(build_policy(model, VOCAB, platform))
 local, fused = policies

@@ -11,8 +11,8 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +32,44 @@ class _Stateful(Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         assert state.numel()
+
+
+products_in_fp8 = 0
+_in_fp8 = False
+
+
+@contextmanager
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    global _in_fp8
+    before, _in_fp8 = _in_fp8, enabled
+    try:
+        yield
+    finally:
+        _in_fp8 = before
+
+
+class Float8CurrentScaling:
+    """Each tensor by its largest value."""
+
+    def __init__(self, fp8_format: Any = None, fp8_dpa: bool = False) -> None:
+        assert fp8_format in ("hybrid", "e4m3")
+
+
+class Format:
+    HYBRID, E4M3 = "hybrid", "e4m3"
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    """To E4M3, scaled by the largest value; the gradient as if it were not."""
+    scale = 448 / tensor.detach().abs().max().float()
+    near = ((tensor.detach() * scale).to(torch.float8_e4m3fn).float() / scale).to(tensor.dtype)
+    return tensor + (near - tensor.detach())
 
 
 class _AddedInPlace(torch.autograd.Function):
@@ -62,10 +100,17 @@ class _Linear(_Stateful):
         self.use_bias, self.return_bias, self.fuse_wgrad_accumulation = bias, returned, fuse
 
     def _product(self, given: Tensor) -> Any:
+        weight = self.weight
+        if _in_fp8:
+            global products_in_fp8
+            products_in_fp8 += 1
+            assert given[..., 0].numel() % 16 == 0
+            assert all(size % 16 == 0 for size in weight.shape)
+            given = _rounded(given)
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            out = _AddedInPlace.apply(given, self.weight)
+            out = _AddedInPlace.apply(given, weight)
         else:
-            out = linear(given, self.weight)
+            out = linear(given, weight)
         if self.return_bias:
             return out, self.bias
         return out if self.bias is None else out + self.bias
@@ -151,6 +196,7 @@ class Linear(_Linear):
     ) -> None:
         super().__init__()
         assert (parallel_mode, tp_size) == ("row", 1)
+        self.save_original_input = save_original_input
         self._begin((out_features, in_features), init_method, bias, params_dtype, fuse_wgrad_accumulation, return_bias)
 
     def forward(
@@ -177,8 +223,8 @@ def get_cpu_offload_context(*_: Any, **__: Any) -> tuple[Any, Callable[[Tensor],
     return nullcontext(), lambda tensor: tensor
 
 
-REAL: dict[str, Any] = {each.__name__: each for each in (LayerNormLinear, Linear, get_cpu_offload_context)}
-REAL["_SplitAlongDim"] = SplitAlongDim
+_NAMED: list[Any] = [LayerNormLinear, Linear, get_cpu_offload_context, fp8_autocast, Float8CurrentScaling, Format]
+REAL = {each.__name__: each for each in _NAMED} | {"_SplitAlongDim": SplitAlongDim}
 
 
 def _needs_cuda(self: Any, *_: Any, **__: Any) -> None:
@@ -190,7 +236,7 @@ def _name(module: ModuleType, name: str) -> Any:
         raise AttributeError(name)
     if name in ("ops", "recipe", "distributed", "common", "pytorch"):
         return importlib.import_module(f"{module.__name__}.{name}")
-    if name in REAL and module.__name__.startswith("transformer_engine.pytorch"):
+    if name in REAL:
         return REAL[name]
     base = torch.optim.Optimizer if name.startswith("Fused") else Module
     return type(name, (base,), {"__init__": _needs_cuda})

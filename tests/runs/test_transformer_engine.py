@@ -59,10 +59,14 @@ USED = (
     + ALONE
     + """
 from megatron_rl.model.parallel import _boxes
-from megatron_rl.platform.cuda import TE_OVERRIDES
+from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
 
-platform.transformer_overrides = platform.transformer_overrides | TE_OVERRIDES
+plain = platform.transformer_overrides
+
+def fuses(fp8):
+    platform.linears = lambda config: te_linears()
+    platform.transformer_overrides = plain | Implementation(TRANSFORMER_ENGINE, "", fp8).transformer_overrides
 
 def described(policy):
     state = policy.sharded_state_dict()
@@ -89,8 +93,9 @@ def trained(policy):
 for name in ("none", "selective", "full"):
     model = tiny_model(qk_norm=name == "full", qkv_bias=name != "full", tied_embeddings=name == "none")
     platform.__dict__.pop("linears", None)
+    platform.transformer_overrides = plain
     local = build_policy(model, VOCAB, platform, name)
-    platform.linears = lambda config: te_linears()
+    fuses(None)
     fused = build_policy(model, VOCAB, platform, name)
     kinds = {type(module) for module in fused.modules()}
     assert {NormedColumnLinear, RowLinear} <= kinds
@@ -109,6 +114,30 @@ for name in ("none", "selective", "full"):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert max(weight.abs().max() for weight in theirs) < 1e3  # no NaN among them
 print(json.dumps("all the same"))
+"""
+)
+
+EIGHT_BITS = (
+    USED.partition("for name in")[0]
+    + """
+import te_stand_in
+model = tiny_model(dtype="bf16", hidden_size=32, ffn_hidden_size=64, head_dim=16)
+fuses(None)
+half = build_policy(model, VOCAB, platform, "selective")
+fuses("hybrid")
+eight = build_policy(model, VOCAB, platform, "selective")
+with torch.no_grad():
+    for weight in half.parameters():
+        weight.normal_(0, 0.3)
+eight.load_state_dict(half.state_dict())
+assert te_stand_in.products_in_fp8 == 0
+(exact, keys, _), (rounded, same, _) = trained(half), trained(eight)
+assert keys == same
+print(json.dumps({
+    "products": te_stand_in.products_in_fp8,
+    "apart": ((exact[0] - rounded[0]).float().norm() / exact[0].float().norm()).item(),
+    "shapes": [[*each.shape] for each in rounded] == [[*each.shape] for each in exact],
+}))
 """
 )
 
@@ -131,6 +160,14 @@ def test_modules_and_checkpoint_are_the_same_with_and_without_transformer_engine
     assert without["norm"].startswith("megatron_rl.")
     assert without["adam"].startswith("torch.")
     assert without["applied"]
+
+
+def test_products_in_fp8_are_given_numbers_of_tokens_that_they_can_take() -> None:
+    """Seven tokens; the stand-in refuses all but multiples of 16, as the kernels do, and rounds to E4M3."""
+    said, errors = run(EIGHT_BITS)
+    assert said["products"] == 2 * 4 * 4, errors  # layers, linears, micro-batches
+    assert 0.005 < said["apart"] < 0.2
+    assert said["shapes"]
 
 
 def test_a_model_of_its_linears_has_the_weights_checkpoint_and_training_of_one_without() -> None:

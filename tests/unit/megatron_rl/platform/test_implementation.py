@@ -65,6 +65,33 @@ def test_what_it_cannot_do_as_the_rest_of_a_run_needs_it_is_done_without(section
         run_on_gpus("transformer_engine", **sections)
 
 
+@pytest.mark.usefixtures("installed")
+def test_products_are_in_fp8_where_the_recipe_asks_for_them() -> None:
+    found = implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "hybrid"}))
+    assert found.fp8 == "hybrid"
+    assert found.transformer_overrides["fp8"] == "hybrid"
+    assert "fp8" not in implementation(run_on_gpus("auto")).transformer_overrides
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"training": {"transformer_impl": "local"}}, "training.transformer_impl is local"),
+        ({"training": {"recompute": "full"}}, "training.recompute is full"),
+        ({"model": {"dtype": "fp32"}}, "model.dtype is fp32"),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be(sections: dict[str, Any], why: str) -> None:
+    sections["training"] = {"steps": 1, "fp8": "e4m3"} | sections.get("training", {})
+    with pytest.raises(ValidationError, match=f"training.fp8 is e4m3, but {why}"):
+        run_on_gpus("auto", **sections)
+
+
+def test_fp8_is_refused_where_transformer_engine_is_missing() -> None:
+    with pytest.raises(ConfigurationError, match=r"training.fp8 is e4m3, but Transformer Engine cannot be imported"):
+        implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "e4m3"}))
+
+
 def test_what_was_chosen_is_in_the_log_and_beside_the_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     platform: Any = SimpleNamespace(attention_kernels="flash-attn 2.8.3")
@@ -75,5 +102,7 @@ def test_what_was_chosen_is_in_the_log_and_beside_the_attempt(tmp_path: Path, ca
         note_kernels(attempt, chosen, platform)
     assert read(Kernels, attempt.kernels) == Kernels(LOCAL, "the recipe asks for it", "flash-attn 2.8.3")
     first, failed, second = (record.getMessage() for record in caplog.records)
-    assert first == second == "transformer_impl: local (the recipe asks for it); attention: flash-attn 2.8.3"
+    assert (
+        first == second == ("transformer_impl: local (the recipe asks for it); attention: flash-attn 2.8.3; fp8: None")
+    )
     assert str(attempt.kernels) in failed
