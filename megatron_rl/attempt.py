@@ -24,7 +24,7 @@ from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.platform.api import Platform
-from megatron_rl.platform.implementation import Implementation, implementation
+from megatron_rl.platform.implementation import Implementation, choose_implementation
 from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits, leave_early
@@ -45,7 +45,7 @@ def run_attempt(
     config = read_config(run_dir)
     check_supported(config)
     check_installed(config.logging)
-    made_of = implementation(config)
+    made_of = choose_implementation(config)
     platform = select(config.job, world.local_rank, made_of)
     if world.rank == 0:
         note_kernels(attempt, made_of, platform)

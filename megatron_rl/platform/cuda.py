@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +13,7 @@ from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedP
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
-from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
+from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
 from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ class CudaPlatform:
     # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
     # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
     tokens_between_looks = 16
-    transformer_overrides: dict[str, Any] = {}
 
-    def __init__(self, *, local_rank: int, threads: int, made_of: Implementation | None = None) -> None:
+    def __init__(self, *, local_rank: int, threads: int, made_of: Implementation = UNASKED) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedPlatform("job.device is cuda but torch sees no GPU: use a GPU node or job.device=cpu")
         if local_rank >= torch.cuda.device_count():
@@ -53,8 +52,7 @@ class CudaPlatform:
         torch.cuda.set_device(self.device)
         self.attention = CudaAttention(find_varlen_kernel())
         self.made_of = made_of
-        if made_of is not None:
-            self.transformer_overrides = made_of.transformer_overrides
+        self.transformer_overrides = made_of.transformer_overrides
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
         return self.attention.layout(packed, self.device, dtype)
@@ -68,7 +66,7 @@ class CudaPlatform:
 
     def linears(self, config: TransformerConfig) -> Linears | None:
         # Here and below, because the health check chooses a device too, and has no time for megatron-core.
-        if self.made_of is not None and self.made_of.name == TRANSFORMER_ENGINE:
+        if self.made_of.name == TRANSFORMER_ENGINE:
             from megatron_rl.platform.te_linears import te_linears
 
             return te_linears()

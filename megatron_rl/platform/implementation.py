@@ -40,7 +40,10 @@ class Implementation:
         return overrides
 
 
-def implementation(config: RunConfig) -> Implementation:
+UNASKED = Implementation(LOCAL, "nobody asked for another")
+
+
+def choose_implementation(config: RunConfig) -> Implementation:
     """What `training.transformer_impl` comes to on this machine. Imports Transformer Engine where it is to be used.
 
     Raises ConfigurationError where the recipe asks for it and cannot have it.

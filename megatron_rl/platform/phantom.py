@@ -35,6 +35,7 @@ from megatron_rl.platform.api import AnyModule
 from megatron_rl.platform.cpu import CpuPlatform, patched_for
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.implementation import UNASKED
 from megatron_rl.platform.multi_tensor import mend_multi_tensor
 from megatron_rl.platform.varlen_attention import VarlenKernel
 
@@ -254,7 +255,7 @@ class PhantomPlatform(CudaPlatform):
         """phantom: that has been entered."""
         self.device = phantom.device
         self.attention = CudaAttention(VarlenKernel("phantom", _attend_in_sequences), _attend_in_trees)
-        self.made_of = None
+        self.made_of = UNASKED
         self._phantom = phantom
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:

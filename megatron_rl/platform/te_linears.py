@@ -11,11 +11,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_rl.platform.api import Linears
+from megatron_rl.platform.api import Linears, UnsupportedPlatform
+
+if not HAVE_TE:
+    raise UnsupportedPlatform(
+        "this megatron-core does not find in this Transformer Engine what it needs: use releases that go together, or "
+        "training.transformer_impl=local"
+    )
 
 
 class _WithoutState(Module):

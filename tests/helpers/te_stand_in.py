@@ -73,19 +73,22 @@ def _rounded(tensor: Tensor) -> Tensor:
 
 
 class _AddedInPlace(torch.autograd.Function):
-    """A product whose weight's gradient goes into `main_grad`, beside a gradient that nobody is to look at."""
+    """A product whose weight's gradient goes into `main_grad`, beside a gradient that nobody is to look at; none where
+    what was saved of the weight is no longer the parameter itself."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Parameter) -> Tensor:
         ctx.save_for_backward(given, weight)
-        ctx.weight = weight
+        ctx.main_grad = weight.main_grad
         return given @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         given, weight = ctx.saved_tensors
-        ctx.weight.main_grad += gradient.flatten(0, -2).T @ given.flatten(0, -2)
-        ctx.weight.grad_added_to_main_grad = True
+        ctx.main_grad += gradient.flatten(0, -2).T @ given.flatten(0, -2)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return gradient @ weight, None
+        weight.grad_added_to_main_grad = True
         return gradient @ weight, torch.full_like(weight, torch.nan)
 
 

@@ -18,7 +18,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import implementation as module
-from megatron_rl.platform.implementation import LOCAL, TRANSFORMER_ENGINE, Implementation, implementation
+from megatron_rl.platform.implementation import LOCAL, TRANSFORMER_ENGINE, Implementation, choose_implementation
 
 ON_GPUS: dict[str, Any] = {"model": {"dtype": "bf16"}, "job": {"device": "cuda", "gpus_per_node": 1}}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 16}
@@ -35,17 +35,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_where_it_is_installed_it_is_used_unless_the_recipe_says_otherwise() -> None:
-    assert implementation(run_on_gpus("auto")) == Implementation(TRANSFORMER_ENGINE, "it is installed")
-    assert implementation(run_on_gpus("transformer_engine")).name == TRANSFORMER_ENGINE
-    assert implementation(run_on_gpus("local")) == Implementation(LOCAL, "the recipe asks for it")
+    assert choose_implementation(run_on_gpus("auto")) == Implementation(TRANSFORMER_ENGINE, "it is installed")
+    assert choose_implementation(run_on_gpus("transformer_engine")).name == TRANSFORMER_ENGINE
+    assert choose_implementation(run_on_gpus("local")) == Implementation(LOCAL, "the recipe asks for it")
 
 
 def test_where_it_is_not_it_is_done_without_unless_the_recipe_asks_for_it() -> None:
-    found = implementation(run_on_gpus("auto"))
+    found = choose_implementation(run_on_gpus("auto"))
     assert found.name == LOCAL
     assert found.reason == "Transformer Engine cannot be imported (No module named 'transformer_engine')"
     with pytest.raises(ConfigurationError, match=r"transformer_impl is transformer_engine, but .* cannot be imported"):
-        implementation(run_on_gpus("transformer_engine"))
+        choose_implementation(run_on_gpus("transformer_engine"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_where_it_is_not_it_is_done_without_unless_the_recipe_asks_for_it() -> N
 )
 @pytest.mark.usefixtures("installed")
 def test_what_it_cannot_do_as_the_rest_of_a_run_needs_it_is_done_without(sections: dict[str, Any], why: str) -> None:
-    found = implementation(run_on_gpus("auto", **sections))
+    found = choose_implementation(run_on_gpus("auto", **sections))
     assert found.name == LOCAL
     assert found.reason.startswith(why)
     with pytest.raises(ValidationError, match=f"transformer_impl is transformer_engine, but {why}"):
@@ -67,10 +67,10 @@ def test_what_it_cannot_do_as_the_rest_of_a_run_needs_it_is_done_without(section
 
 @pytest.mark.usefixtures("installed")
 def test_products_are_in_fp8_where_the_recipe_asks_for_them() -> None:
-    found = implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "hybrid"}))
+    found = choose_implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "hybrid"}))
     assert found.fp8 == "hybrid"
     assert found.transformer_overrides["fp8"] == "hybrid"
-    assert "fp8" not in implementation(run_on_gpus("auto")).transformer_overrides
+    assert "fp8" not in choose_implementation(run_on_gpus("auto")).transformer_overrides
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_fp8_is_refused_where_it_cannot_be(sections: dict[str, Any], why: str) -
 
 def test_fp8_is_refused_where_transformer_engine_is_missing() -> None:
     with pytest.raises(ConfigurationError, match=r"training.fp8 is e4m3, but Transformer Engine cannot be imported"):
-        implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "e4m3"}))
+        choose_implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "e4m3"}))
 
 
 def test_what_was_chosen_is_in_the_log_and_beside_the_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
