@@ -92,7 +92,7 @@ class PackedLayer(TransformerLayer):
             (self.input_layernorm, self.self_attention.linear_qkv),
             (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
         ):
-            if not isinstance(norm, Norm):
+            if not isinstance(norm, Norm):  # but what stands there for one that the linear computes
                 norm.take_weight(linear)
 
     def forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -50,9 +50,13 @@ class CudaPlatform:
         torch.set_float32_matmul_precision("highest")  # fp32 means fp32: NVIDIA's image allows TF32
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
-        self.attention = CudaAttention(find_varlen_kernel())
         self.made_of = made_of
         self.transformer_overrides = made_of.transformer_overrides
+
+    @cached_property
+    def attention(self) -> CudaAttention:
+        """Found when it is first needed: the health check chooses a device too, and has no time for their packages."""
+        return CudaAttention(find_varlen_kernel())
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype) -> Layout:
         return self.attention.layout(packed, self.device, dtype)
@@ -65,7 +69,7 @@ class CudaPlatform:
         return self.attention.description
 
     def linears(self, config: TransformerConfig) -> Linears | None:
-        # Here and below, because the health check chooses a device too, and has no time for megatron-core.
+        # Here and below, because the health check has no time for megatron-core either.
         if self.made_of.name == TRANSFORMER_ENGINE:
             from megatron_rl.platform.te_linears import te_linears
 
