@@ -204,7 +204,7 @@ def test_the_json_has_what_an_attempt_with_fewer_nodes_needs():
 
 
 def test_memory_is_warned_about_for_the_fewest_nodes_which_share_the_optimizer_among_fewer():
-    larger = ("job.nodes=4-8", "training.tokens_per_microbatch=16000")
+    larger = ("job.nodes=4-8", "training.tokens_per_microbatch=22000")
     (warning,) = warnings(json.loads(mrl_plan(RECIPE, "--cluster", "h100", *larger, "--json").output))
     assert warning.startswith("with 4 nodes one colocated GPU needs about")
 
