@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
+from megatron_rl.rank.config import JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import EvaluationConfig, ResumeConfig
 from megatron_rl.section import Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
@@ -75,6 +75,11 @@ class RunConfig(Section):
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
         return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
+
+    @property
+    def offload(self) -> Offload:
+        """What leaves the device's memory while nothing needs it."""
+        return self.placement.offload or ("buffers" if self.job.device == "cuda" else "none")
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:

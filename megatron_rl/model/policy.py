@@ -105,6 +105,10 @@ class Policy(GPTModel):
         return -tokens % self._tensor.size() if self.config.sequence_parallel else 0
 
     @property
+    def platform(self) -> Platform:
+        return self._platform
+
+    @property
     def device(self) -> torch.device:
         return self._platform.device
 

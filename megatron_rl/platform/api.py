@@ -55,6 +55,9 @@ class Platform(Protocol):
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         """The module that `make` makes, on this device, its weights of this type."""
 
+    def host_memory(self, size: int) -> torch.Tensor:
+        """[size] bytes of the host that this device copies from and to by itself while the host goes on: pinned."""
+
     def synchronize(self) -> None:
         """Wait for queued device work, so that a clock read afterwards is honest."""
 

@@ -68,6 +68,9 @@ class CpuPlatform:
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         return make().to(device=self.device, dtype=dtype)
 
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
     def synchronize(self) -> None:
         pass
 

@@ -67,6 +67,9 @@ class CudaPlatform:
         mend_multi_tensor()
         return make().to(device=self.device, dtype=dtype)
 
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 

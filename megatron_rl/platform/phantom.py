@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import transformer_block
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module, Parameter
@@ -43,6 +43,7 @@ ACCELERATOR = torch.device("lazy", 0)
 _TYPES: Any = DeviceType  # an enumeration of C++'s, of which torch's stubs know the half
 _KINDS = {"cuda": int(_TYPES.CUDA), "lazy": int(_TYPES.Lazy)}
 _META = int(_TYPES.Meta)
+_resize = UntypedStorage.resize_
 
 
 class PhantomDevice(TorchDispatchMode):
@@ -60,8 +61,10 @@ class PhantomDevice(TorchDispatchMode):
         self.device = device
         self._reads_ones = reads_ones
         self.waits = 0
-        """Copies between the devices that the host waits for: to the GPU where not asynchronous, and all from it."""
+        """Copies between the devices that the host waits for: all that are not asynchronous, and those from the GPU to
+        memory that is not pinned."""
         self.memory = Memory()
+        self._pinned: dict[int, Tensor] = {}  # by address
         self._fake = FakeTensorMode()
         self._patches = ExitStack()
 
@@ -82,6 +85,7 @@ class PhantomDevice(TorchDispatchMode):
             mock.patch.object(transformer_block, "make_viewless_tensor", lambda inp, **_: inp),
             mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: [self.device.type]),
             mock.patch.object(dense_attention, "scaled_dot_product_attention", _attention),
+            mock.patch.object(UntypedStorage, "resize_", self.memory.resize),
         ):
             self._patches.enter_context(patch)
         self._fake.__enter__()
@@ -104,6 +108,7 @@ class PhantomDevice(TorchDispatchMode):
         ):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        given = args
         args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if self._reads_ones and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
@@ -114,7 +119,7 @@ class PhantomDevice(TorchDispatchMode):
                 with unset_fake_temporarily():
                     return torch.ones(out.shape, dtype=out.dtype)
         elif func is torch.ops.aten.copy_.default:
-            self._count_wait(args[1], args[0], args[2] if len(args) > 2 else False)
+            self._count_wait(args[1], given[0], args[2] if len(args) > 2 else False)
         for made in tree_leaves(out):
             if isinstance(made, FakeTensor) and made.device.type == self.device.type:
                 self.memory.hold(made)
@@ -138,11 +143,18 @@ class PhantomDevice(TorchDispatchMode):
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(part, name, torch.ones(value.shape, dtype=value.dtype))
 
+    def host_memory(self, size: int) -> Tensor:
+        """[size] bytes of the CPU that count as pinned."""
+        made = torch.empty(size, dtype=torch.uint8)
+        self._pinned[made.untyped_storage().data_ptr()] = made
+        return made
+
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
     def _count_wait(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
-        self.waits += source.device != target.device and not (target.device.type != "cpu" and non_blocking)
+        waited_for = target.device.type == "cpu" and target.untyped_storage().data_ptr() not in self._pinned
+        self.waits += source.device != target.device and (waited_for or not non_blocking)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -232,6 +244,20 @@ class Memory:
         self._age += 1
         self._note()
 
+    @property
+    def resize(self) -> Callable[[UntypedStorage, int], None]:
+        """What `resize_` of a storage is replaced by."""
+
+        def resize(storage: UntypedStorage, size: int) -> None:
+            _resize(storage, size)
+            if held := self._live.get(storage._cdata):
+                self._live[storage._cdata] = replace(held, bytes=size)
+                self._now[held.holder] += size - held.bytes
+                self._total += size - held.bytes
+                self._note()
+
+        return resize
+
     def _free(self, address: int) -> None:
         held = self._live.pop(address)
         self._now[held.holder] -= held.bytes
@@ -261,6 +287,9 @@ class PhantomPlatform(CudaPlatform):
         with self._phantom.memory.held_by("weights"):
             self._phantom.move(module, requires_grad=True)
         return module
+
+    def host_memory(self, size: int) -> Tensor:
+        return self._phantom.host_memory(size)
 
     def synchronize(self) -> None:
         pass

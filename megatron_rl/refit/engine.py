@@ -31,7 +31,15 @@ def build_engine(
     if not shared:
         policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
         policy.requires_grad_(False).eval()
-    engine = Engine(policy, config.model, config.inference, end_token, config.training.sequence_length, ranks)
+    engine = Engine(
+        policy,
+        config.model,
+        config.inference,
+        end_token,
+        config.training.sequence_length,
+        ranks,
+        keeps_cache=config.offload == "none",
+    )
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 
 

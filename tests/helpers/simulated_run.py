@@ -455,4 +455,4 @@ class _Trainer:
             kl=None,
             importance_weight=None,
         )
-        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate), None)
+        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate, 0), None)
