@@ -95,11 +95,24 @@ class PackedLayer(TransformerLayer):
         hidden_states = hidden_states + self.self_attention(normed, rotary_pos_emb, packed_seq_params)
         normed = self.elementwise(self.pre_mlp_layernorm, hidden_states)
         if self.config.num_moe_experts is not None:
-            out, _bias = self.mlp(normed)
+            out = self._experts(normed)
         else:
             gate_and_value, _bias = self.mlp.linear_fc1(normed)
             out, _bias = self.mlp.linear_fc2(self.elementwise(swiglu, gate_and_value))
         return hidden_states + out, None
+
+    def _experts(self, normed: Tensor) -> Tensor:
+        """What the experts make of [tokens, 1, hidden].
+
+        megatron-core's dispatcher (0.16.1 and 0.19.2) remembers the probabilities of its last pass, and with them all
+        that autograd keeps of it. Nothing goes back through a pass that computes a layer again, and it is broken off
+        where nothing more is needed of it: of every layer one would stay.
+        """
+        try:
+            out: Tensor = self.mlp(normed)[0]
+        finally:
+            self.mlp.token_dispatcher.probs = None
+        return out
 
     def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
         """What costs memory to keep and next to nothing to compute."""
