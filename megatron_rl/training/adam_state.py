@@ -81,9 +81,8 @@ def begin(adam: torch.optim.Optimizer) -> None:
     rates = [group["lr"] for group in adam.param_groups]
     for group in adam.param_groups:
         group["lr"] = 0.0  # so the weights do not decay either
-    zeros = torch.zeros_like(max(weights, key=torch.numel)).view(
-        -1
-    )  # for all: their own would take a third of the state
+    # One for all: gradients of their own would take a third of the state.
+    zeros = torch.zeros_like(max(weights, key=torch.numel)).view(-1)
     for weight in weights:
         weight.grad = zeros[: weight.numel()].view(weight.shape)
     adam.step()
