@@ -7,10 +7,12 @@ PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
+# Of `make test-gpu`: .venv has torch for CPUs alone.
+GPU_PYTHON ?= python3
 READY := .venv/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
-.PHONY: help env demo test test-slow slurm-lab bench lint
+.PHONY: help env demo test test-slow test-gpu slurm-lab bench lint
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +28,11 @@ test: lint ## lint, unit tests, whole runs here, and on a real Slurm where its p
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn
 	$(BIN)/pytest -m slow --timeout 1800 tests
+
+test-gpu: ## on a GPU, with a GPU_PYTHON that has torch for CUDA: tests, and figures to tests/benchmarks/results
+	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu
+	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 0.5b
+	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 7b
 
 slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine, gone when the shell ends
 	@$(BIN)/python tests/slurm/lab.py shell

@@ -10,22 +10,21 @@ import time
 
 import torch
 import torch.distributed as dist
-import yaml
-from pydantic import ValidationError
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.config import RunConfig
-from megatron_rl.contract.attempt_records import Outcome
+from megatron_rl.config import read_config
+from megatron_rl.contract.attempt_records import Kernels, Outcome
 from megatron_rl.contract.codes import DRAINED, FINISHED, MARGIN_S
 from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
+from megatron_rl.platform.api import Platform
+from megatron_rl.platform.implementation import Implementation, choose_implementation
 from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits, leave_early
@@ -46,7 +45,10 @@ def run_attempt(
     config = read_config(run_dir)
     check_supported(config)
     check_installed(config.logging)
-    platform = select(config.job, world.local_rank)
+    made_of = choose_implementation(config)
+    platform = select(config.job, world.local_rank, made_of)
+    if world.rank == 0:
+        note_kernels(attempt, made_of, platform)
     groups = connect(world, config.job, config.placement.training, platform.backend, attempt.address("train"))
     safe_points = SafePoints(activity, drain, timeline)
     safe_points.connect(groups)
@@ -89,12 +91,15 @@ def run_attempt(
     return outcome
 
 
-def read_config(run_dir: RunDir) -> RunConfig:
-    """Raises ConfigurationError."""
+def note_kernels(attempt: Attempt, made_of: Implementation, platform: Platform) -> None:
+    """Say what the device's work is done by, in the log and in kernels.json, for whoever reads the run later: a disk
+    that does not take it costs nothing else."""
+    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8)
+    logger.info("transformer_impl: %s (%s); attention: %s; fp8: %s", *kernels)
     try:
-        return RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise ConfigurationError(f"{run_dir.resolved}: {error}") from error
+        write(attempt.kernels, kernels)
+    except OSError as error:
+        logger.warning("%s: %s", attempt.kernels, error)
 
 
 def write_timeline(run: Run, resumed: int | None = None) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+import yaml
+from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
+from megatron_rl.rank.config import JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import EvaluationConfig, ResumeConfig
 from megatron_rl.section import Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
@@ -76,8 +79,25 @@ class RunConfig(Section):
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
         return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
 
+    @property
+    def without_transformer_engine(self) -> str | None:
+        """Why the layers cannot be made of Transformer Engine's parts, wherever it is installed."""
+        if self.job.device == "cpu":
+            return "job.device is cpu, and it needs GPUs"
+        if self.model.dtype == "fp32":
+            return "model.dtype is fp32, which it multiplies as TF32"
+        if self.model.num_experts is not None:
+            return "model.num_experts is set, and experts are megatron-core's own"
+        return None
+
+    @property
+    def offload(self) -> Offload:
+        """What leaves the device's memory while nothing needs it."""
+        return self.placement.offload or ("buffers" if self.job.device == "cuda" else "none")
+
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
+        self._transformer_engine_fits()
         if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
             raise ValueError(
                 f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: which nodes "
@@ -105,3 +125,24 @@ class RunConfig(Section):
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens}: even an empty answer would be penalised"
             )
         return self
+
+    def _transformer_engine_fits(self) -> None:
+        training, against = self.training, self.without_transformer_engine
+        if training.transformer_impl == "transformer_engine" and against:
+            raise ValueError(f"training.transformer_impl is transformer_engine, but {against}")
+        if training.fp8 == "none":
+            return
+        if training.transformer_impl == "local":
+            against = "training.transformer_impl is local, and it needs Transformer Engine"
+        elif training.recompute == "full":
+            against = "training.recompute is full, which would compute layers again in another precision"
+        if against:
+            raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
+
+
+def read_config(run_dir: RunDir) -> RunConfig:
+    """What a run was submitted with. Raises ConfigurationError."""
+    try:
+        return RunConfig.model_validate(yaml.safe_load(run_dir.resolved.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ConfigurationError(f"{run_dir.resolved}: {error}") from error

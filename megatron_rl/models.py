@@ -85,7 +85,7 @@ def build_models(
     share_weights(policy, groups)  # before anything is copied from them
     reference = frozen_copy(policy, config, tokenizer, platform) if penalised else None
     updates = config.training.steps * config.grpo.iterations * config.grpo.updates_per_pass
-    optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates)
+    optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates, config.offload)
     torch.manual_seed(config.training.seed)
     return Models(policy, optimizer, reference, platform, groups), digest
 

@@ -65,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     drain.listen(early=exit_early)
     try:
         gc.disable()  # what imports make is no garbage, and to look for some takes a sixth of their time
+        from megatron_rl.config import read_config
+        from megatron_rl.platform.implementation import choose_implementation
+
+        choose_implementation(read_config(run_dir))  # before megatron-core is imported, with what a run does
         from megatron_rl.attempt import run_attempt
 
         gc.freeze()

@@ -120,6 +120,7 @@ def set_up(
         config, environment, tokenizer, platform, groups, safe_points, resumes=checkpointer.resumes
     )
     counters = restore(checkpointer, models, initial_weights, safe_points)
+    models.optimizer.offload()
 
     trainer = Trainer(
         models.policy,

@@ -13,7 +13,7 @@ from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.plan.gpu_memory import CONTEXT_BYTES, rank_memory, tokens_known
 from launcher.plan.kinds import rank_kinds
-from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan
+from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.supported import not_yet
@@ -44,16 +44,18 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
       2  the recipe or the layout is impossible
     """
     asked = load_recipe(recipe, overrides)
-    config = asked.config
-    name, profile = load_clusters().choose_profile(cluster, config.cluster)
-    sizes = make_plan(asked, profile).sizes
+    name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
+    plan = make_plan(asked, profile)
+    config, sizes = with_offload(asked.config, plan, profile), plan.sizes
     if missing := [why for why in not_yet(config) if not why.startswith(WITHOUT_EFFECT)]:
         raise BadInput("; ".join(missing))
     limit = gpu_bytes(config, profile)
     tokens = tokens_known(config) or ASSUMED_VOCABULARY
     vocab = config.model.padded_vocab_size(tokens)
     done = rehearse(config, tokens, rank_kinds(sizes))
-    ranks = [_row(one, rank_memory(config, sizes, vocab, one.kind.role, one.kind.stage).tensors) for one in done]
+    ranks = [
+        _row(one, rank_memory(config, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done
+    ]
     fits = all(one.failure is None and (limit is None or one.peak_bytes + CONTEXT_BYTES <= limit) for one in done)
     if as_json:
         click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))

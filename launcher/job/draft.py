@@ -18,7 +18,7 @@ from launcher.host.slurm.formats import time_limit_s
 from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
-from launcher.plan.summary import make_plan, plan_json
+from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import Recipe
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
@@ -54,9 +54,10 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
     if root.exists() and not root.is_dir():
         raise BadInput(f"{root}: is a file, not a directory")
+    plan = make_plan(recipe, profile)
     job = PlannedJob(
-        recipe=recipe,
-        plan=make_plan(recipe, profile),
+        recipe=replace(recipe, config=with_offload(recipe.config, plan, profile)),
+        plan=plan,
         plan_json={},
         cluster=cluster,
         profile=profile,

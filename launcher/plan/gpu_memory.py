@@ -7,12 +7,13 @@ dropout, attention that never holds the scores, no fused kernels: fusion needs l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
+from megatron_rl.rank.config import Offload
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4
@@ -26,6 +27,8 @@ CHUNK_BYTES = 2**28
 """Of the logits in fp32 that exist at once; as in algorithms/logprobs.py."""
 LOGIT_BYTES = 16
 """Where all logits exist at once, beside each: fp32 copy, log-softmax, and two of that size for the entropy."""
+PHASES = ("build", "generate", "train", "update")
+"""Of a rank, in their order; to score holds less than to train."""
 CONTEXT = "context"
 CONTEXT_BYTES = 3 * 2**30
 """CUDA context and NCCL's buffers: a rule of thumb."""
@@ -41,13 +44,11 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What a rank of one role needs."""
+class Phase:
+    """What a rank holds in one part of its life."""
 
-    role: str
-    """colocated, training or inference."""
-    stage: int
-    """Its pipeline stage."""
+    name: str
+    """build, generate, train or update."""
     terms: tuple[Term, ...]
 
     @property
@@ -57,8 +58,30 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Bytes of what torch holds."""
+        """Bytes of what torch holds of that."""
         return sum(term.bytes for term in self.terms if term.name != CONTEXT)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank of one role needs."""
+
+    role: str
+    """colocated, training or inference."""
+    stage: int
+    """Its pipeline stage."""
+    phases: tuple[Phase, ...]
+    """Of each name the fullest."""
+
+    @property
+    def fullest(self) -> Phase:
+        """The phase that its memory has to do for."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def total(self) -> int:
+        """Bytes of its fullest phase."""
+        return self.fullest.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,30 +168,45 @@ def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
     return whole_model(config.model, vocab) * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
 
 
+def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
+    """Bytes of Adam's state that the fullest training rank keeps in the host's memory."""
+    if config.offload != "optimizer":
+        return 0
+    held = (weights(config.model, vocab, sizes.tp, sizes.pp, sizes.ep, stage) for stage in range(sizes.pp))
+    return max(_adam(config, sizes, each).bytes for each in held)
+
+
 def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
     parameters = f"{_count(held.all)} parameters"
-    states = [
-        Term("weights", size * held.all, f"{size} bytes x {parameters}"),
-        Term("gradients", GRADIENT_BYTES * held.all, f"{GRADIENT_BYTES} bytes x {parameters}"),
-        _adam(config, sizes, held),
-    ]
+    own = Term("weights", size * held.all, f"{size} bytes x {parameters}")
+    gradients = Term("gradients", GRADIENT_BYTES * held.all, f"{GRADIENT_BYTES} bytes x {parameters}")
+    adam, cache = _adam(config, sizes, held), _cache(config, sizes)
+    models = [own]
     if config.grpo.kl_beta > 0:
-        states.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
+        models.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
+    of_choice: dict[Offload, tuple[Term, ...]] = {"none": (gradients, adam), "buffers": (adam,), "optimizer": ()}
+    stays = of_choice[config.offload]
+
+    built: list[tuple[Term, ...]] = [(*models, gradients, adam)]
+    if config.optimizer.distributed:
+        moved = Term("start", own.bytes, f"{own.formula}, until they are in the optimizer's buffer")
+        built.append((*models, gradients, moved))
     last = stage == sizes.pp - 1
     of_layer = _layer_backward(config, sizes, vocab * (last and model.tied_embeddings))
     of_loss = _loss(config, sizes, vocab) if last else of_layer
-    phases: list[tuple[Term, ...]] = [
-        (_activations(config, sizes, stage), max(of_layer, of_loss, key=lambda term: term.bytes))
-    ]
+    train = (gradients, _activations(config, sizes, stage), max(of_layer, of_loss, key=lambda term: term.bytes))
+    phases: dict[str, list[tuple[Term, ...]]] = {"build": built, "train": [train], "update": [(gradients, adam)]}
     if not sizes.partitioned:
-        states += _engine_weights(config, sizes, vocab, held)
-        states.append(_cache(config, sizes))
-        phases += [(_prefill(config, sizes),), *_start(config, sizes, held)]
-    fullest = max(phases, key=lambda terms: sum(term.bytes for term in terms))
+        built += [(*models, *stays, engine) for engine in _start(config, sizes, held)]
+        models += _engine_weights(config, sizes, vocab, held)
+        phases["generate"] = [(cache, _prefill(config, sizes))]
+        stays = (*stays, cache) if config.offload == "none" else stays
+    for name in phases.keys() - {"build"}:
+        phases[name] = [(*models, *stays, *(term for term in terms if term not in stays)) for terms in phases[name]]
     role = "training" if sizes.partitioned else "colocated"
-    return Memory(role, stage, (*states, *fullest, *_context(config)))
+    return Memory(role, stage, tuple(_fullest(name, config, phases[name]) for name in PHASES if name in phases))
 
 
 def _inference(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
@@ -179,7 +217,12 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memor
         _cache(config, sizes),
         _prefill(config, sizes),
     )
-    return Memory("inference", stage, (*terms, *_context(config)))
+    return Memory("inference", stage, (_fullest("generate", config, [terms]),))
+
+
+def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) -> Phase:
+    """The phase at the moment at which it holds the most."""
+    return max((Phase(name, (*terms, *_context(config))) for terms in moments), key=lambda phase: phase.total)
 
 
 def _adam(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
@@ -195,10 +238,11 @@ def _adam(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
 
 def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
     """A layer keeps of its two norms the input and what is normalised, both in fp32, and the output; queries, and keys
-    and values of all context-parallel ranks, what attention makes of them before and after it is packed again, and its
-    sums, in fp32; of norms of queries and keys the input and what is normalised, in fp32; of the feed-forward network
-    its first output, the activated gate and the product. `selective` keeps of the two norms input and output, as they
-    are, and not the activated gate."""
+    and values of all context-parallel ranks, what attention makes of them before and, where branches were gathered,
+    after it is packed again, and its sums, in fp32; of norms of queries and keys the input and what is normalised, in
+    fp32; of the feed-forward network its first output, the activated gate and the product. `selective` keeps of the two
+    norms the input, as it is, and the output where Transformer Engine computes them; of the feed-forward network the
+    first output; of experts all but the activated gate."""
     tokens = _tokens(config, sizes)
     kept = _kept(config.model, sizes, config.training.recompute)
     layers, in_flight = config.model.num_layers // sizes.pp, sizes.pp - stage
@@ -245,12 +289,12 @@ def _kept(model: ModelConfig, sizes: Sizes, recompute: str) -> int:
     heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
     attention = size * (3 * heads + 2 * groups * sizes.cp) * head + FP32_BYTES * heads
     attention += model.qk_norm * 2 * FP32_BYTES * (heads + groups) * head
-    activations = 3 if selective else 4
     if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
         routed = model.experts_per_token
+        activations = 3 if selective else 4
         feed_forward = routed * (2 * model.hidden_size + activations * model.expert_ffn_hidden_size // sizes.tp)
     else:
-        feed_forward = activations * model.ffn_hidden_size // sizes.tp
+        feed_forward = (2 if selective else 4) * model.ffn_hidden_size // sizes.tp
     return norms // split + attention // sizes.tp + size * feed_forward
 
 
@@ -297,13 +341,13 @@ def _cache(config: RunConfig, sizes: Sizes) -> Term:
     )
 
 
-def _start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[tuple[Term]]:
+def _start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[Term]:
     """While a rank starts: an engine that is cut alike is built before it is given the trainer's weights. Where nothing
     else is cut it is the trainer's own model from the beginning."""
     size = WEIGHT_BYTES[config.model.dtype]
     if sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1 and sizes.sequence_parallel:
         formula = f"{size} bytes x {_count(held.all)} parameters of the engine, until it shares the trainer's"
-        yield (Term("start", size * held.all, formula),)
+        yield Term("start", size * held.all, formula)
 
 
 def _prefill(config: RunConfig, sizes: Sizes) -> Term:

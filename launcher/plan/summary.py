@@ -9,6 +9,7 @@ from launcher.cluster.profile import Profile
 from launcher.plan.gpu_memory import (
     answers_per_update,
     checkpoint_bytes,
+    offloaded_bytes,
     rank_memories,
     vocabulary,
     whole_model,
@@ -17,9 +18,12 @@ from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.config import RunConfig
+from megatron_rl.rank.config import Offload
 
 ASSUMED_VOCABULARY = 152064
 """Rows of the embedding where neither the recipe nor an alphabet says: those of Qwen2.5."""
+TIGHT = 0.95
+"""Part of a GPU's memory beyond which an estimate is no promise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +88,30 @@ def _share(prompts: int, replicas: int) -> tuple[int, int]:
     return prompts // replicas, -(-prompts // replicas)
 
 
+def with_offload(config: RunConfig, plan: Plan, profile: Profile | None) -> RunConfig:
+    """The recipe with a value of `placement.offload`, where it leaves that open: what a GPU of the cluster has room for
+    in the plan's tightest layout. Adam's state stays where it fits, since to move it takes time."""
+    limit = gpu_bytes(config, profile)
+    if config.placement.offload is not None or limit is None:
+        return config
+
+    def with_value(offload: Offload) -> RunConfig:
+        return config.model_copy(update={"placement": config.placement.model_copy(update={"offload": offload})})
+
+    def needed(offload: Offload) -> int:
+        vocab = vocabulary(config) or ASSUMED_VOCABULARY
+        return max(memory.total for memory in rank_memories(with_value(offload), tightest, vocab))
+
+    tightest = (plan, *plan.smaller)[-1].sizes
+    kept, moved = needed("buffers"), needed("optimizer")
+    return with_value("optimizer" if kept > TIGHT * limit and moved < kept else "buffers")
+
+
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
     """What `mrl plan --json` prints, and plan.json holds with each step's argv. Sizes in bytes; `ranks` has one row a
     GPU; `alternatives` are the smaller plans of a range `job.nodes`, in what they may differ. `host_bytes`: of the copy
-    that each training node keeps in its memory to write from."""
+    that each training node keeps in its memory to write from. `memory`: the terms are those of the fullest phase."""
+    config = with_offload(config, plan, profile)
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
     limit = gpu_bytes(config, profile)
@@ -107,6 +131,7 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
             "host_bytes": -(-one // plan.sizes.training_nodes),
             "seconds": one / (profile.fs_bandwidth * 1e9) if profile and profile.fs_bandwidth else None,
         },
+        "offload": config.offload,
         "ranks": rank_rows(plan),
     }
 
@@ -143,10 +168,13 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
             {
                 "role": each.role,
                 "stage": each.stage,
-                "terms": [asdict(term) for term in each.terms],
+                "phase": each.fullest.name,
+                "terms": [asdict(term) for term in each.fullest.terms],
+                "phases": {phase.name: phase.total for phase in each.phases},
                 "bytes": each.total,
                 "gpu_bytes": gpu_bytes,
             }
             for each in rank_memories(config, sizes, vocab)
         ],
+        "offloaded_bytes": offloaded_bytes(config, sizes, vocab) * plan.gpus_per_node,
     }

@@ -79,6 +79,16 @@ class Hang(NamedTuple):
 
 
 @record()
+class Kernels(NamedTuple):
+    """kernels.json: what does the work of the device. Written by rank 0 when it starts, for people."""
+
+    transformer_impl: str  # transformer_engine or local
+    reason: str  # why that one
+    attention: str  # in words
+    fp8: Optional[str] = None  # format of the layers' products; None: the model's own type
+
+
+@record()
 class Progress(NamedTuple):
     """progress.json: what rank 0 is doing. Written by it, read by the live view."""
 

@@ -217,6 +217,11 @@ class Attempt:
         return self.folder / "progress.json"
 
     @property
+    def kernels(self) -> Path:
+        """Kernels."""
+        return self.folder / "kernels.json"
+
+    @property
     def nodes(self) -> Path:
         """NodeAssignment."""
         return self.folder / "nodes.json"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, PromptTooLong
+from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.plans import PlanBroadcast
@@ -36,10 +37,12 @@ class Engine:
         end_token: int,
         max_length: int | None = None,
         ranks: EngineRanks | None = None,
+        keeps_cache: bool = True,
     ) -> None:
         """
         max_length: of a prompt and its answer together; by default all positions of the model.
         ranks: those that hold the policy together; None: this one has all of it.
+        keeps_cache: whether the cache stays in memory from one phase of generation to the next.
         """
         self.policy = policy
         """Samples; see refit.publish for where its weights are from."""
@@ -50,6 +53,7 @@ class Engine:
         self._limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         self._scheduler = Scheduler(config, end_token)
         self._runner = ModelRunner(policy, model, config, end_token, self.max_length)
+        self._keeps_cache = keeps_cache
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast(ranks.control)
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -112,6 +116,17 @@ class Engine:
             started = time.perf_counter()
             self._runner.execute(plan)
             self.busy_s += time.perf_counter() - started
+
+    @property
+    def cache(self) -> KeyValueCache | None:
+        """Keys and values of all rows, while there is room for them."""
+        return self._runner.cache
+
+    def end_phase(self) -> None:
+        """Make room for training, on each rank of the replica; nothing is under way."""
+        assert not self.busy, "what its rows have in the cache would be lost"
+        if not self._keeps_cache:
+            self._runner.cache = None
 
     def let_go(self) -> None:
         """Have the other ranks of the replica, which follow this one, return; nothing where there are none."""

@@ -15,6 +15,7 @@ the random number that belongs to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -46,7 +47,9 @@ class ModelRunner:
         self._end_token = end_token
         attention = policy.decoder.layers[0].self_attention
         rows = config.max_batch
-        self._cache = KeyValueCache(
+        self._length = max_length
+        self._make_cache = partial(
+            KeyValueCache,
             layers=model.num_layers,
             rows=rows,
             length=max_length,
@@ -55,6 +58,8 @@ class ModelRunner:
             dtype=next(policy.parameters()).dtype,
             device=self.device,
         )
+        self.cache: KeyValueCache | None = None
+        """Of the rows; made when the first of them is filled."""
         integers = {"dtype": torch.long, "device": self.device}
         self._token = torch.zeros(rows, **integers)  # newest token of each row, not yet in the cache
         self._position = torch.zeros(rows, **integers)  # its position
@@ -74,10 +79,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[RowAnswer]:
         """Sample the next token of the plan's rows. Returns the rows that have been seen to have ended."""
+        cache = self.cache = self.cache or self._make_cache()
         if plan.moves:
-            self._move(plan.moves)
+            self._move(plan.moves, cache)
         rows = slice(plan.rows.start, plan.rows.stop)
-        logits = self._prefill(rows, plan.prefills) if plan.prefills else self._decode(rows)
+        logits = self._prefill(rows, plan.prefills, cache) if plan.prefills else self._decode(rows, cache)
         self._sample(rows, logits)
         self._tokens_until_look -= 1
         if self._tokens_until_look:
@@ -90,7 +96,7 @@ class ModelRunner:
         if not rows:
             return []
         index = _tensor(rows, self.device)
-        longest = min(int(self._most_tokens[rows].max()), self._cache.length)
+        longest = min(int(self._most_tokens[rows].max()), self._length)
         # One array, because to read one is to wait for the device.
         read = _read(
             torch.cat(
@@ -110,7 +116,7 @@ class ModelRunner:
             for row, count, row_tokens, row_logprobs in zip(rows, counts, tokens, logprobs, strict=True)
         ]
 
-    def _prefill(self, rows: slice, prefills: Sequence[Prefill]) -> Tensor:
+    def _prefill(self, rows: slice, prefills: Sequence[Prefill], cache: KeyValueCache) -> Tensor:
         """Fill new rows. Returns the logits of their next tokens, [rows, vocab]."""
         sequences = [prefill.tokens for prefill in prefills]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -121,11 +127,11 @@ class ModelRunner:
         # Every token of a sequence goes to each of its rows: [copied] places in the packed tokens and in the cache.
         within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
         source = torch.repeat_interleave((ends - lengths)[sequence], length) + within
-        target = torch.repeat_interleave(torch.arange(rows.start, rows.stop) * self._cache.length, length) + within
+        target = torch.repeat_interleave(torch.arange(rows.start, rows.stop) * self._length, length) + within
         tokens = [token for tokens in sequences for token in tokens]
         layout = PrefillLayout(
             packed=self.policy.layout(whole_sequences(map(len, sequences))),
-            cache=self._cache,
+            cache=cache,
             source=source.to(self.device, non_blocking=True),
             target=target.to(self.device, non_blocking=True),
         )
@@ -168,15 +174,15 @@ class ModelRunner:
             self._uniforms[same, :limit] = torch.from_numpy(numbers).to(self.device, non_blocking=True)
             first = same.stop
 
-    def _decode(self, rows: slice) -> Tensor:
+    def _decode(self, rows: slice, cache: KeyValueCache) -> Tensor:
         """[rows, vocab] logits of the next tokens of the first rows."""
         positions = self._position[rows]
         most = self._most_positions[rows]
-        shortest, longest = int(most.min()) + 1, min(int(most.max()) + 1, self._cache.length)
+        shortest, longest = int(most.min()) + 1, min(int(most.max()) + 1, self._length)
         visible = None
         if shortest < longest:
             visible = (torch.arange(longest, device=self.device) <= positions[:, None])[:, None, None]
-        layout = DecodeLayout(self._cache, self._first_place[rows] + positions, longest, visible)
+        layout = DecodeLayout(cache, self._first_place[rows] + positions, longest, visible)
         return self.policy.whole_logits(self.policy(self._token[rows], positions, layout))
 
     def _sample(self, rows: slice, logits: Tensor) -> None:
@@ -198,11 +204,11 @@ class ModelRunner:
         self._most_positions[rows] += 1
         self._most_tokens[rows] += 1
 
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+    def _move(self, moves: Sequence[tuple[int, int]], cache: KeyValueCache) -> None:
         sources, targets = (list(rows) for rows in zip(*moves, strict=True))
         source, target = _tensor(moves, self.device).unbind(1)
-        longest = min(int(self._most_positions[sources].max()), self._cache.length)
-        self._cache.move(source, target, length=longest)
+        longest = min(int(self._most_positions[sources].max()), self._length)
+        cache.move(source, target, length=longest)
         self._sampling.move(sources, targets)
         for column in (
             self._token, self._position, self._count, self._limit, self._ended, self._uniforms, self._tokens,

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.metrics.stats import DeviceStats, LossStats, Number, StepStats
 
-TIMED = ("generate", "reward", "log-probs", "train", "refit", "wait")
+TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 """Categories of the timeline that belong to a step; what happens between two steps is not among them."""
 
 NO_SIGNAL = "no signal"
@@ -205,6 +205,11 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "time/log_probs_s": Metric("seconds scoring old and reference log-probs", lambda step: step.seconds["log-probs"]),
     "time/train_s": Metric("seconds in forward, backward and update", lambda step: step.seconds["train"]),
+    "time/offload_s": Metric(
+        "seconds in which Adam's state came from the hosts' memory for the updates and went back; absent where it "
+        "stays on the device (placement.offload)",
+        lambda step: step.seconds["offload"] if step.stats.update.offloaded else None,
+    ),
     "time/refit_s": Metric("seconds until the engine had the new weights", lambda step: step.seconds["refit"]),
     "time/wait_s": Metric("seconds waiting for other ranks", lambda step: step.seconds["wait"]),
     "time/save_blocked_s": Metric("seconds training stood still for the newest published checkpoint"),
@@ -215,6 +220,11 @@ STEP_METRICS: dict[str, Metric] = {
     "system/refit_bytes": Metric(
         "bytes that ranks sent one another until the engine had the new weights; absent where it has the trainer's",
         lambda step: step.refit_bytes or None,
+    ),
+    "system/offloaded_bytes": Metric(
+        "bytes of Adam's state in the hosts' memory, of all ranks together, which each update brings and takes away; "
+        "absent where it stays on the device",
+        lambda step: step.stats.update.offloaded or None,
     ),
     "system/peak_memory_gib": Metric(
         "GiB that torch's tensors held at once on a GPU since the step before, the most of all GPUs",

@@ -78,7 +78,7 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """What the updates of a step did: the same on every rank."""
+    """What the updates of a step did: but for `offloaded` the same on every rank."""
 
     updates: Largest
     applied: Largest
@@ -86,6 +86,8 @@ class UpdateStats:
     """Before clipping, summed over the applied updates."""
     learning_rate: Largest
     """Of the last update."""
+    offloaded: Total
+    """Bytes of Adam's state that went from the host's memory to the device and back with each of them."""
 
 
 @dataclass(frozen=True, slots=True)

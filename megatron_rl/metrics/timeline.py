@@ -27,6 +27,7 @@ CATEGORIES = (
     "reward",
     "log-probs",
     "train",
+    "offload",
     "refit",
     "save",
     "evaluate",

@@ -32,19 +32,20 @@ def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: i
 
 def rows_per_token(model: ModelConfig) -> int:
     """How many rows that attention gathers need as much memory as one packed token. A row keeps for the backward pass
-    query, key, value and result, a token at least what `recompute: selective` leaves of a layer: inputs and outputs of
-    the norms; queries, keys, values and results, packed and as they are gathered once; input, gate and product of the
-    feed-forward network.
+    query, key, value and result, and a sum in fp32 for each head; a token at least what `recompute: selective` leaves
+    of a layer: inputs of the norms; a row, and the result as it is packed; the first output of the feed-forward
+    network, of experts their input and output, and of what is between them the product too.
 
-        row = (2 heads + 2 query groups) head_size
-        token = 4 hidden + (3 heads + 2 query groups) head_size + 3 ffn_hidden
+        row = (2 heads + 2 query groups) head_size + 2 heads
+        token = 2 hidden + row + heads head_size + 2 ffn_hidden
 
-    In the shipped recipes for GPUs that is between 5 and 10.
+    In the shipped recipes for GPUs that is between 3 and 7.
     """
     heads, groups, head_size = model.num_attention_heads, model.num_query_groups, model.head_size
     if model.experts_per_token and model.expert_ffn_hidden_size:
         feed_forward = model.experts_per_token * (2 * model.hidden_size + 3 * model.expert_ffn_hidden_size)
     else:
-        feed_forward = 3 * model.ffn_hidden_size
-    token = 4 * model.hidden_size + (3 * heads + 2 * groups) * head_size + feed_forward
-    return token // ((2 * heads + 2 * groups) * head_size)
+        feed_forward = 2 * model.ffn_hidden_size
+    row = (2 * heads + 2 * groups) * head_size + 2 * heads
+    token = 2 * model.hidden_size + row + heads * head_size + feed_forward
+    return token // row

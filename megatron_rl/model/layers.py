@@ -42,11 +42,13 @@ def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform:
     if config.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
     if linears := platform.linears(config):
-        attention.submodules.linear_qkv, attention.submodules.linear_proj = linears
+        attention.submodules.linear_qkv, attention.submodules.linear_proj = linears.column, linears.row
+        if linears.norm:
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
         of_mlp = _submodules(mlp)
         if config.num_moe_experts is not None:
             of_mlp = _submodules(of_mlp.experts)
-        of_mlp.linear_fc1, of_mlp.linear_fc2 = linears
+        of_mlp.linear_fc1, of_mlp.linear_fc2 = linears.column, linears.row
     layers = get_num_layers_to_build(config, pp_rank=stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
@@ -84,6 +86,15 @@ class Rotation:
 
 
 class PackedLayer(TransformerLayer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for norm, linear in (
+            (self.input_layernorm, self.self_attention.linear_qkv),
+            (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
+        ):
+            if not isinstance(norm, Norm):  # but what stands there for one that the linear computes
+                norm.take_weight(linear)
+
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Rotation, packed_seq_params: Layout, **_: Any
     ) -> tuple[Tensor, None]:
@@ -91,22 +102,35 @@ class PackedLayer(TransformerLayer):
 
         The names are those under which megatron-core's TransformerBlock hands things on to its layers.
         """
-        normed = self.elementwise(self.input_layernorm, hidden_states)
-        hidden_states = hidden_states + self.self_attention(normed, rotary_pos_emb, packed_seq_params)
-        normed = self.elementwise(self.pre_mlp_layernorm, hidden_states)
-        if self.config.num_moe_experts is not None:
-            try:
-                out, _bias = self.mlp(normed)
-            finally:  # also where a layer that is computed again stops half way, at the last tensor that was missing
-                self.mlp.token_dispatcher.probs = None  # kept, they would keep all that they were computed from
-        else:
-            gate_and_value, _bias = self.mlp.linear_fc1(normed)
-            out, _bias = self.mlp.linear_fc2(self.elementwise(swiglu, gate_and_value))
-        return hidden_states + out, None
+        attention = partial(self.self_attention, rotation=rotary_pos_emb, layout=packed_seq_params)
+        hidden_states = hidden_states + self.through(self.input_layernorm, hidden_states, attention)
+        return hidden_states + self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward), None
 
-    def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-        """What costs memory to keep and next to nothing to compute."""
-        return function(tensor)
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        """[tokens, 1, hidden] -> the same."""
+        if self.config.num_moe_experts is not None:
+            return self._experts(normed)
+        gate_and_value, _bias = self.mlp.linear_fc1(normed)
+        return self.through(swiglu, gate_and_value, lambda activated: self.mlp.linear_fc2(activated)[0])
+
+    def _experts(self, normed: Tensor) -> Tensor:
+        """What the experts make of [tokens, 1, hidden].
+
+        megatron-core's dispatcher (0.16.1 and 0.19.2) remembers the probabilities of its last pass, and with them all
+        that autograd keeps of it. Nothing goes back through a pass that computes a layer again, and it is broken off
+        where nothing more is needed of it: of every layer one would stay.
+        """
+        try:
+            out: Tensor = self.mlp(normed)[0]
+        finally:
+            self.mlp.token_dispatcher.probs = None
+        return out
+
+    def through(
+        self, function: Callable[[Tensor], Tensor], tensor: Tensor, consumer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What `consumer` makes of what `function` does, which costs next to nothing to compute and memory to keep."""
+        return consumer(function(tensor))
 
 
 def swiglu(gate_and_value: Tensor) -> Tensor:
@@ -133,11 +157,30 @@ class PackedAttention(SelfAttention):
 
 
 class SelectiveLayer(PackedLayer):
-    """Computes norms and activations again in the backward pass: they keep most of the memory, in fp32 some of it, and
-    take the least time. Attention keeps little beside its input."""
+    """Keeps nothing of norms and activations for the backward pass but their inputs: what they do is done again, for
+    themselves and for the product behind them. They take most of the memory and the least time; attention keeps little
+    beside its input."""
 
-    def elementwise(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-        return _recomputed(function, tensor)
+    def through(
+        self, function: Callable[[Tensor], Tensor], tensor: Tensor, consumer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return consumer(function(tensor))
+        made = _recomputed(function, tensor)
+        kept, elements = made.untyped_storage()._cdata, made.numel()
+
+        def pack(saved: Tensor) -> Tensor | torch.Size:
+            whole = saved.untyped_storage()._cdata == kept and saved.numel() == elements and saved.is_contiguous()
+            return saved.shape if whole else saved
+
+        def unpack(packed: Tensor | torch.Size) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            with torch.no_grad():
+                return function(tensor).view(packed)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return consumer(made)
 
 
 class RecomputedLayer(PackedLayer):

@@ -24,6 +24,10 @@ from megatron_rl.platform.attention import Layout, PackedSequences
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+FP8_ROWS = 16
+"""Sizes of a product in FP8 are multiples of this, its number of tokens too."""
+
+
 class Policy(GPTModel):
     """GPTModel whose forward takes packed tokens with explicit positions and a layout.
 
@@ -101,8 +105,14 @@ class Policy(GPTModel):
         return hidden
 
     def _padding(self, tokens: int) -> int:
-        """Tokens to add so that all tensor-parallel ranks have as many, where they share them out."""
-        return -tokens % self._tensor.size() if self.config.sequence_parallel else 0
+        """Tokens to add so that all tensor-parallel ranks have as many, where they share them out, and products in FP8
+        what their kernels need."""
+        parts = self._tensor.size() if self.config.sequence_parallel else 1
+        return -tokens % (parts * (FP8_ROWS if self.config.fp8 else 1))
+
+    @property
+    def platform(self) -> Platform:
+        return self._platform
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +125,7 @@ class Policy(GPTModel):
 
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
         """The attention layout of whole sequences on the policy's device: see `Platform.attention_layout`."""
-        return self._platform.attention_layout(packed, part)
+        return self._platform.attention_layout(packed, self.config.params_dtype, part)
 
     def prepare(self, tokens: int, platform: Platform) -> None:
         """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,

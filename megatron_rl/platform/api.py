@@ -32,6 +32,18 @@ class DeviceUse:
     """Watts, now; None where the driver does not say."""
 
 
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Classes that stand for megatron-core's own in a layer, with the same names, weights and sharded state."""
+
+    column: type
+    """Column-parallel linear."""
+    row: type
+    """Row-parallel linear."""
+    norm: type | None = None
+    """What stands in the place of a norm where the column-parallel linear behind it computes it."""
+
+
 class Platform(Protocol):
     device: torch.device
     backend: str
@@ -42,22 +54,29 @@ class Platform(Protocol):
     """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
     has done all it was told."""
 
-    def attention_layout(self, packed: PackedSequences, part: torch.Tensor | None = None) -> Layout:
-        """How this device's kernels attend within packed sequences.
+    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
+        """How this device's kernels for queries of this type attend within packed sequences.
 
         part: [part] the packed tokens whose attention, to all that they see, is asked for, ascending, on the CPU; all
             where None.
         """
 
+    @property
+    def attention_kernels(self) -> str:
+        """By what, in words."""
+
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] -> [rows, ...], a token as often as it is asked for. Its gradient is the sum of those, added up
         in an order that does not change, and not in bf16 by many where the device would."""
 
-    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
-        """Classes that replace megatron-core's column- and row-parallel linear; None where its own are to be used."""
+    def linears(self, config: TransformerConfig) -> Linears | None:
+        """None where megatron-core's own are to be used."""
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         """The module that `make` makes, on this device, its weights of this type."""
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """[size] bytes of the host that this device copies from and to by itself while the host goes on: pinned."""
 
     def synchronize(self) -> None:
         """Wait for queued device work, so that a clock read afterwards is honest."""

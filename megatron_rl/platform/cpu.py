@@ -17,7 +17,7 @@ import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
+from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
 from megatron_rl.platform.gloo import UnevenCollectives
@@ -43,6 +43,7 @@ _MODULES_NAMING_CUDA = {
 
 class CpuPlatform:
     backend = "gloo"
+    attention_kernels = "torch's scaled_dot_product_attention, in buckets of one length"
     tokens_between_looks = 1
     transformer_overrides: dict[str, Any] = {
         "use_cpu_initialization": True,
@@ -57,17 +58,20 @@ class CpuPlatform:
         torch.set_num_threads(threads)
         install_patches()
 
-    def attention_layout(self, packed: PackedSequences, part: torch.Tensor | None = None) -> Layout:
+    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return tokens.index_select(0, rows)
 
-    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
+    def linears(self, config: TransformerConfig) -> Linears | None:
         return whole_linears(config)
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         return make().to(device=self.device, dtype=dtype)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
     def synchronize(self) -> None:
         pass

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.platform.api import AnyModule, DeviceUse, UnsupportedPlatform
+from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.dense_attention import FanOut, dense_layout
-from megatron_rl.platform.part_attention import part_layout
+from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.dense_attention import FanOut
+from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
+from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -35,9 +37,8 @@ class CudaPlatform:
     # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
     # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
     tokens_between_looks = 16
-    transformer_overrides: dict[str, Any] = {}
 
-    def __init__(self, *, local_rank: int, threads: int) -> None:
+    def __init__(self, *, local_rank: int, threads: int, made_of: Implementation = UNASKED) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedPlatform("job.device is cuda but torch sees no GPU: use a GPU node or job.device=cpu")
         if local_rank >= torch.cuda.device_count():
@@ -49,15 +50,30 @@ class CudaPlatform:
         torch.set_float32_matmul_precision("highest")  # fp32 means fp32: NVIDIA's image allows TF32
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
+        self.made_of = made_of
+        self.transformer_overrides = made_of.transformer_overrides
 
-    def attention_layout(self, packed: PackedSequences, part: torch.Tensor | None = None) -> Layout:
-        return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
+    @cached_property
+    def attention(self) -> CudaAttention:
+        """Found when it is first needed: the health check chooses a device too, and has no time for their packages."""
+        return CudaAttention(find_varlen_kernel())
+
+    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
+        return self.attention.layout(packed, self.device, dtype, part)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)
 
-    def linears(self, config: TransformerConfig) -> tuple[type, type] | None:
-        # Here and below, because the health check chooses a device too, and has no time for megatron-core.
+    @property
+    def attention_kernels(self) -> str:
+        return self.attention.description
+
+    def linears(self, config: TransformerConfig) -> Linears | None:
+        # Here and below, because the health check has no time for megatron-core either.
+        if self.made_of.name == TRANSFORMER_ENGINE:
+            from megatron_rl.platform.te_linears import te_linears
+
+            return te_linears()
         from megatron_rl.platform.whole_linears import whole_linears
 
         return whole_linears(config)
@@ -67,6 +83,9 @@ class CudaPlatform:
 
         mend_multi_tensor()
         return make().to(device=self.device, dtype=dtype)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -3,10 +3,11 @@
 It decorates some seventy functions with torch.compile, which loads torch's compilers, and asks whether there is a
 wandb, which in a run of ours is another process's (metrics/wandb/). Together half of what a rank takes to start.
 
-Nor does it find Transformer Engine and Apex, which are in NVIDIA's images. Where it can import them it takes their
-norm for the last layer and their Adam, whatever the layers are made of: a CPU can run neither, and a checkpoint of one
-device would lack what the other asks for. So the modules of a run are the same everywhere. Who wants a kernel of theirs
-can import them himself, after this.
+Nor does it find Apex and Transformer Engine, which are in NVIDIA's images, but for the latter where it was imported
+before, by who wants its linears (implementation.py). Where megatron-core can import them it takes their norm for the
+last layer and their Adam, whatever the layers are made of: a CPU can run neither, and a checkpoint of one device would
+lack what the other asks for. So Adam is torch's in any case, and without Transformer Engine's linears the modules of a
+run are the same everywhere. Who wants a kernel of theirs can import them himself, after this.
 
 Nor are its warnings shown, nor those of torch.distributed about it, thirty at the head of every log: who starts a run
 can do nothing about them. PYTHONWARNINGS=default shows them.
@@ -39,11 +40,13 @@ def _compiled_when_called(function: Callable[..., Any] | None = None, **options:
 
 _compile = torch.compile
 _NOT_FOUND = ("wandb", "transformer_engine", "apex", "amp_C")
+_NEVER_FOUND = "transformer_engine.pytorch.optimizers"
 
 if not sys.warnoptions:
     for module in (r"megatron\.", r"torch\.distributed\."):
         warnings.filterwarnings("ignore", module=module)
-_hidden = [name for name in _NOT_FOUND if name not in sys.modules]
+_hidden = [name for name in (*_NOT_FOUND, _NEVER_FOUND) if name not in sys.modules or name == _NEVER_FOUND]
+_found = {name: sys.modules[name] for name in _hidden if name in sys.modules}
 sys.modules.update(dict.fromkeys(_hidden))  # type: ignore[arg-type]  # None: as if they were not installed
 try:
     with mock.patch.object(torch, "compile", _compiled_when_called):
@@ -54,3 +57,4 @@ try:
 finally:
     for name in _hidden:
         del sys.modules[name]
+    sys.modules.update(_found)

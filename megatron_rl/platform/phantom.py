@@ -23,19 +23,21 @@ from unittest import mock
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import transformer_block
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module, Parameter
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_rl.platform import dense_attention
 from megatron_rl.platform.api import AnyModule
 from megatron_rl.platform.cpu import CpuPlatform, patched_for
 from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.implementation import UNASKED
 from megatron_rl.platform.multi_tensor import mend_multi_tensor
+from megatron_rl.platform.varlen_attention import VarlenKernel
 
 ACCELERATOR = torch.device("lazy", 0)
 """An accelerator that this build of torch knows by name alone: gradients are computed as on a CPU."""
@@ -43,6 +45,7 @@ ACCELERATOR = torch.device("lazy", 0)
 _TYPES: Any = DeviceType  # an enumeration of C++'s, of which torch's stubs know the half
 _KINDS = {"cuda": int(_TYPES.CUDA), "lazy": int(_TYPES.Lazy)}
 _META = int(_TYPES.Meta)
+_resize = UntypedStorage.resize_
 
 
 class PhantomDevice(TorchDispatchMode):
@@ -60,8 +63,10 @@ class PhantomDevice(TorchDispatchMode):
         self.device = device
         self._reads_ones = reads_ones
         self.waits = 0
-        """Copies between the devices that the host waits for: to the GPU where not asynchronous, and all from it."""
+        """Copies between the devices that the host waits for: all that are not asynchronous, and those from the GPU to
+        memory that is not pinned."""
         self.memory = Memory()
+        self._pinned: dict[int, Tensor] = {}  # by address
         self._fake = FakeTensorMode()
         self._patches = ExitStack()
 
@@ -81,7 +86,7 @@ class PhantomDevice(TorchDispatchMode):
             # megatron-core sets `data` of a tensor that is no view, which a fake one does not survive.
             mock.patch.object(transformer_block, "make_viewless_tensor", lambda inp, **_: inp),
             mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: [self.device.type]),
-            mock.patch.object(dense_attention, "scaled_dot_product_attention", _attention),
+            mock.patch.object(UntypedStorage, "resize_", self.memory.resize),
         ):
             self._patches.enter_context(patch)
         self._fake.__enter__()
@@ -104,6 +109,7 @@ class PhantomDevice(TorchDispatchMode):
         ):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        given = args
         args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if self._reads_ones and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
@@ -114,7 +120,7 @@ class PhantomDevice(TorchDispatchMode):
                 with unset_fake_temporarily():
                     return torch.ones(out.shape, dtype=out.dtype)
         elif func is torch.ops.aten.copy_.default:
-            self._count_wait(args[1], args[0], args[2] if len(args) > 2 else False)
+            self._count_wait(args[1], given[0], args[2] if len(args) > 2 else False)
         for made in tree_leaves(out):
             if isinstance(made, FakeTensor) and made.device.type == self.device.type:
                 self.memory.hold(made)
@@ -138,22 +144,31 @@ class PhantomDevice(TorchDispatchMode):
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(part, name, torch.ones(value.shape, dtype=value.dtype))
 
+    def host_memory(self, size: int) -> Tensor:
+        """[size] bytes of the CPU that count as pinned."""
+        made = torch.empty(size, dtype=torch.uint8)
+        self._pinned[made.untyped_storage().data_ptr()] = made
+        return made
+
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
     def _count_wait(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
-        self.waits += source.device != target.device and not (target.device.type != "cpu" and non_blocking)
+        waited_for = target.device.type == "cpu" and target.untyped_storage().data_ptr() not in self._pinned
+        self.waits += source.device != target.device and (waited_for or not non_blocking)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-    """By the kernel that a GPU would choose (torch 2.11, sdp_utils.cpp): flash attention for half precision without a
-    mask. A device without kernels is given the one that holds all scores."""
-    if attn_mask is None and query.dtype.itemsize == 2:
-        attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, options["is_causal"]
-        )[0]
-        return attended
-    return scaled_dot_product_attention(query, key, value, attn_mask, **options)
+def _attend_in_trees(query: Tensor, key: Tensor, value: Tensor, _mask: BlockMask) -> Tensor:
+    """As FlexAttention, by a flash kernel that is not there either: the same shapes, and the same memory."""
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    return attended
+
+
+def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, _cu_seqlens: Tensor, _longest: int) -> Tensor:
+    """As a kernel of variable lengths, of which all need the same memory."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    return attended[0].transpose(0, 1)
 
 
 @dataclass(slots=True)
@@ -232,6 +247,20 @@ class Memory:
         self._age += 1
         self._note()
 
+    @property
+    def resize(self) -> Callable[[UntypedStorage, int], None]:
+        """What `resize_` of a storage is replaced by."""
+
+        def resize(storage: UntypedStorage, size: int) -> None:
+            _resize(storage, size)
+            if held := self._live.get(storage._cdata):
+                self._live[storage._cdata] = replace(held, bytes=size)
+                self._now[held.holder] += size - held.bytes
+                self._total += size - held.bytes
+                self._note()
+
+        return resize
+
     def _free(self, address: int) -> None:
         held = self._live.pop(address)
         self._now[held.holder] -= held.bytes
@@ -251,6 +280,8 @@ class PhantomPlatform(CudaPlatform):
     def __init__(self, phantom: PhantomDevice) -> None:
         """phantom: that has been entered."""
         self.device = phantom.device
+        self.attention = CudaAttention(VarlenKernel("phantom", _attend_in_sequences), _attend_in_trees)
+        self.made_of = UNASKED
         self._phantom = phantom
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
@@ -261,6 +292,9 @@ class PhantomPlatform(CudaPlatform):
         with self._phantom.memory.held_by("weights"):
             self._phantom.move(module, requires_grad=True)
         return module
+
+    def host_memory(self, size: int) -> Tensor:
+        return self._phantom.host_memory(size)
 
     def synchronize(self) -> None:
         pass

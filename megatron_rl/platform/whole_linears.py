@@ -10,6 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megatron_rl.platform.api import Linears
+
 
 class WholeColumnLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -27,8 +29,8 @@ def _whole(module: ColumnParallelLinear | RowParallelLinear, input_: Tensor) -> 
     return linear(input_, module.weight, module.bias), None
 
 
-def whole_linears(config: TransformerConfig) -> tuple[type, type] | None:
+def whole_linears(config: TransformerConfig) -> Linears | None:
     """See `Platform.linears`."""
     if config.tensor_model_parallel_size > 1 or config.gradient_accumulation_fusion:
         return None
-    return WholeColumnLinear, WholeRowLinear
+    return Linears(WholeColumnLinear, WholeRowLinear)

@@ -119,13 +119,21 @@ class InferenceLayout(Section):
     """Pipeline stages of a replica."""
 
 
+Offload = Literal["none", "buffers", "optimizer"]
+
+
 class PlacementConfig(Section):
-    """Which rank does what."""
+    """Which rank does what, and what of it stays in a GPU's memory."""
 
     mode: Literal["colocated", "partitioned"] = "colocated"
     """colocated: all ranks train, and generate in between. partitioned: the nodes are split between the two."""
     training: TrainingLayout = TrainingLayout()
     inference: InferenceLayout = InferenceLayout()
+    offload: Offload | None = None
+    """What leaves a GPU's memory while nothing needs it, which changes no bit of a run. none: nothing. buffers: what
+    need not be kept: the gradients' memory but for forward and backward passes, the KV cache's but for generation.
+    optimizer: Adam's state and fp32 weights too, into the host's memory but for the updates. Default: on GPUs buffers,
+    or optimizer where by `mrl plan` one of the cluster's is too small else; on CPUs none."""
     tp_across_nodes: bool = False
     """Allow tensor-parallel groups that are larger than a node: slow without a fabric that spans nodes."""
 

@@ -23,6 +23,7 @@ PHASES = {
     "generate": "generating",
     "log-probs": "computing log-probs",
     "train": "training",
+    "offload": "moving the optimizer's state",
     "refit": "refitting",
     "save": "saving",
     "evaluate": "evaluating",

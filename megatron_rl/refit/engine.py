@@ -35,7 +35,15 @@ def build_engine(
         if config.model.num_experts is not None and not ranks.alone:
             for layer in policy.decoder.layers:
                 send_no_tokens(layer.mlp, policy.pg_collection)
-    engine = Engine(policy, config.model, config.inference, end_token, config.training.sequence_length, ranks)
+    engine = Engine(
+        policy,
+        config.model,
+        config.inference,
+        end_token,
+        config.training.sequence_length,
+        ranks,
+        keeps_cache=config.offload == "none",
+    )
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 
 

@@ -24,7 +24,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import Memory, PhantomDevice, PhantomPlatform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.engine_ranks import EngineRanks
@@ -103,7 +103,7 @@ def rehearse_rank(
             done.parameters = rank.parameters
         if engine:
             with phase("generate"):
-                generate(engine, config)
+                generate(engine, config, device.memory)
         if trainer:
             with phase("score"):
                 score(trainer)
@@ -135,14 +135,12 @@ class _Rank:
         ranks = EngineRanks.form(self._groups, tp, A_MINUTE)
         if role == "inference":
             policy.requires_grad_(False).eval()
-            with self._memory.held_by("KV cache"):
-                length = config.training.sequence_length
-                return Engine(policy, config.model, config.inference, END, length, ranks), None
+            return Engine(policy, config.model, config.inference, END, config.training.sequence_length, ranks), None
         trainer = self._trainer(policy)
         if role == "training":
             return None, trainer
-        with self._memory.held_by("KV cache"):
-            engine, _refit = build_engine(policy, config, self._vocab, END, self._platform, self._groups, ranks)
+        trainer.optimizer.offload()
+        engine, _refit = build_engine(policy, config, self._vocab, END, self._platform, self._groups, ranks)
         self._memory.assign("inference weights", _tensors(engine.policy))
         self._memory.assign("weights", _tensors(policy))  # some of which are the engine's as well
         return engine, trainer
@@ -173,15 +171,20 @@ class _Rank:
         return policy
 
 
-def generate(engine: Engine, config: RunConfig) -> None:
+def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
     """Fill all rows, one of them with a sequence of full length, and decode a token for each."""
     length, answer = config.sequence_length, config.sampling.max_new_tokens
     fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
-    engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))
+    requests = [engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))]
     for key in range(1, config.inference.max_batch):
-        engine.submit(GenerationRequest([0] * max(1, length - answer), 1, fresh, key))
+        requests.append(engine.submit(GenerationRequest([0] * max(1, length - answer), 1, fresh, key)))
     engine.step()
+    assert engine.cache is not None
+    memory.assign("KV cache", (engine.cache.keys, engine.cache.values))
     engine.step()
+    for request in requests:
+        engine.cancel(request)
+    engine.end_phase()
 
 
 def score(trainer: Trainer) -> None:
@@ -218,7 +221,7 @@ class _Optimizer(PolicyOptimizer):
     """Its update is a phase of its own."""
 
     def __init__(self, policy: Policy, config: RunConfig, phase: Phase) -> None:
-        super().__init__(policy, config.model, config.optimizer, total_updates=1)
+        super().__init__(policy, config.model, config.optimizer, total_updates=1, offload=config.offload)
         self.buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
         self._phase = phase
 
@@ -237,7 +240,7 @@ class _SafePoints(SafePoints):
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        with self._phase({"wait": "train", "log-probs": "score"}.get(category, category)):
+        with self._phase({"wait": "train", "log-probs": "score", "offload": "update"}.get(category, category)):
             yield
 
 

@@ -1,11 +1,14 @@
-"""A rank of a recipe, at a few layers, and what follows from them for all: layers are alike.
+"""A rank of a recipe, at a few layers and experts, and what follows from them for all: they are alike.
 
-What a phase holds at its peak is a constant and so much for every layer: two depths tell both.
+What a phase holds at its peak is a constant, so much for every layer, and so much for every expert in it: two depths,
+and two numbers of experts, tell all three.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from typing import Any
 
 from megatron_rl.config import RunConfig
@@ -21,7 +24,7 @@ DEPTHS = (2, 4)
 def rehearse(
     config: RunConfig, world: int, rank: int, role: str, vocab: int, depths: tuple[int, int] = DEPTHS
 ) -> dict[str, Any]:
-    """Rehearse one rank of a world of this size. Returns the fields of `Rehearsal`, of all layers.
+    """Rehearse one rank of a world of this size. Returns the fields of `Rehearsal`, of all layers and experts.
 
     Args:
         rank: in its own world: that of training, or that of an inference replica.
@@ -33,19 +36,38 @@ def rehearse(
         layout = TrainingLayout(tp=config.placement.inference.tp or config.placement.training.tp)
         placement = config.placement.model_copy(update={"training": layout})
         config = config.model_copy(update={"placement": placement})
-    stages = config.placement.training.pp
-    layers = config.model.num_layers // stages
-    if layers <= depths[-1]:
-        return asdict(_at_depth(config, world, rank, role, vocab, layers * stages))
-    few, more = (_at_depth(config, world, rank, role, vocab, depth * stages) for depth in depths)
-    if failed := few.failure or more.failure:
+    layers, experts = config.model.num_layers // config.placement.training.pp, config.model.num_experts
+    depth, width = depths[0] if layers > depths[-1] else layers, few_experts(config)
+
+    def built(depth: int, width: int | None) -> Rehearsal:
+        return _of_size(config, world, rank, role, vocab, depth, width)
+
+    base, rises = built(depth, width), []
+    if depth < layers:
+        rises.append((built(depths[1], width), Fraction(layers - depth, depths[1] - depth)))
+    if width and experts and width < experts:  # a layer's experts are in every layer
+        rises.append((built(depth, 2 * width), Fraction((experts - width) * layers, width * depth)))
+    if failed := base.failure or next((one.failure for one, _ in rises if one.failure), None):
         return asdict(Rehearsal(failure=failed))
-    line: dict[str, Any] = _line(asdict(few), asdict(more), depths, layers)
-    return line
+    whole: dict[str, Any] = _extrapolated(asdict(base), [(asdict(one), steps) for one, steps in rises])
+    return whole
 
 
-def _at_depth(config: RunConfig, world: int, rank: int, role: str, vocab: int, layers: int) -> Rehearsal:
-    model = config.model.model_copy(update={"num_layers": layers})
+def few_experts(config: RunConfig) -> int | None:
+    """Experts of a layer that are built, and as many again: enough for every token and every rank. All, where they are
+    no more than that; None where a layer has none."""
+    model, ep = config.model, config.placement.training.ep
+    if not model.num_experts or not model.experts_per_token:
+        return None
+    few = -(-model.experts_per_token // ep) * ep
+    return few if 2 * few < model.num_experts else model.num_experts
+
+
+def _of_size(
+    config: RunConfig, world: int, rank: int, role: str, vocab: int, depth: int, experts: int | None
+) -> Rehearsal:
+    layers = depth * config.placement.training.pp
+    model = config.model.model_copy(update={"num_layers": layers, "num_experts": experts})
     config = config.model_copy(update={"model": model})
     done = Rehearsal()
     with alone_in(world, rank, config.placement.training) as groups, PhantomDevice(reads_ones=True) as device:
@@ -53,10 +75,14 @@ def _at_depth(config: RunConfig, world: int, rank: int, role: str, vocab: int, l
     return done
 
 
-def _line(few: Any, more: Any, depths: tuple[int, int], layers: int) -> Any:
-    """The line through the numbers at both depths, at `layers`."""
-    if isinstance(few, dict):
-        return {key: _line(few.get(key, 0), more.get(key, 0), depths, layers) for key in {**few, **more}}
-    if not isinstance(few, int):
-        return few
-    return few + (more - few) * (layers - depths[0]) // (depths[1] - depths[0])
+def _extrapolated(base: Any, rises: Sequence[tuple[Any, Fraction]]) -> Any:
+    """The numbers of `base`, and so many times as each of the others differs from them."""
+    if isinstance(base, dict):
+        names = {**base, **{name: None for more, _ in rises for name in more}}
+        return {
+            name: _extrapolated(base.get(name, 0), [(more.get(name, 0), steps) for more, steps in rises])
+            for name in names
+        }
+    if not isinstance(base, int):
+        return base
+    return int(base + sum((more - base) * steps for more, steps in rises))

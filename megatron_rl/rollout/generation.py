@@ -38,11 +38,13 @@ class AgentLoop:
 
         sign_of_life: see SafePoints.run_until_asked.
         """
-        if not self._ranks.drives:
+        result = None
+        if self._ranks.drives:
+            result = self._runner.run(self._safe_points.run_until_asked(work(), sign_of_life))
+            self._engine.let_go()
+        else:
             self._engine.follow(self._safe_points.activity.waits)
-            return None
-        result = self._runner.run(self._safe_points.run_until_asked(work(), sign_of_life))
-        self._engine.let_go()
+        self._engine.end_phase()
         return result
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ and any other tensor-, pipeline- or data-parallel size, with the distributed opt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -32,18 +32,27 @@ class Share:
     start: int
     """Its elements from here on, in row-major order ..."""
     tensors: dict[str, Tensor]
-    """... as flat views: both moments, and `param`, the fp32 weights, where the model's own are not fp32."""
+    """... as Adam has them: both moments, and `param`, the fp32 weights, where the model's own are not fp32."""
     replicated: bool
     """Whether every data-parallel rank holds the same: the optimizer is not distributed."""
 
 
-def sharded_adam_state(optimizer: Any, parameters: Iterable[Parameter], model_state: dict[str, Any]) -> dict[str, Any]:
+def adam_tensors(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[Tensor]:
+    """Adam's moments and fp32 weights on this rank, each with a storage of its own. optimizer: as below."""
+    return chain.from_iterable(share.tensors.values() for share in _shares(optimizer, parameters))
+
+
+def sharded_adam_state(
+    optimizer: Any, parameters: Iterable[Parameter], model_state: dict[str, Any], held: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
     """Adam's moments and fp32 weights on this rank, in megatron-core's sharded form.
 
     All of it are views: to load it is to fill the optimizer in place. The count of updates is `get_step`.
 
-    optimizer: of megatron-core, not a chain of them. model_state: the model's sharded state with these parameters,
-    neither saved nor loaded yet.
+    Args:
+        optimizer: of megatron-core, not a chain of them.
+        model_state: the model's sharded state with these parameters, neither saved nor loaded yet.
+        held: where the numbers of one of `adam_tensors` are.
     """
     of_parameter = {
         id(item.data): item
@@ -57,7 +66,8 @@ def sharded_adam_state(optimizer: Any, parameters: Iterable[Parameter], model_st
         parts = place.build() if isinstance(place, ShardedTensorFactory) else [place]
         for part in parts:
             for name in share.tensors:
-                for piece in _pieces(name, share, part):
+                flat = held(share.tensors[name]).detach().view(-1)
+                for piece in _pieces(f"optimizer.state.{name}.{part.key}", flat, share, part):
                     state[f"{piece.key} {piece.global_offset}"] = piece
     return state
 
@@ -65,11 +75,16 @@ def sharded_adam_state(optimizer: Any, parameters: Iterable[Parameter], model_st
 def begin(adam: torch.optim.Optimizer) -> None:
     """Make Adam's state, all zero, which it would make itself in its first update: so there is something to load into,
     and to save where no update was applied yet."""
+    weights = [weight for group in adam.param_groups for weight in group["params"]]
+    if not weights:
+        return
     rates = [group["lr"] for group in adam.param_groups]
     for group in adam.param_groups:
         group["lr"] = 0.0  # so the weights do not decay either
-        for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
+    # One for all: gradients of their own would take a third of the state.
+    zeros = torch.zeros_like(max(weights, key=torch.numel)).view(-1)
+    for weight in weights:
+        weight.grad = zeros[: weight.numel()].view(weight.shape)
     adam.step()
     adam.zero_grad()
     for group, rate in zip(adam.param_groups, rates, strict=True):
@@ -110,16 +125,15 @@ def _shares(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[Share]:
 
 def _share(optimizer: Any, parameter: Parameter, main: Tensor, start: int, *, replicated: bool) -> Share:
     adam = optimizer.optimizer.state[main]
-    tensors = {name: adam[name].view(-1) for name in ("exp_avg", "exp_avg_sq")}
+    tensors = {name: adam[name] for name in ("exp_avg", "exp_avg_sq")}
     if parameter.dtype != main.dtype:
-        tensors["param"] = main.detach().view(-1)
+        tensors["param"] = main
     return Share(parameter, start, tensors, replicated)
 
 
-def _pieces(name: str, share: Share, part: ShardedTensor) -> Iterator[ShardedTensor]:
-    """The boxes of the whole model's tensor that a share fills. part: what of it this rank's parameter, or one of the
-    two tensors in it, is."""
-    flat = share.tensors[name]
+def _pieces(key: str, flat: Tensor, share: Share, part: ShardedTensor) -> Iterator[ShardedTensor]:
+    """The boxes of the whole model's tensor that a share fills. flat: one of its tensors. part: what of the model's
+    this rank's parameter, or one of the two tensors in it, is."""
     first = part.data.storage_offset() - share.parameter.storage_offset() - share.start  # of the part, in `flat`
     start = max(0, -first)
     end = max(start, min(part.data.numel(), len(flat) - first))
@@ -129,7 +143,7 @@ def _pieces(name: str, share: Share, part: ShardedTensor) -> Iterator[ShardedTen
         shape = (1,) * layers + size
         corner = (o + c for o, c in zip(offset, part.global_offset[layers:], strict=True))
         yield ShardedTensor(
-            key=f"optimizer.state.{name}.{part.key}",
+            key=key,
             data=flat[whole : whole + length].view(shape),
             dtype=flat.dtype,
             local_shape=shape,

@@ -47,3 +47,10 @@ class TrainingConfig(Section):
     """Longest prompt plus answer, in tokens; default: model.max_position_embeddings."""
     recompute: Recompute = "none"
     """What the backward pass computes again instead of keeping it: nothing, norms and activations, or whole layers."""
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Whose linears, and norms before them, the layers are made of: Transformer Engine's or megatron-core's. auto: the
+    first where it is installed, on GPUs, for models in bf16 without experts; attempts/NNN/kernels.json says what that
+    came to. Weights and checkpoints are the same."""
+    fp8: Literal["none", "hybrid", "e4m3"] = "none"
+    """Compute the layers' products in FP8, each tensor scaled by its present largest value: hybrid takes E5M2 for
+    gradients, e4m3 one format for all. Generation and scoring do as training does. Needs Transformer Engine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import DTYPES, Policy
-from megatron_rl.training.adam_state import begin, get_step, set_step, sharded_adam_state
+from megatron_rl.rank.config import Offload
+from megatron_rl.training.adam_state import adam_tensors, begin, get_step, set_step, sharded_adam_state
 from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.training.offload import HostState, Unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,20 @@ class Update:
 
 
 class PolicyOptimizer:
-    """The policy under data parallelism: gradients are summed over ranks, the caller weights the loss."""
+    """The policy under data parallelism: gradients are summed over ranks, the caller weights the loss.
 
-    def __init__(self, policy: Policy, model: ModelConfig, config: OptimizerConfig, total_updates: int) -> None:
+    zero_grad   forward and backward passes   reload   update   offload
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: ModelConfig,
+        config: OptimizerConfig,
+        total_updates: int,
+        offload: Offload = "none",
+    ) -> None:
+        """offload: what `offload` takes off the device; until its first call all is there."""
         self.config = config
         self.total_updates = total_updates
         self.ddp = DistributedDataParallel(
@@ -46,6 +61,10 @@ class PolicyOptimizer:
             ),
             policy,
         )
+        for module in policy.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                # Transformer Engine's: its products add to the sums of gradients, which weights have from here on.
+                module.fuse_wgrad_accumulation = True
         dtype = DTYPES[model.dtype]
         self.megatron: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -68,11 +87,38 @@ class PolicyOptimizer:
                 for group in part.optimizer.param_groups:
                     group["fused"] = True
             begin(part.optimizer)
+        gradients = [buffer.grad_data for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)]
+        self._gradients = Unused(gradients) if offload != "none" else None
+        self._host: HostState | None = None
+        if offload == "optimizer":
+            tensors = chain.from_iterable(adam_tensors(part, policy.parameters()) for part in self._parts())
+            self._host = HostState([*tensors], policy.platform)
 
     def _parts(self) -> list[Any]:
         return self.megatron.chained_optimizers
 
+    @property
+    def host_bytes(self) -> int:
+        """Of Adam's state that `offload` takes to the host's memory."""
+        return self._host.bytes if self._host else 0
+
+    def offload(self) -> None:
+        """Take off the device what nothing needs until the next update: the memory of the gradients, which that one
+        begins with zeros, and Adam's state and fp32 weights; as much of it as was asked for."""
+        if self._gradients:
+            self.megatron.zero_grad()  # some are views of the buffers, the others copies
+            self._gradients.release()
+        if self._host:
+            self._host.offload()
+
+    def reload(self) -> None:
+        """Have Adam's state on the device again, for `update`."""
+        if self._host and self._host.away:
+            self._host.reload()
+
     def zero_grad(self) -> None:
+        if self._gradients:
+            self._gradients.restore()
         self.ddp.zero_grad_buffer()
         self.megatron.zero_grad()
 
@@ -95,11 +141,14 @@ class PolicyOptimizer:
         return Update(grad_norm, rate, applied=True)
 
     def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Adam's state in megatron-core's sharded form: see `sharded_adam_state`."""
+        """Adam's state in megatron-core's sharded form, wherever it is: see `sharded_adam_state`."""
         state: dict[str, Any] = {"step": get_step(self._parts()[0].optimizer)}
         for part in self._parts():
-            state |= sharded_adam_state(part, self.ddp.module.parameters(), model_state)
+            state |= sharded_adam_state(part, self.ddp.module.parameters(), model_state, self._held)
         return state
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        return self._host.held(tensor) if self._host else tensor
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a sharded state of this optimizer that has been loaded, which filled all but the count."""

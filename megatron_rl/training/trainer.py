@@ -106,7 +106,7 @@ class Trainer:
             self.between_steps = len(updates) == len(planned)
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
         loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
-        return StepStats(seen, loss, _update_stats(updates), device)
+        return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
         """For every update of the step the trajectories it trains on; for one update where all are the same.
@@ -197,7 +197,11 @@ class Trainer:
         first = unfinished_s is None  # later ones are finished: what they began cannot be saved half done
         forward_backward(self.policy, update.inputs, loss, self._pipeline, stop=lambda: self._leaves() and first)
         self.safe_points.agree(unfinished_s)
+        with self.safe_points.phase("offload"):
+            self.optimizer.reload()
         done = self.optimizer.update(self.policy_version)
+        with self.safe_points.phase("offload"):
+            self.optimizer.offload()
         self._count(done)
         return done
 
@@ -261,11 +265,12 @@ class UpdateInput:
     """[2, trajectories] weight of each of their tokens in the global mean, and advantage."""
 
 
-def _update_stats(updates: Sequence[Update]) -> UpdateStats:
+def _update_stats(updates: Sequence[Update], offloaded: int) -> UpdateStats:
     applied = [update for update in updates if update.applied]
     return UpdateStats(
         updates=len(updates),
         applied=len(applied),
         grad_norm=sum(update.grad_norm for update in applied),
         learning_rate=updates[-1].learning_rate,
+        offloaded=offloaded,
     )

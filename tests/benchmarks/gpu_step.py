@@ -1,76 +1,208 @@
-"""Seconds per GRPO step and generated tokens/s on one GPU, a 0.5 B Qwen2.5-shaped model in bf16.
+"""A GRPO step on the GPUs of this machine: seconds, tokens/s, MFU beside what the card does in a matrix product, and
+what it takes to have Adam's state in the host's memory meanwhile.
 
-    python tests/benchmarks/gpu_step.py
+    python tests/benchmarks/gpu_step.py [--size 0.5b|7b|tiny] [--gpus 1] [--device cuda|cpu] [--results FOLDER]
 
-Random weights: the lengths are those of the limit. Skipped, with exit code 0, where there is no GPU.
+Random weights: the lengths are those of the limit. Writes the figures, with date, card and versions, to a file of
+tests/benchmarks/results. Without a GPU it says so and ends with exit code 0; --size tiny --device cpu tries it out.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from megatron_rl.contract.paths import RunDir
 
-STEPS = 8
-WARM_UP = 3
+STEPS, WARM_UP = 8, 3
+LIMIT_S = 1200
+"""Of one run."""
+RESULTS = Path(__file__).parent / "results"
+NAMES = (
+    "time/step_s",
+    "time/generate_s",
+    "time/log_probs_s",
+    "time/train_s",
+    "time/offload_s",
+    "time/refit_s",
+    "throughput/tokens_per_s",
+    "throughput/tokens_per_s_per_rank",
+    "throughput/generated_tokens_per_s",
+    "throughput/mfu",
+    "system/peak_memory_gib",
+    "system/power_w",
+    "system/offloaded_bytes",
+    "answer_length",
+    "inference_logprob_difference",
+)
 
-RECIPE = {
-    "name": "gpu-step",
-    "job": {"nodes": 1, "gpus_per_node": 1, "device": "cuda", "threads_per_rank": 4},
-    "model": {
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+    },
+    "0.5b": {  # Qwen2.5-0.5B
         "num_layers": 24,
         "hidden_size": 896,
         "ffn_hidden_size": 4864,
         "num_attention_heads": 14,
         "num_query_groups": 2,
-        "max_position_embeddings": 544,
-        "tied_embeddings": True,
-        "init": "from-scratch",
     },
-    "tokenizer": {"type": "characters", "alphabet": "0123456789+-="},
-    "environment": {"name": "arithmetic"},
-    "sampling": {"max_new_tokens": 512},
-    "inference": {"max_batch": 256},
-    # Random weights earn no rewards that differ; with a bonus their answers are trained on all the same.
-    "grpo": {"prompts_per_step": 16, "group_size": 16, "entropy_coefficient": 1e-6},
-    "optimizer": {"learning_rate": 1e-6},
-    "training": {"steps": STEPS, "tokens_per_microbatch": 32768},
-    "save": {"every": 0},
+    "7b": {  # Qwen2.5-7B, of whose 28 layers eight: with Adam's state all would need 130 GiB on one GPU
+        "num_layers": 8,
+        "hidden_size": 3584,
+        "ffn_hidden_size": 18944,
+        "num_attention_heads": 28,
+        "num_query_groups": 4,
+        "vocab_size": 152064,
+        "tied_embeddings": False,
+    },
 }
+ANSWERS = {"tiny": (4, 8), "0.5b": (16, 512), "7b": (16, 1024)}
+"""Prompts a step, and tokens of an answer."""
+
+
+def recipe(size: str, gpus: int, device: str, offload: str) -> dict[str, Any]:
+    prompts, tokens = ANSWERS[size]
+    return {
+        "name": f"gpu-step-{size}",
+        "job": {"nodes": 1, "gpus_per_node": gpus, "device": device, "threads_per_rank": 4 if device == "cuda" else 1},
+        "placement": {"offload": offload},
+        "model": {
+            "max_position_embeddings": tokens + 32,
+            "tied_embeddings": True,
+            "dtype": "bf16",
+            "init": "from-scratch",
+            **SHAPES[size],
+        },
+        "tokenizer": {"type": "characters", "alphabet": "0123456789+-="},
+        "environment": {"name": "arithmetic"},
+        "sampling": {"max_new_tokens": tokens},
+        "inference": {"max_batch": 256},
+        # Random weights earn no rewards that differ; with a bonus their answers are trained on all the same.
+        "grpo": {"prompts_per_step": prompts * gpus, "group_size": 16, "entropy_coefficient": 1e-6},
+        "optimizer": {"learning_rate": 1e-6},
+        "training": {"steps": STEPS, "tokens_per_microbatch": 16384, "recompute": "selective"},
+        "save": {"every": 0},
+    }
+
+
+def measured(asked: dict[str, Any]) -> dict[str, float]:
+    """Medians over the steps behind the warm-up."""
+    ranks = asked["job"]["gpus_per_node"]
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir(folder)
+        run_dir.resolved.write_text(yaml.safe_dump(asked))
+        command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", folder, "--attempt", "1"]
+        processes = [
+            subprocess.Popen(
+                command,
+                env=os.environ
+                | {"MRL_CACHE": folder, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                stdout=subprocess.DEVNULL,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            codes = [process.wait(timeout=deadline - time.monotonic()) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()][WARM_UP:]
+    return {
+        name: statistics.median(line[name] for line in lines) for name in NAMES if all(name in each for each in lines)
+    }
+
+
+def product_flops(device: torch.device, size: int, repeats: int = 20) -> float:
+    """Operations per second of a product of two bf16 matrices of this size: the best of three tries."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def seconds() -> Iterator[float]:
+        for _ in range(4):
+            began = time.perf_counter()
+            for _ in range(repeats):
+                a @ b
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            yield time.perf_counter() - began
+
+    _, *tries = seconds()
+    return 2.0 * size**3 * repeats / min(tries)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was measured on."""
+    found: dict[str, Any] = {name: version(name) for name in ("torch", "megatron-core", "mrl")}
+    found |= {"python": sys.version.split()[0], "card": "CPU"}
+    if device.type == "cuda":
+        found |= {
+            "card": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1),
+        }
+    return found
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> Path:
+    """A file of its own for every measurement, named by what, where and when."""
+    folder.mkdir(parents=True, exist_ok=True)
+    card = "-".join(result["machine"]["card"].split()).lower()
+    stamp = result["date"].replace(":", "").replace("+0000", "Z")
+    path = folder / f"{result['benchmark']}-{result['size']}-{card}-{stamp}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        print("no GPU here: skipped")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="0.5b")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if asked.device == "cuda" and torch.cuda.device_count() < asked.gpus:
+        print(f"{torch.cuda.device_count()} GPUs here, {asked.gpus} asked for: skipped")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = RunDir(folder)
-        run_dir.resolved.write_text(yaml.safe_dump(RECIPE))
-        command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", folder, "--attempt", "1"]
-        subprocess.run(
-            command, env=os.environ | {"MRL_CACHE": folder}, timeout=540, check=True, stdout=subprocess.DEVNULL
+    device = torch.device(asked.device)
+    steps = {each: measured(recipe(asked.size, asked.gpus, asked.device, each)) for each in ("buffers", "optimizer")}
+    result = {
+        "benchmark": "gpu-step",
+        "size": asked.size,
+        "gpus": asked.gpus,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(device),
+        "product_flops": product_flops(device, 8192 if asked.device == "cuda" else 256),
+        "steps": steps,
+    }
+    print(result["machine"])
+    print(f"{asked.size}, {asked.gpus} ranks, medians of {STEPS - WARM_UP} steps; placement.offload {', '.join(steps)}")
+    for name in NAMES:
+        print(
+            f"  {name:36}", *(f"{figures[name]:12.4g}" if name in figures else " " * 12 for figures in steps.values())
         )
-        lines = [json.loads(line) for line in Path(run_dir.metrics).read_text().splitlines()][WARM_UP:]
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; 0.5 B, 256 answers, medians of {len(lines)} steps"
-    )
-    for name in (
-        "time/step_s",
-        "time/generate_s",
-        "time/train_s",
-        "throughput/tokens_per_s",
-        "throughput/generated_tokens_per_s",
-        "answer_length",
-        "inference_logprob_difference",
-    ):
-        print(f"  {name:36} {statistics.median(line[name] for line in lines):.4g}")
+    print(f"  a product of large matrices in bf16: {result['product_flops'] / 1e12:.3g} TFLOP/s")
+    print(write_result(asked.results, result))
 
 
 if __name__ == "__main__":

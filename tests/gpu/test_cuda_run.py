@@ -92,9 +92,9 @@ def test_a_resumed_run_on_the_gpu_goes_on_with_the_same_prompts_and_rewards(tmp_
 def test_nothing_is_patched_on_cuda() -> None:
     code = (
         "import sys, torch; before = torch.Tensor.type, torch.Tensor.cuda;"
-        "from megatron_rl.config import Job; from megatron_rl.platform.select import select;"
+        "from megatron_rl.rank.config import JobConfig; from megatron_rl.platform.select import select;"
         "import megatron.core.optimizer.optimizer as optimizer;"
-        "platform = select(Job(gpus_per_node=1, device='cuda'));"
+        "platform = select(JobConfig(gpus_per_node=1, device='cuda'));"
         "assert (torch.Tensor.type, torch.Tensor.cuda) == before;"
         "assert optimizer.torch is torch;"
         "assert 'megatron_rl.platform.cpu' not in sys.modules;"

@@ -109,7 +109,9 @@ def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float =
     run_dir = RunDir(tempfile.mkdtemp(dir=_FOLDERS.name))
     run = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points())
     stir(run.trainer.policy, scale)
+    run.trainer.optimizer.reload()
     run.trainer.optimizer.megatron.reload_model_params()
+    run.trainer.optimizer.offload()
     if run.trainer.reference is not None:
         stir(run.trainer.reference, scale, seed=12)
     return run

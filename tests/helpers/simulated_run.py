@@ -136,7 +136,7 @@ class Simulation:
         loop = asyncio.new_event_loop()
         runner = asyncio.Runner(loop_factory=lambda: loop)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attempt_module, "select", lambda job, local_rank: self.platform)
+            patch.setattr(attempt_module, "select", lambda *_: self.platform)
             patch.setattr(attempt_module, "connect", lambda *_: self.groups)
             patch.setattr(attempt_module, "disconnect", lambda: None)
             patch.setattr(run_module, "build_environment", lambda *_: _Agent())
@@ -455,4 +455,4 @@ class _Trainer:
             kl=None,
             importance_weight=None,
         )
-        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate), None)
+        return StepStats(seen, loss, UpdateStats(UPDATES, UPDATES, grad_norm, rate, 0), None)

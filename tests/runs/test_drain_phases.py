@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, reproducible
+from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, reproducible
 
 from megatron_rl.contract.attempt_records import Drain, Outcome, TimelineLine
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED, PREEMPTED, SIGNALLED
@@ -162,12 +162,17 @@ PHASES: dict[str, tuple[Callable[..., None], int | None]] = {
 """Phase -> what makes it slow, and the step that is saved on the way out, where it is always the same."""
 
 
+OFFLOADED = ("generating", "training", "evaluating")
+"""In these phases Adam's state is in the host's memory meanwhile. In the undisturbed run it never is."""
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_leaves_soon_and_the_record_goes_on(
     phase: str, undisturbed: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     slow, saved = PHASES[phase]
-    run_dir = prepare(tmp_path / "run", recipe())
+    offloaded = phase in OFFLOADED
+    run_dir = prepare(tmp_path / "run", recipe() | {"placement": {"offload": "optimizer" if offloaded else "none"}})
     own_cache = tmp_path / "empty" if phase.startswith("teaching") else cache
     first = Attempt(run_dir, own_cache, sabotage=partial(slow, tmp_path))
     wait_for(tmp_path / "here", first)
@@ -188,6 +193,8 @@ def test_a_rank_leaves_soon_and_the_record_goes_on(
     second = Attempt(run_dir, cache)
     assert second.exit_codes() == [0, 0], second.logs()
     assert reproducible(run_dir) == reproducible(undisturbed)
+    moved = [line.get("system/offloaded_bytes") for line in lines_of(run_dir.metrics)]
+    assert all(moved) if offloaded else not any(moved)
 
 
 def wait_for(file: Path, attempt: Attempt, limit_s: float = 90.0) -> None:

@@ -88,7 +88,7 @@ def recipe(layout: Layout, model: str, *, distributed: bool = True) -> RunConfig
         grpo=EVERYTHING,
         sampling={"max_new_tokens": 7, "temperature": 0.8},
         optimizer={"learning_rate": 1e-3, "distributed": distributed},
-        training={"tokens_per_microbatch": 60},
+        training={"tokens_per_microbatch": 60, "recompute": "selective" if layout.sequence_parallel else "none"},
     )
 
 

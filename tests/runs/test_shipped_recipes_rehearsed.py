@@ -11,12 +11,12 @@ import pytest
 
 from launcher.backends.rehearsal import COMMAND, Rehearsal, answer, request
 from launcher.cluster.choice import load_clusters
-from launcher.plan.gpu_memory import CONTEXT_BYTES, rank_memory, tokens_known
+from launcher.plan.gpu_memory import CONTEXT_BYTES, Memory, rank_memory, tokens_known
 from launcher.plan.kinds import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe, shipped_recipes
 
-Rehearse = Callable[..., list[tuple[Rehearsal, int]]]
+Rehearse = Callable[..., list[tuple[Rehearsal, Memory]]]
 
 LAYOUTS = {
     "32b: nothing computed again": ("qwen2.5-32b-dapo", "training.recompute=none"),
@@ -25,20 +25,22 @@ LAYOUTS = {
     "3b: whole": ("qwen2.5-3b-dapo", "placement.training.tp=1", "placement.training.sequence_parallel=false"),
     "3b: norms on all ranks": ("qwen2.5-3b-dapo", "placement.training.sequence_parallel=false"),
     "3b: a reference": ("qwen2.5-3b-dapo", "grpo.kl_beta=0.1"),
+    "3b: nothing leaves": ("qwen2.5-3b-dapo", "placement.offload=none"),
+    "3b: Adam's state leaves": ("qwen2.5-3b-dapo", "placement.offload=optimizer"),
 }
-NORMAL = ("qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned")
+NORMAL = ("qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned", "smollm2-135m-chain-sum")
 
 
 @pytest.fixture(scope="module")
 def rehearsed() -> Iterator[Rehearse]:
-    """(recipe, overrides) -> what a rank of each kind did, and the bytes that were planned for it. One process has
-    imported torch for all of them."""
+    """(recipe, overrides) -> what a rank of each kind did, and what was planned for it. One process has imported torch
+    for all of them."""
     with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         ask, answers = process.stdin, process.stdout
 
-        def rehearse(recipe: str, *overrides: str) -> list[tuple[Rehearsal, int]]:
+        def rehearse(recipe: str, *overrides: str) -> list[tuple[Rehearsal, Memory]]:
             asked = load_recipe(recipe, overrides)
             config, sizes = asked.config, make_plan(asked, None).sizes
             tokens = tokens_known(config)
@@ -48,7 +50,7 @@ def rehearsed() -> Iterator[Rehearse]:
                 ask.write(request(config, tokens, kind))
                 ask.flush()
                 memory = rank_memory(config, sizes, config.model.padded_vocab_size(tokens), kind.role, kind.stage)
-                found.append((answer(kind, answers.readline()), memory.tensors))
+                found.append((answer(kind, answers.readline()), memory))
             return found
 
         try:
@@ -66,7 +68,7 @@ def test_a_shipped_recipe_goes_through_as_planned_and_fits(rehearsed: Rehearse, 
     for rank, planned in rehearsed(recipe):
         assert rank.failure is None
         if limit is not None:  # else it is a CPU's, whose attention holds other things than that of a GPU in fp32
-            assert planned == pytest.approx(rank.peak_bytes, rel=0.05), rank
+            as_planned(rank, planned)
         assert limit is None or rank.peak_bytes + CONTEXT_BYTES < limit, rank
 
 
@@ -75,26 +77,47 @@ def test_a_shipped_recipe_goes_through_as_planned_and_fits(rehearsed: Rehearse, 
 def test_other_layouts_need_what_is_planned(rehearsed: Rehearse, asked: tuple[str, ...]) -> None:
     for rank, planned in rehearsed(*asked):
         assert rank.failure is None
-        assert planned == pytest.approx(rank.peak_bytes, rel=0.05), rank
+        as_planned(rank, planned)
+
+
+def as_planned(rank: Rehearsal, planned: Memory) -> None:
+    """In every phase that is planned, to 5 %. Where a rank is built it holds the most now at one moment and now at
+    another, by the number of experts: of those few tell nothing about many."""
+    for phase in planned.phases:
+        held = sum(rank.phases[phase.name].values())
+        if phase.name == "build" and held < max(sum(each.values()) for each in rank.phases.values()):
+            continue
+        assert phase.tensors == pytest.approx(held, rel=0.05), (phase, rank.phases[phase.name])
 
 
 @pytest.mark.slow
-def test_few_layers_tell_what_all_of_them_need() -> None:
-    """In every phase and by every holder, to the rounding of a buffer."""
-    program = """
+@pytest.mark.parametrize(
+    ("recipe", "layers", "experts"),
+    [("qwen2.5-3b-dapo", 12, None), ("qwen3-30b-a3b-dapo", 6, 32)],
+    ids=["dense", "experts"],
+)
+def test_few_layers_and_experts_tell_what_all_of_them_need(recipe: str, layers: int, experts: int | None) -> None:
+    """In every phase of a step and by every holder, to the rounding of a buffer; of experts to what the work of a
+    single one needs, which has fewer tokens where there are more of them."""
+    program = f"""
 from dataclasses import asdict
 import megatron_rl.platform.megatron_core
 from launcher.recipe.load import load_recipe
-from megatron_rl.rehearse.run import _at_depth, rehearse
-config = load_recipe("qwen2.5-3b-dapo", ["model.num_layers=12"]).config
-whole = asdict(_at_depth(config, 16, 0, "colocated", 151936, 12))
+from megatron_rl.rehearse.run import _of_size, rehearse
+experts = {experts}
+overrides = ["model.num_layers={layers}"] + ([f"model.num_experts={{experts}}"] if experts else [])
+config = load_recipe("{recipe}", overrides).config
+whole = asdict(_of_size(config, 16, 0, "colocated", 151936, {layers}, experts))
 few = rehearse(config, 16, 0, "colocated", 151936)
 assert few["parameters"] == whole["parameters"]
 assert list(few["phases"]) == list(whole["phases"])
 for name, held in whole["phases"].items():
+    if name == "build" and experts:
+        continue
     assert held.keys() == few["phases"][name].keys(), (name, held, few["phases"][name])
     for holder, size in held.items():
-        assert abs(few["phases"][name][holder] - size) <= 2**20, (name, holder, few["phases"][name][holder], size)
+        off = abs(few["phases"][name][holder] - size)
+        assert off <= (2**25 if experts else 2**20), (name, holder, few["phases"][name][holder], size)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -129,7 +152,7 @@ with mock.patch.object(model_runner, "sample", on_the_cpu):
     found.append(failure())
 with mock.patch.object(trainer, "grpo_loss", of_another_shape):
     found.append(failure())
-with mock.patch.object(PackedLayer, "elementwise", lambda *_: 1 / 0):
+with mock.patch.object(PackedLayer, "through", lambda *_: 1 / 0):
     found.append(failure())
 found.append(failure(vocab=10**6, config=config.model_copy(update={
     "model": config.model.model_copy(update={"vocab_size": 14})})))

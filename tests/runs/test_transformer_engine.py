@@ -1,4 +1,5 @@
-"""In an image that has Transformer Engine a run is made of the same modules as anywhere else, on a CPU too."""
+"""In an image that has Transformer Engine: a run that does not use it is made of the same modules as anywhere else, on
+a CPU too, and one that does has the same weights, names and checkpoints. With a stand-in for it: see te_stand_in.py."""
 
 from __future__ import annotations
 
@@ -7,51 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-STUB = '''
-"""Transformer Engine 2.4 as far as megatron-core looks at it: all can be imported, nothing works without CUDA."""
-import importlib, importlib.abc, importlib.machinery, sys, types
+HELPERS = str(Path(__file__).parents[1] / "helpers")
 
-__version__ = "2.4.0"
-__path__ = []
+INSTALLED = "import te_stand_in; te_stand_in.install()\n"
 
-
-def _needs_cuda(self, *args, **kwargs):
-    raise RuntimeError("Transformer Engine needs CUDA")
-
-
-def _name(module, name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    if name in ("ops", "recipe"):
-        return importlib.import_module(f"{module.__name__}.{name}")
-    import torch
-    base = torch.optim.Optimizer if name.startswith("Fused") else torch.nn.Module
-    return type(name, (base,), {"__init__": _needs_cuda})
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path, target=None):
-        if name.startswith("transformer_engine."):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: _name(module, name)
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.insert(0, _Finder())
-common = importlib.import_module("transformer_engine.common")
-'''
-
-PROGRAM = """
+ALONE = """
 import json
-import megatron_rl.attempt  # as a rank does
 import torch, torch.distributed as dist
+import megatron_rl.attempt  # as a rank does
 from megatron.core import parallel_state
 from core_helpers import VOCAB, tiny_model
 from megatron_rl.model.policy import build_policy
@@ -65,6 +31,11 @@ platform = select(JobConfig(device="cpu"))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
 platform.seed(1)
+"""
+
+UNUSED = (
+    ALONE
+    + """
 policy = build_policy(tiny_model(), VOCAB, platform)
 optimizer = PolicyOptimizer(policy, tiny_model(), OptimizerConfig(learning_rate=1e-3), 10)
 optimizer.zero_grad()
@@ -80,29 +51,127 @@ print(json.dumps({
 }))
 import transformer_engine
 """
+)
+
+USED = (
+    INSTALLED
+    + "import transformer_engine.pytorch\n"
+    + ALONE
+    + """
+from megatron_rl.model.parallel import _boxes
+from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
+from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
+
+plain = platform.transformer_overrides
+
+def fuses(fp8):
+    platform.linears = lambda config: te_linears()
+    platform.transformer_overrides = plain | Implementation(TRANSFORMER_ENGINE, "", fp8).transformer_overrides
+
+def described(policy):
+    state = policy.sharded_state_dict()
+    boxes = {(box.key, box.global_shape, box.global_offset, box.dtype, box.replica_id) for box in _boxes(policy)}
+    return boxes, {*state}
+
+def trained(policy):
+    \"\"\"Logits, summed gradients and weights over two updates of two micro-batches each; keys of Adam's state.\"\"\"
+    optimizer = PolicyOptimizer(policy, model, OptimizerConfig(learning_rate=1e-2), 10)
+    layout = policy.layout(whole_sequences([4, 3]))
+    seen, state, weights = [], policy.sharded_state_dict(), dict(sorted(policy.named_parameters())).values()
+    for update in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            tokens = (torch.arange(7) * (2 + update) + microbatch) % VOCAB
+            logits = optimizer.ddp(tokens, torch.arange(7) % 4, layout)
+            logits.log_softmax(-1)[:, 1].sum().backward()
+            seen.append(logits.detach())
+        seen += [weight.main_grad.clone() for weight in weights]
+        assert optimizer.update(update).applied
+    adam = optimizer.sharded_state(state)
+    return seen + [*weights], {*adam}, type(optimizer._parts()[0].optimizer).__module__
+
+for name in ("none", "selective", "full"):
+    model = tiny_model(qk_norm=name == "full", qkv_bias=name != "full", tied_embeddings=name == "none")
+    platform.__dict__.pop("linears", None)
+    platform.transformer_overrides = plain
+    local = build_policy(model, VOCAB, platform, name)
+    fuses(None)
+    fused = build_policy(model, VOCAB, platform, name)
+    kinds = {type(module) for module in fused.modules()}
+    assert {NormedColumnLinear, RowLinear} <= kinds
+    assert described(fused) == described(local)
+    for one, other in ((local, fused), (fused, local)):
+        with torch.no_grad():
+            for weight in one.parameters():
+                weight.normal_(0, 0.3)
+        other.load_state_dict(one.state_dict())
+        mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+        assert mine.keys() == theirs.keys() and len(mine) > 10
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    (ours, keys, adam), (theirs, same, _) = trained(local), trained(fused)
+    assert keys == same and adam.startswith("torch.")
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert max(weight.abs().max() for weight in theirs) < 1e3  # no NaN among them
+assert te_stand_in.gradients_in_place == 3 * 2 * 4 * 4  # models, layers, linears, micro-batches
+print(json.dumps("all the same"))
+"""
+)
+
+EIGHT_BITS = (
+    USED.partition("for name in")[0]
+    + """
+import te_stand_in
+model = tiny_model(dtype="bf16", hidden_size=32, ffn_hidden_size=64, head_dim=16)
+fuses(None)
+half = build_policy(model, VOCAB, platform, "selective")
+fuses("hybrid")
+eight = build_policy(model, VOCAB, platform, "selective")
+with torch.no_grad():
+    for weight in half.parameters():
+        weight.normal_(0, 0.3)
+eight.load_state_dict(half.state_dict())
+assert te_stand_in.products_in_fp8 == 0
+(exact, keys, _), (rounded, same, _) = trained(half), trained(eight)
+assert keys == same
+print(json.dumps({
+    "products": te_stand_in.products_in_fp8,
+    "apart": ((exact[0] - rounded[0]).float().norm() / exact[0].float().norm()).item(),
+    "shapes": [[*each.shape] for each in rounded] == [[*each.shape] for each in exact],
+}))
+"""
+)
 
 
-def run(path: str) -> tuple[dict[str, object], str]:
+def run(program: str) -> tuple[Any, str]:
+    environment = os.environ | {"PYTHONPATH": HELPERS}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done.stderr
 
 
-def test_modules_and_checkpoint_are_the_same_with_and_without_transformer_engine(tmp_path: Path) -> None:
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text(STUB)
-    helpers = str(Path(__file__).parents[1] / "helpers")
-    without, missing = run(helpers)
-    beside, said = run(f"{tmp_path}:{helpers}")
+def test_modules_and_checkpoint_are_the_same_with_and_without_transformer_engine() -> None:
+    without, missing = run(UNUSED)
+    beside, said = run(INSTALLED + UNUSED)
     assert "No module named 'transformer_engine'" in missing
     assert said == "", "who asks for it later finds it"
     assert beside == without
-    assert without["norm"].startswith("megatron_rl.") and without["adam"].startswith("torch.")
+    assert without["norm"].startswith("megatron_rl.")
+    assert without["adam"].startswith("torch.")
     assert without["applied"]
+
+
+def test_products_in_fp8_are_given_numbers_of_tokens_that_they_can_take() -> None:
+    """Seven tokens; the stand-in refuses all but multiples of 16, as the kernels do, and rounds to E4M3."""
+    said, errors = run(EIGHT_BITS)
+    assert said["products"] == 2 * 4 * 4, errors  # layers, linears, micro-batches
+    assert 0.005 < said["apart"] < 0.2
+    assert said["shapes"]
+
+
+def test_a_model_of_its_linears_has_the_weights_checkpoint_and_training_of_one_without() -> None:
+    """In both directions bit for bit; logits, summed gradients and updates to rounding, whatever is computed again."""
+    said, errors = run(USED)
+    assert said == "all the same", errors

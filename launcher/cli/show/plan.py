@@ -13,13 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.plan.placement import Plan, Rank
+from launcher.plan.summary import TIGHT
 from megatron_rl.config import RunConfig
 from megatron_rl.supported import not_yet
 
 FOLD = 8
 """Equal rows in a run beyond which most are left out."""
-TIGHT = 0.95
-"""Part of a GPU's memory beyond which an estimate is no promise."""
 MARGIN = 11
 """Columns before the first GPU."""
 STYLES = {"training": ("cyan", "blue"), "colocated": ("cyan", "blue"), "inference": ("green", "yellow")}
@@ -178,6 +177,8 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         *_batch(config, summary["batch"]),
         ("model", _parameters(summary["model"])),
         ("checkpoint", _checkpoint(summary["checkpoint"])),
+        ("host", _host_memory(summary)),
+        ("off-load", OFFLOADS[summary["offload"]]),
     ):
         if text:
             grid.add_row(name, text)
@@ -224,9 +225,14 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
     time = f", {checkpoint['seconds']:.0f} s to write" if checkpoint["seconds"] else ""
     return (
         f"{size(checkpoint['bytes'])}{time}; {checkpoint['keep']} kept = {size(checkpoint['bytes_kept'])}, "
-        f"{size(checkpoint['bytes_while_saving'])} while one more is written; written from a copy in host memory, "
-        f"{size(checkpoint['host_bytes'])} a node"
+        f"{size(checkpoint['bytes_while_saving'])} while one more is written"
     )
+
+
+def _host_memory(summary: dict[str, Any]) -> str:
+    copy, adam = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"]
+    text = f"{size(copy + adam)} of a node's memory: {size(copy)} that checkpoints are written from"
+    return text + f", {size(adam)} of Adam's state" * (adam > 0)
 
 
 def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
@@ -237,13 +243,18 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
     stages = plan.sizes.inference_pp if memory["role"] == "inference" else plan.sizes.pp
     where = f", stage {memory['stage']}, the fullest" if stages > 1 else ""
     unit = "GPU" if config.job.device == "cuda" else "process"
-    table.add_row("", "", f"memory of one {memory['role']} {unit}{where}, estimated")
+    table.add_row(
+        "", "", f"memory of one {memory['role']} {unit}{where}, in its fullest phase ({memory['phase']}), estimated"
+    )
     for term in memory["terms"]:
         table.add_row(term["name"], size(term["bytes"]), term["formula"])
     limit = memory["gpu_bytes"]
     style = "bold red" if limit and memory["bytes"] > limit else "bold"
     of = f"of {size(limit)}" if limit else ""
     table.add_row(Text("together", style=style), Text(size(memory["bytes"]), style=style), of)
+    others = ", ".join(f"{name} {size(needed)}" for name, needed in memory["phases"].items() if name != memory["phase"])
+    if others:
+        table.add_row("others", "", others)
     return table
 
 
@@ -263,10 +274,17 @@ def warnings(summary: dict[str, Any]) -> Iterator[str]:
             )
 
 
+OFFLOADS = {
+    "none": "",
+    "buffers": "gradients have memory while training only, the KV cache while generating only",
+    "optimizer": "gradients have memory while training only, the KV cache while generating only, Adam's state in "
+    "updates only",
+}
+"""What becomes of memory that is not needed for a while, by `placement.offload`."""
 CURES = {
     "weights": "raise tp or pp",
     "gradients": "raise tp or pp",
-    "optimizer": "raise tp or pp, or use more nodes (optimizer.distributed)",
+    "optimizer": "raise tp or pp, use more nodes (optimizer.distributed), or set placement.offload: optimizer",
     "reference": "set grpo.kl_beta to 0, or raise tp",
     "activations": "lower training.tokens_per_microbatch and training.sequence_length, set training.recompute: full, "
     "or raise cp",

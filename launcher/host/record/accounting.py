@@ -24,9 +24,9 @@ from megatron_rl.contract.codes import FINISHED, STOPPED
 QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait", "lost", "drain"
 USEFUL = ("generate", "reward", "log-probs", "train", "refit", "evaluate")
 """Goodput is the share of these."""
-CATEGORIES = (QUEUE, IMAGE, START_UP, "load") + USEFUL + ("save", WAIT, LOST, DRAIN)
+CATEGORIES = (QUEUE, IMAGE, START_UP, "load") + USEFUL + ("offload", "save", WAIT, LOST, DRAIN)
 
-TRAINING = ("log-probs", "train", "refit")  # of a step that is not finished these have to be repeated
+TRAINING = ("log-probs", "train", "offload", "refit")  # of a step that is not finished these have to be repeated
 WORK = ("generate", "reward", WAIT) + TRAINING  # for a step; all else comes before it and belongs to the step before
 
 IN_QUEUE = 0  # number of the attempt that a job in the queue will begin

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.contract.attempt_records import Drain, Outcome, RankError
 from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, EXIT_DRAINED, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -19,8 +20,11 @@ def start(folder: Path, torch: str) -> tuple[subprocess.Popen[bytes], Attempt]:
     (folder / "torch.py").write_text(torch)
     command = [sys.executable, "-m", "megatron_rl.rank_main", "--run-dir", str(folder / "run"), "--attempt", "1"]
     path = os.pathsep.join([str(folder), *sys.path])
+    run_dir = RunDir(folder / "run")
+    run_dir.resolved.parent.mkdir()
+    run_dir.resolved.write_text(dump_resolved(load_recipe("demo").config))
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL)
-    return process, RunDir(folder / "run").attempt(1)
+    return process, run_dir.attempt(1)
 
 
 def test_what_cannot_be_loaded_is_in_the_error_file(tmp_path: Path) -> None:

@@ -90,7 +90,15 @@ def test_the_command_says_batches_memory_and_checkpoints():
         "427 GiB; 2 kept = 854 GiB",
     ):
         assert text in result.output
-    assert "written from a copy in host memory, 53.4 GiB a node" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "host 53.4 GiB of a node's memory: 53.4 GiB that checkpoints are written from" in said
+    assert "in its fullest phase (train)" in said
+    assert "off-load gradients have memory while training only" in said
+
+
+def test_adams_state_in_the_hosts_memory_is_counted_there():
+    said = " ".join(mrl_plan(RECIPE, "--cluster", "h100", "placement.offload=optimizer").output.split())
+    assert "host 99.2 GiB of a node's memory: 53.4 GiB that checkpoints are written from, 45.8 GiB of Adam's" in said
 
 
 def test_an_engine_cut_otherwise_has_its_own_share_of_the_prompts():
@@ -204,7 +212,7 @@ def test_the_json_has_what_an_attempt_with_fewer_nodes_needs():
 
 
 def test_memory_is_warned_about_for_the_fewest_nodes_which_share_the_optimizer_among_fewer():
-    larger = ("job.nodes=4-8", "training.tokens_per_microbatch=16000")
+    larger = ("job.nodes=4-8", "training.tokens_per_microbatch=30000", "placement.offload=buffers")
     (warning,) = warnings(json.loads(mrl_plan(RECIPE, "--cluster", "h100", *larger, "--json").output))
     assert warning.startswith("with 4 nodes one colocated GPU needs about")
 

@@ -8,13 +8,25 @@ import pytest
 import torch
 from core_helpers import VOCAB, tiny_model, tiny_run
 
-from launcher.plan.gpu_memory import Memory, checkpoint_bytes, rank_memories, vocabulary, weights, whole_model
+from launcher.cluster.choice import load_clusters
+from launcher.plan.gpu_memory import (
+    Memory,
+    checkpoint_bytes,
+    offloaded_bytes,
+    rank_memories,
+    vocabulary,
+    weights,
+    whole_model,
+)
 from launcher.plan.sizes import Sizes
+from launcher.plan.summary import make_plan, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.attention import PackedSequences
+from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.varlen_attention import varlen_layout
 
 MODELS = {
     "tied": {},
@@ -93,7 +105,12 @@ def demanded(**sections: Any) -> tuple[RunConfig, dict[str, int]]:
     """Bytes by the name of the term, of a run on 8 x 8 GPUs."""
     config = tiny_run(**{"grpo": {"prompts_per_step": 64, "group_size": 4}, "model": {"dtype": "bf16"}} | sections)
     (first, *_) = memories(config)
-    return config, {term.name: term.bytes for term in first.terms}
+    return config, terms_of(first)
+
+
+def terms_of(memory: Memory) -> dict[str, int]:
+    """Bytes of all terms of all phases, by name."""
+    return {term.name: term.bytes for phase in memory.phases for term in phase.terms}
 
 
 def memories(config: RunConfig, nodes: int = 8) -> list[Memory]:
@@ -129,8 +146,8 @@ def test_the_cache_holds_a_key_and_a_value_of_every_token():
 def test_partitioned_ranks_hold_either_adams_state_or_the_cache():
     placement = {"mode": "partitioned", "inference": {"nodes": 3}}
     training, inference = memories(tiny_run(grpo={"prompts_per_step": 64}, placement=placement))
-    assert "KV cache" not in {term.name for term in training.terms}
-    assert {term.name for term in inference.terms} == {"weights", "KV cache", "prefill", "context"}
+    assert "KV cache" not in terms_of(training)
+    assert terms_of(inference).keys() == {"weights", "KV cache", "prefill", "context"}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +164,7 @@ def test_what_a_rank_generates_by_and_does_not_train_is_held_beside(training, in
     placement = {"training": training, "inference": inference}
     config = tiny_run(grpo={"prompts_per_step": 64}, placement=placement)
     (found,) = memories(config)
-    terms = {term.name: term.bytes for term in found.terms}
+    terms = terms_of(found)
     whole = 4 * whole_model(config.model, 16)
     assert terms.get("inference weights", 0) == pytest.approx(share * whole, rel=0.1)
 
@@ -155,26 +172,29 @@ def test_what_a_rank_generates_by_and_does_not_train_is_held_beside(training, in
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("fields", [{}, {"num_query_groups": 4, "ffn_hidden_size": 160}], ids=["narrow", "wide"])
-def test_activations_are_what_autograd_keeps(recompute, dtype, fields, platform, groups):
-    """Bytes of distinct storages saved for the backward pass: those of eight layers less those of four."""
+def test_activations_are_what_autograd_keeps(recompute, dtype, fields, groups):
+    """Bytes that a GPU holds between the passes: those of eight layers less those of four. Two sequences that share
+    their first token, so that attention gathers what it needs of them."""
     tokens, kept = 256, {}
+    packed = PackedSequences(
+        torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens] + [129] * 128 + [tokens] * 127).int()
+    )
     for layers in (4, 8):
         model = tiny_model(num_layers=layers, max_position_embeddings=tokens, dtype=dtype, **fields)
-        policy = build_policy(model, VOCAB, platform, recompute)
-        own = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
-        saved: dict[int, Any] = {}
-
-        def keep(tensor: torch.Tensor, own: set[int] = own, saved: dict[int, Any] = saved) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage
-            return tensor
-
-        layout = policy.layout(whole_sequences([tokens]))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            policy(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), layout).sum()
-        kept[layers] = sum(storage.nbytes() for storage in saved.values())
+        with PhantomDevice() as device:
+            platform = PhantomPlatform(device)
+            policy = build_policy(model, VOCAB, platform, recompute)
+            layout = varlen_layout(packed, device.device, platform.attention.varlen.attend)
+            given = torch.zeros(tokens, dtype=torch.long, device=device.device)
+            with device.memory.watched() as before:
+                pass
+            hidden = policy.hidden(given, given, layout)
+            with device.memory.watched() as after:
+                del hidden
+        kept[layers] = after.bytes - before.bytes
     estimate, again = (activations(model, layers, tokens, recompute) for layers in (8, 4))
+    if recompute == "selective":  # outputs of norms, which Transformer Engine keeps
+        kept[8] += 4 * 2 * tokens * model.hidden_size * {"bf16": 2, "fp32": 4}[dtype]
     assert estimate - again == pytest.approx(kept[8] - kept[4], rel=0.02)
 
 
@@ -185,7 +205,43 @@ def activations(model: ModelConfig, layers: int, tokens: int, recompute: str) ->
         placement={"mode": "partitioned", "inference": {"nodes": 1}},
     )
     found, _ = rank_memories(config, Sizes.of(config.job, config.placement, 2), 16)
-    return next(term.bytes for term in found.terms if term.name == "activations")
+    return terms_of(found)["activations"]
+
+
+PASSES, GENERATION, STATES = {"activations", "backward"}, {"KV cache", "prefill"}, {"weights", "gradients", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("offload", "train", "update", "generate"),
+    [
+        ("none", STATES | PASSES | {"KV cache"}, STATES | {"KV cache"}, STATES | GENERATION),
+        ("buffers", STATES | PASSES, STATES, {"weights", "optimizer"} | GENERATION),
+        ("optimizer", {"weights", "gradients"} | PASSES, STATES, {"weights"} | GENERATION),
+    ],
+)
+def test_a_phase_holds_what_it_needs_and_what_does_not_leave(offload, train, update, generate):
+    (found,) = memories(tiny_run(grpo={"prompts_per_step": 64}, placement={"offload": offload}))
+    held = {phase.name: {term.name for term in phase.terms} - {"context"} for phase in found.phases}
+    assert (held["train"], held["update"], held["generate"]) == (train, update, generate)
+    assert found.total == max(phase.total for phase in found.phases)
+
+
+def test_by_default_adams_state_leaves_a_gpu_that_has_no_room_for_it():
+    profile = load_clusters().profile("h100")
+    recipe = load_recipe("qwen2.5-32b-dapo")
+    plan = make_plan(recipe, profile)
+
+    def chosen(gib: float, offload: str | None = None) -> RunConfig:
+        placement = recipe.config.placement.model_copy(update={"offload": offload})
+        config = recipe.config.model_copy(update={"placement": placement})
+        return with_offload(config, plan, profile.model_copy(update={"gpu_memory_gib": gib}))
+
+    (kept,) = rank_memories(chosen(80), plan.sizes, 152064)
+    (moved,) = rank_memories(chosen(40), plan.sizes, 152064)
+    (adam,) = (term.bytes for term in kept.fullest.terms if term.name == "optimizer")
+    assert (chosen(80).offload, chosen(40).offload, chosen(40, "none").offload) == ("buffers", "optimizer", "none")
+    assert kept.total - moved.total == adam == offloaded_bytes(chosen(40), plan.sizes, 152064)
+    assert offloaded_bytes(chosen(80), plan.sizes, 152064) == 0
 
 
 @pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"])

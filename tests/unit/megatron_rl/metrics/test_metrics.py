@@ -191,7 +191,7 @@ LOSS = LossStats(
     kl=None,
     importance_weight=None,
 )
-UPDATE = UpdateStats(updates=2, applied=2, grad_norm=4.0, learning_rate=2e-3)
+UPDATE = UpdateStats(updates=2, applied=2, grad_norm=4.0, learning_rate=2e-3, offloaded=0)
 
 DEVICE = DeviceStats(peak_memory=3 * 2**29, power=1200.0, powers=2, flops=2e12, peak_flops=4e12)
 
@@ -237,12 +237,18 @@ def test_a_skipped_update_is_counted_and_has_no_gradient_norm() -> None:
 
 
 def test_seconds_and_throughput_are_of_the_phases_of_a_step() -> None:
-    found = metrics()
-    assert found["time/step_s"] == 3.0
+    found = metrics(update=replace(UPDATE, offloaded=64))
+    assert found["time/step_s"] == 3.5
     assert {found[f"time/{phase.replace('-', '_')}_s"] for phase in TIMED} == {0.5}
-    assert found["throughput/tokens_per_s"] == pytest.approx(10 / 3)
-    assert found["throughput/tokens_per_s_per_rank"] == pytest.approx(10 / 3 / 2)
+    assert found["throughput/tokens_per_s"] == pytest.approx(10 / 3.5)
+    assert found["throughput/tokens_per_s_per_rank"] == pytest.approx(10 / 3.5 / 2)
     assert found["throughput/generated_tokens_per_s"] == 20.0
+
+
+def test_what_is_moved_off_the_devices_is_said_where_anything_is() -> None:
+    names = {"time/offload_s", "system/offloaded_bytes"}
+    assert not names & metrics().keys()
+    assert metrics(update=replace(UPDATE, offloaded=64))["system/offloaded_bytes"] == 64
 
 
 def test_what_the_devices_say_is_the_most_memory_the_mean_power_and_the_share_of_all_their_peaks() -> None:

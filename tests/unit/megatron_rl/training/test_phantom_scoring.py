@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import VOCAB, batch_of, quiet_safe_points, random_groups, tiny_run
+from core_helpers import VOCAB, batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
 
 from launcher.plan.gpu_memory import vocabulary
 from launcher.recipe.load import load_recipe
@@ -15,6 +15,7 @@ from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.rehearse.routing import balanced_routing
 from megatron_rl.training.batch import training_batch, update_part
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward
@@ -80,3 +81,27 @@ def test_training_goes_through_at_the_shapes_of_the_largest_recipe(
     for name, weight in policy.named_parameters():
         assert weight.grad is not None, name
         assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, torch.bfloat16), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_of_a_pass_over_experts_stays_but_gradients_and_who_went_where(
+    platform: Any, groups: Any, recompute: Recompute
+) -> None:
+    """What attention or a linear keeps of a token alone is hundreds of bytes."""
+    model = tiny_model(num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16, qkv_bias=False, dtype="bf16")
+    length = model.max_position_embeddings
+    with PhantomDevice() as device, balanced_routing():
+
+        def held() -> int:
+            with device.memory.watched() as now:
+                return now.bytes
+
+        policy = build_policy(model, VOCAB, PhantomPlatform(device), recompute)
+        inputs = [
+            ModelInput.of(policy, micro)
+            for micro in pack([[1] * length], [[False] + [True] * (length - 1)], [0], length)
+        ]
+        before = held()
+        forward_backward(policy, inputs, lambda hidden, _: hidden.float().sum(), Pipeline(), stop=lambda: False)
+        gradients = sum(weight.grad.nbytes for weight in policy.parameters() if weight.grad is not None)
+        assert held() - before - gradients <= 32 * length * model.num_layers

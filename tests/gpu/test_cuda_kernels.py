@@ -1,0 +1,144 @@
+"""The kernels of a GPU beside a formula in float64, and Transformer Engine's linears beside megatron-core's. Skipped
+where there is no GPU; run by hand with
+
+pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.platform import varlen_attention
+from megatron_rl.platform.attention import Layout, PackedSequences, whole_sequences
+from megatron_rl.platform.tree_attention import tree_layout
+from megatron_rl.platform.varlen_attention import varlen_layout
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+GPU = torch.device("cuda", 0)
+HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 128
+
+
+def tree(prompt: int, answer: int, branches: int) -> PackedSequences:
+    tokens = prompt + branches * answer
+    ends = torch.full((tokens,), tokens, dtype=torch.int32)
+    for first in range(prompt, tokens, answer):
+        ends[first : first + answer] = first + answer
+    return PackedSequences(torch.tensor([0, tokens], dtype=torch.int32), ends)
+
+
+PACKED = {
+    "sequences": whole_sequences([300, 1, 128, 77]),
+    "a tree": tree(200, 70, 5),
+    "a block": tree(10, 5, 6),
+    "a large tree": tree(1000, 150, 8),
+}
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
+    q, k, v = query.double(), *(each.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value))
+    places = torch.arange(len(ends), device=GPU)
+    visible = (places <= places[:, None]) & (places[:, None] < ends.to(GPU))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD_SIZE**0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v).flatten(1)
+
+
+def compare(layout: Layout, packed: PackedSequences, dtype: torch.dtype, tolerance: float) -> None:
+    """Results and gradients, relative to the largest."""
+    generator = torch.Generator(GPU).manual_seed(0)
+    qkv = [
+        torch.randn(len(packed.subtree_ends), heads, HEAD_SIZE, generator=generator, device=GPU, dtype=dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    for each in qkv:
+        each.requires_grad_()
+    attended, expected = layout.attend(1, *qkv), by_definition(*qkv, packed.subtree_ends)
+    of_result = torch.randn(expected.shape, generator=generator, device=GPU, dtype=dtype)
+    found = [attended, *torch.autograd.grad(attended, qkv, of_result)]
+    exact = [expected, *torch.autograd.grad(expected, qkv, of_result.double())]
+    for one, other in zip(found, exact, strict=True):
+        assert (one.double() - other.double()).abs().max() < tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("find", ["_transformer_engine", "_flash_attn", "_torch"])
+def test_a_flash_kernel_attends_as_the_formula_does(find: str, packed: PackedSequences) -> None:
+    try:
+        kernel = getattr(varlen_attention, find)()
+    except (ImportError, OSError) as error:
+        pytest.skip(str(error))
+    if kernel is None:
+        pytest.skip("this torch knows no grouped queries")
+    compare(varlen_layout(packed, GPU, kernel.attend), packed, torch.bfloat16, 2e-2)
+
+
+@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_flex_attention_attends_as_the_formula_does(
+    dtype: torch.dtype, tolerance: float, packed: PackedSequences
+) -> None:
+    torch.set_float32_matmul_precision("highest")  # as the platform does
+    compare(tree_layout(packed, GPU), packed, dtype, tolerance)
+
+
+def test_flex_attention_holds_no_scores() -> None:
+    """Of 16,384 tokens and eight heads in fp32 they would be 8 GiB."""
+    packed = whole_sequences([16384])
+    layout = tree_layout(packed, GPU)
+    qkv = [torch.randn(16384, heads, HEAD_SIZE, device=GPU, requires_grad=True) for heads in (HEADS, 2, 2)]
+    torch.cuda.reset_peak_memory_stats()
+    layout.attend(1, *qkv).sum().backward()
+    assert torch.cuda.max_memory_allocated() < 2**30
+
+
+TWINS = """
+import transformer_engine.pytorch
+import megatron_rl.attempt
+import torch, torch.distributed as dist
+from megatron.core import parallel_state
+from core_helpers import VOCAB, tiny_model
+from megatron_rl.model.policy import build_policy
+from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.implementation import Implementation
+from megatron_rl.platform.select import select
+from megatron_rl.rank.config import JobConfig
+
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+model = tiny_model(hidden_size=128, ffn_hidden_size=256, head_dim=32, dtype="bf16")
+policies = []
+for name in ("local", "transformer_engine"):
+    platform = select(JobConfig(gpus_per_node=1, device="cuda"), 0, Implementation(name, "a test"))
+    platform.seed(1)
+    policies.append(build_policy(model, VOCAB, platform))
+local, fused = policies
+fused.load_state_dict(local.state_dict())
+assert all(torch.equal(a, b) for a, b in zip(fused.state_dict().values(), local.state_dict().values()) if a is not None)
+assert [*fused.sharded_state_dict()] == [*local.sharded_state_dict()]
+tokens = torch.arange(40, device="cuda") % VOCAB
+found = []
+for policy in policies:
+    logits = policy(tokens, torch.arange(40, device="cuda"), policy.layout(whole_sequences([40])))
+    logits.float().log_softmax(-1)[:, 3].sum().backward()
+    found.append([logits, *(dict(policy.named_parameters())[name].grad for name, _ in local.named_parameters())])
+for one, other in zip(*found):
+    assert (one - other).abs().max() < 5e-2 * one.abs().max()
+print("the same")
+"""
+
+
+def test_layers_of_transformer_engine_compute_what_the_local_ones_do() -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    environment: dict[str, Any] = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
+    done = subprocess.run(
+        [sys.executable, "-c", TWINS], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip().endswith("the same"), done.stderr

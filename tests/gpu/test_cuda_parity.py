@@ -1,0 +1,120 @@
+"""What a GPU computes is what a CPU computes from the same weights: transformers' model is the witness, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import (
+    END,
+    VOCAB,
+    in_their_names,
+    packed,
+    tiny_model,
+    tiny_policy,
+    tiny_run,
+    trajectory,
+    witness,
+)
+from gpu_helpers import DEVICE, NEEDS_GPU, metrics, run_recipe
+
+from megatron_rl.algorithms.logprobs import predicted_logprobs
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.training.pipeline import Pipeline
+from megatron_rl.training.schedule import ModelInput, forward_backward
+
+pytestmark = NEEDS_GPU
+
+SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3] * 30]
+BF16 = 5e-2
+"""Of a logit: 8 bits over four layers' worth of sums. In fp32, 1e-4 is the order of summation."""
+
+
+@pytest.mark.parametrize(("dtype", "off"), [("fp32", 1e-4), ("bf16", BF16)])
+@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "qkv_bias": False}], ids=["qwen2.5", "qwen3"])
+def test_logits_are_the_witnesss(platform: Any, groups: Any, dtype: str, off: float, fields: dict[str, Any]) -> None:
+    model = tiny_model(dtype=dtype, **fields)
+    policy = tiny_policy(platform, model, scale=0.1)
+    twin = witness(policy, model).eval()
+    tokens = torch.tensor([token for sequence in SEQUENCES for token in sequence], device=platform.device)
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in SEQUENCES]).to(platform.device)
+    with torch.no_grad():
+        logits = policy(tokens, positions, policy.layout(whole_sequences([len(sequence) for sequence in SEQUENCES])))
+        expected = torch.cat([twin(torch.tensor([sequence])).logits[0, :, :VOCAB] for sequence in SEQUENCES])
+    torch.testing.assert_close(logits.cpu().float(), expected, rtol=off, atol=off)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_are_the_witnesss_where_answers_share_their_prompt(
+    platform: Any, groups: Any, recompute: Any
+) -> None:
+    model = tiny_model()
+    policy = tiny_policy(platform, model, recompute=recompute)
+    twin = witness(policy, model)
+    prompt, answers = [1, 2, 3, 4, 5], [[6, 7, END], [6, 8, 9, END], [10]]
+    inputs = [ModelInput.of(policy, micro) for micro in packed([trajectory(prompt, answer) for answer in answers])]
+
+    def loss(hidden: torch.Tensor, micro: Any) -> torch.Tensor:
+        logprobs, _ = predicted_logprobs(hidden, policy.output(), micro.targets, temperature=1.0)
+        return -logprobs.sum()
+
+    forward_backward(policy, inputs, loss, Pipeline(), stop=lambda: False)
+    for answer in answers:
+        logits = twin(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1, :VOCAB]
+        torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum").backward()
+    theirs = {name: weight.grad for name, weight in twin.named_parameters()}
+    ours = in_their_names(policy, model, lambda weight: torch.zeros(0) if weight.grad is None else weight.grad.cpu())
+    for name, gradient in ours.items():
+        expected = theirs[name]
+        assert expected is not None
+        if name == "model.embed_tokens.weight":  # padding, which the witness scores too
+            gradient, expected = gradient[:VOCAB], expected[:VOCAB]
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-3, atol=1e-4, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+def test_what_is_decoded_greedily_is_what_the_witness_finds_likeliest(platform: Any, groups: Any) -> None:
+    model = tiny_model()
+    policy = tiny_policy(platform, model).requires_grad_(False).eval()
+    twin = witness(policy, model).eval()
+    engine = Engine(policy, model, InferenceConfig(max_batch=2), END)
+    greedy = Sampling(temperature=0.0, max_new_tokens=12)
+    requests = [engine.submit(GenerationRequest(sequence, 1, greedy, key=0)) for sequence in SEQUENCES]
+    while engine.busy:
+        engine.step()
+    for request, sequence in zip(requests, SEQUENCES, strict=True):
+        completions = engine.take(request)
+        assert completions is not None
+        (completion,) = completions
+        whole = torch.tensor([[*sequence, *completion.tokens]])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(twin(whole).logits[0, len(sequence) - 1 : -1, :VOCAB], dim=-1)
+        assert logprobs.argmax(-1).tolist() == completion.tokens
+        found = torch.tensor(completion.logprobs)
+        torch.testing.assert_close(found, logprobs.amax(-1), rtol=1e-3, atol=1e-3)
+
+
+def test_a_checkpoint_of_a_cpu_goes_on_alike_on_either(tmp_path: Path) -> None:
+    """The same answers to the same prompts, by the same random numbers, and as large a gradient."""
+    taught = {"init": "supervised", "supervised": {"steps": 40, "batch_size": 16, "learning_rate": 3e-3}}
+    recipe = tiny_run(model=taught, grpo={"prompts_per_step": 8}, save={"every": 1}).model_dump()
+    steps = recipe["training"]["steps"]
+
+    def gone_on(device: str, root: Path) -> list[dict[str, Any]]:
+        run_recipe(RunDir(root), recipe, 1, "cpu")
+        run_recipe(RunDir(root), {**recipe, "training": {**recipe["training"], "steps": steps + 1}}, 2, device)
+        return metrics(RunDir(root))
+
+    ours, theirs = gone_on(DEVICE, tmp_path / "ours"), gone_on("cpu", tmp_path / "theirs")
+    assert [line["mean_reward"] for line in ours[:steps]] == [line["mean_reward"] for line in theirs[:steps]]
+    our, their = ours[steps], theirs[steps]
+    assert (our["mean_reward"], our["answer_length"]) == (their["mean_reward"], their["answer_length"])
+    assert our["grad_norm"] == pytest.approx(their["grad_norm"], rel=1e-3)
+    assert our["entropy"] == pytest.approx(their["entropy"], rel=1e-4)

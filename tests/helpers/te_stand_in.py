@@ -1,0 +1,269 @@
+"""Stands in for Transformer Engine where there is none: `install` before megatron-core is imported.
+
+Its linears have the signatures, parameters, attributes and extra state of those of 2.9 (transformer_engine_torch's
+sources; 2.4's are the same but for `save_original_input`), and compute what they document, on any device. All else can
+be imported, and raises where it is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.functional import linear, rms_norm
+
+VERSION = "2.9.0"
+
+
+class _Stateful(Module):
+    """What it would need to go on in FP8, in the checkpoint whether it computes in it or not."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(1, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        assert state.numel()
+
+
+products_in_fp8 = gradients_in_place = 0
+_in_fp8 = False
+
+
+@contextmanager
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    global _in_fp8
+    before, _in_fp8 = _in_fp8, enabled
+    try:
+        yield
+    finally:
+        _in_fp8 = before
+
+
+class Float8CurrentScaling:
+    """Each tensor by its largest value."""
+
+    def __init__(self, fp8_format: Any = None, fp8_dpa: bool = False) -> None:
+        assert fp8_format in ("hybrid", "e4m3")
+
+
+class Format:
+    HYBRID, E4M3 = "hybrid", "e4m3"
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    """To E4M3, scaled by the largest value; the gradient as if it were not."""
+    scale = 448 / tensor.detach().abs().max().float()
+    near = ((tensor.detach() * scale).to(torch.float8_e4m3fn).float() / scale).to(tensor.dtype)
+    return tensor + (near - tensor.detach())
+
+
+class _AddedInPlace(torch.autograd.Function):
+    """A product whose weight's gradient goes into `main_grad`, beside a gradient that nobody is to look at; none where
+    what was saved of the weight is no longer the parameter itself."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Parameter) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.main_grad = weight.main_grad
+        return given @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        global gradients_in_place
+        gradients_in_place += 1
+        given, weight = ctx.saved_tensors
+        ctx.main_grad += gradient.flatten(0, -2).T @ given.flatten(0, -2)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return gradient @ weight, None
+        weight.grad_added_to_main_grad = True
+        return gradient @ weight, torch.full_like(weight, torch.nan)
+
+
+class _Linear(_Stateful):
+    def _begin(
+        self, shape: Sequence[int], init_method: Any, bias: bool, dtype: torch.dtype | None, fuse: bool, returned: bool
+    ) -> None:
+        self.weight = Parameter(torch.empty(*shape, dtype=dtype))
+        if init_method is not None:
+            init_method(self.weight)
+        self.bias = Parameter(torch.zeros(shape[0], dtype=dtype)) if bias else None
+        self.use_bias, self.return_bias, self.fuse_wgrad_accumulation = bias, returned, fuse
+
+    def _product(self, given: Tensor) -> Any:
+        weight = self.weight
+        if _in_fp8:
+            global products_in_fp8
+            products_in_fp8 += 1
+            assert given[..., 0].numel() % 16 == 0
+            assert all(size % 16 == 0 for size in weight.shape)
+            given = _rounded(given)
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            out = _AddedInPlace.apply(given, weight)
+        else:
+            out = linear(given, weight)
+        if self.return_bias:
+            return out, self.bias
+        return out if self.bias is None else out + self.bias
+
+
+class LayerNormLinear(_Linear):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        init_method: Callable[..., Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert (normalization, parallel_mode, tp_size) == ("RMSNorm", "column", 1)
+        self.eps = eps
+        self.layer_norm_weight = Parameter(torch.ones(in_features, dtype=params_dtype))
+        self._begin((out_features, in_features), init_method, bias, params_dtype, fuse_wgrad_accumulation, return_bias)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Any:
+        assert is_first_microbatch is None, "else the gradient of the first is not added, but taken for the sum"
+        return self._product(rms_norm(inp, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
+
+
+class Linear(_Linear):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[..., Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert (parallel_mode, tp_size) == ("row", 1)
+        self.save_original_input = save_original_input
+        self._begin((out_features, in_features), init_method, bias, params_dtype, fuse_wgrad_accumulation, return_bias)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Any:
+        assert is_first_microbatch is None, "else the gradient of the first is not added, but taken for the sum"
+        return self._product(inp)
+
+
+class SplitAlongDim:
+    """By which megatron-core takes queries, keys and values apart where there is Transformer Engine."""
+
+    @staticmethod
+    def apply(mixed: Tensor, dim: int, sections: Sequence[int]) -> tuple[Tensor, ...]:
+        return torch.split(mixed, sections, dim)
+
+
+def get_cpu_offload_context(*_: Any, **__: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Of one that is not to be: megatron-core asks in any case."""
+    return nullcontext(), lambda tensor: tensor
+
+
+_NAMED: list[Any] = [LayerNormLinear, Linear, get_cpu_offload_context, fp8_autocast, Float8CurrentScaling, Format]
+REAL = {each.__name__: each for each in _NAMED} | {"_SplitAlongDim": SplitAlongDim}
+
+
+def _needs_cuda(self: Any, *_: Any, **__: Any) -> None:
+    raise RuntimeError("Transformer Engine needs CUDA")
+
+
+def _name(module: ModuleType, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name in ("ops", "recipe", "distributed", "common", "pytorch"):
+        return importlib.import_module(f"{module.__name__}.{name}")
+    if name in REAL:
+        return REAL[name]
+    base = torch.optim.Optimizer if name.startswith("Fused") else Module
+    return type(name, (base,), {"__init__": _needs_cuda})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] == "transformer_engine":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module: Any = ModuleType(spec.name)
+        module.__version__ = VERSION
+        module.__getattr__ = lambda name: _name(module, name)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == "transformer_engine.pytorch":
+            importlib.import_module("transformer_engine.pytorch.optimizers")  # as the real one does
+
+
+def install() -> None:
+    """From here on Transformer Engine can be imported."""
+    sys.meta_path.insert(0, _Finder())

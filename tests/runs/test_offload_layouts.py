@@ -1,0 +1,37 @@
+"""However the model is cut, a run whose Adam's state is in the host's memory but for the updates is the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_helpers import Attempt, lines_of, loop_recipe, prepare, reproducible
+
+from megatron_rl.contract.paths import RunDir
+
+LAYOUTS: list[dict[str, Any]] = [{"tp": 2, "sequence_parallel": True}, {"tp": 2}, {"pp": 2}]
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])], ids=str
+)
+def test_a_run_with_off_load_is_the_one_without(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Evaluations and checkpoints between its steps included; in bf16, where Adam has weights of its own."""
+
+    def run(offload: str) -> RunDir:
+        recipe = loop_recipe(
+            model={"dtype": "bf16"},
+            placement={"training": layout, "offload": offload},
+            training={"steps": 3},
+            evaluation={"every": 2},
+            save={"every": 2},
+        )
+        run_dir = prepare(tmp_path / offload, recipe)
+        attempt = Attempt(run_dir, tmp_path / "cache")
+        assert attempt.exit_codes() == [0, 0], attempt.logs()
+        return run_dir
+
+    usual, offloaded = run("none"), run("optimizer")
+    assert reproducible(offloaded) == reproducible(usual)
+    assert all(line["system/offloaded_bytes"] > 0 for line in lines_of(offloaded.metrics))

@@ -1,0 +1,430 @@
+"""Attention of a GPU, as far as it can be tried without one: what goes into its kernels and what is made of theirs,
+which of them is taken, and FlexAttention as torch computes it on a CPU."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention as flex
+
+from megatron_rl.algorithms.packing import MicroBatch, pack
+from megatron_rl.platform.attention import PackedSequences, whole_sequences
+from megatron_rl.platform.cuda_attention import CudaAttention, tree_is_faster
+from megatron_rl.platform.phantom import PhantomDevice
+from megatron_rl.platform.tree_attention import TreeLayout, tree_layout
+from megatron_rl.platform.varlen_attention import VarlenKernel, VarlenLayout, find_varlen_kernel, varlen_layout
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
+
+
+def random_qkv(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(tokens, heads, HEAD_SIZE, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Softmax attention in float64, of query i to the keys that row i of `visible` names. [tokens, heads * size]"""
+    q, k, v = query.double(), *(each.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD_SIZE**0.5
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+def seen_in_trees(packed: PackedSequences) -> Tensor:
+    places = torch.arange(len(packed.subtree_ends))
+    return (places <= places[:, None]) & (places[:, None] < packed.subtree_ends)
+
+
+def not_compiled(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask) -> Tensor:
+    attended: Tensor = flex.flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+    return attended
+
+
+def causal_in_sequences(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """What every kernel of variable lengths is to compute."""
+    assert cu_seqlens.dtype is torch.int32
+    edges = cu_seqlens.tolist()
+    assert (edges[-1], longest) == (len(query), max(stop - first for first, stop in pairwise(edges)))
+    sequence = torch.arange(len(edges) - 1).repeat_interleave(cu_seqlens.diff())
+    visible = (sequence == sequence[:, None]) & torch.ones(len(query), len(query)).tril().bool()
+    return by_definition(query, key, value, visible).view(query.shape).to(query.dtype)
+
+
+def answers_to(prompt: list[int], answers: list[list[int]]) -> MicroBatch:
+    rows = [prompt + answer for answer in answers]
+    masks = [[False] * len(prompt) + [True] * len(answer) for answer in answers]
+    (micro,) = pack(rows, masks, range(len(rows)), 10**6)
+    return micro
+
+
+TREES = st.builds(
+    answers_to,
+    st.lists(st.integers(3, 9), min_size=1, max_size=20),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=6),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(TREES)
+def test_each_branch_is_given_to_a_flash_kernel_as_a_sequence(micro: MicroBatch) -> None:
+    query, key, value = random_qkv(len(micro.tokens))
+    attended = varlen_layout(micro, CPU, causal_in_sequences).attend(1, query, key, value)
+    torch.testing.assert_close(attended.double(), by_definition(query, key, value, seen_in_trees(micro)))
+
+
+def test_what_shares_nothing_is_not_gathered_for_it() -> None:
+    lengths = [5, 1, 7]
+    layout = varlen_layout(whole_sequences(lengths), CPU, causal_in_sequences)
+    assert layout.branches is None
+    assert layout.cu_seqlens.tolist() == [0, 5, 6, 13]
+    query, key, value = random_qkv(sum(lengths))
+    expected = by_definition(query, key, value, seen_in_trees(whole_sequences(lengths)))
+    torch.testing.assert_close(layout.attend(1, query, key, value).double(), expected)
+
+
+def test_gradients_of_what_branches_share_are_added_up_in_fp32() -> None:
+    """In bf16, of 64 branches of a prompt: the sum of what the kernel gives for each, rounded once."""
+    micro = answers_to([3] * 4, [[1, i, *([2] * (i % 3))] for i in range(64)])
+    of_rows: list[Tensor] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        value.register_hook(of_rows.append)
+        return query * value.mean(1, keepdim=True)
+
+    layout = varlen_layout(micro, CPU, kernel)
+    query, key, value = (each.requires_grad_() for each in random_qkv(len(micro.tokens), torch.bfloat16))
+    layout.attend(1, query, key, value).float().pow(2).sum().backward()
+    assert layout.branches is not None
+    assert value.grad is not None
+    exact = torch.zeros(value.shape, dtype=torch.float64).index_add_(
+        0, layout.branches.fan_out.rows, of_rows[0].double()
+    )
+    torch.testing.assert_close(value.grad.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+# Kernels of other packages: what stands in for them has their signatures, and computes what they document.
+
+
+def flash_attn_varlen_func(  # flash-attn 2.7.4 and 2.8.3
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    assert causal
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k
+    return causal_in_sequences(q, k, v, cu_seqlens_q, max_seqlen_q)
+
+
+class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 takes the same, and more behind it
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        # Of packed sequences (thd) it takes no mask but these two, with and without causality.
+        assert (qkv_format, attn_mask_type, attention_dropout) == ("thd", "padding_causal", 0.0)
+        self.shape = num_attention_heads, num_gqa_groups, kv_channels
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+    ) -> Tensor:
+        assert self.shape == (query_layer.shape[1], key_layer.shape[1], query_layer.shape[2])
+        assert cu_seqlens_q is cu_seqlens_kv is not None
+        assert max_seqlen_q == max_seqlen_kv is not None
+        assert pad_between_seqs is False
+        return causal_in_sequences(query_layer, key_layer, value_layer, cu_seqlens_q, max_seqlen_q).flatten(1)
+
+
+def package(name: str, **names: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(names, __version__="1.2.3", __path__=[])
+    return made
+
+
+FLASH_ATTN = {"flash_attn": package("flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)}
+TRANSFORMER_ENGINE = {
+    "transformer_engine": package("transformer_engine"),
+    "transformer_engine.pytorch": package("transformer_engine.pytorch", DotProductAttention=DotProductAttention),
+}
+
+
+def varlen_attn_of_torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    raise AssertionError("it knows no grouped queries")
+
+
+OLD_TORCH = {
+    "torch.nn.attention.varlen": package("torch.nn.attention.varlen", varlen_attn=varlen_attn_of_torch_2_11),
+}
+NOTHING_ELSE = {"flash_attn": None, "transformer_engine": None}
+
+
+@pytest.mark.parametrize(
+    ("installed", "name"),
+    [
+        (FLASH_ATTN | TRANSFORMER_ENGINE, "Transformer Engine 1.2.3"),
+        (FLASH_ATTN | {"transformer_engine": None}, "flash-attn 1.2.3"),
+    ],
+)
+def test_a_kernel_of_another_package_is_asked_for_causal_attention_within_each_sequence(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any], name: str
+) -> None:
+    for module, stand_in in installed.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    kernel = find_varlen_kernel()
+    assert kernel is not None
+    assert kernel.name == name
+    query, key, value = random_qkv(9)
+    cu_seqlens = torch.tensor([0, 2, 9], dtype=torch.int32)
+    expected = causal_in_sequences(query, key, value, cu_seqlens, 7)
+    assert torch.equal(kernel.attend(query, key, value, cu_seqlens, 7), expected)
+
+
+def test_torchs_own_kernel_takes_grouped_queries_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one, as far as shapes, types and devices go."""
+    for module in NOTHING_ELSE:
+        monkeypatch.setitem(sys.modules, module, None)
+    kernel = find_varlen_kernel()
+    assert kernel is not None
+    assert kernel.name == f"torch {torch.__version__} varlen_attn"
+    with PhantomDevice(GPU) as gpu:
+        layout = varlen_layout(answers_to([3] * 9, [[1], [2, 2]]), GPU, kernel.attend)
+        qkv = [torch.empty(10, heads, HEAD_SIZE, dtype=torch.bfloat16, device=GPU) for heads in (HEADS, 2, 2)]
+        waits = gpu.waits
+        attended = layout.attend(1, *qkv)
+        assert gpu.waits == waits
+    assert (attended.shape, attended.dtype, attended.device) == ((10, HEADS * HEAD_SIZE), torch.bfloat16, GPU)
+
+
+def test_without_any_kernel_of_variable_lengths_all_goes_through_flex_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module, stand_in in (OLD_TORCH | NOTHING_ELSE).items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    assert find_varlen_kernel() is None
+    attention = CudaAttention(None)
+    assert isinstance(attention.layout(whole_sequences([3, 4]), CPU, torch.bfloat16), TreeLayout)
+    assert "neither Transformer Engine, flash-attn nor torch 2.12" in attention.description
+
+
+def test_a_package_whose_library_is_missing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "transformer_engine", Broken("transformer_engine"))
+    for module, stand_in in FLASH_ATTN.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    kernel = find_varlen_kernel()
+    assert kernel is not None
+    assert kernel.name.startswith("flash-attn")
+
+
+# FlexAttention
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    prompt=st.integers(1, 300),
+    answers=st.lists(st.integers(1, 200), min_size=1, max_size=6),
+    alone=st.lists(st.integers(1, 300), max_size=2),
+)
+def test_the_blocks_to_look_at_are_those_that_torch_finds_token_by_token(
+    prompt: int, answers: list[int], alone: list[int]
+) -> None:
+    rows = [[3] * prompt + [number] * answer for number, answer in enumerate(answers)] + [
+        [5] * length for length in alone
+    ]
+    masks = [[False] + [True] * (len(row) - 1) for row in rows]
+    (micro,) = pack(rows, masks, range(len(rows)), 10**6)
+    mask = tree_layout(micro, CPU).mask
+    tokens = len(micro.tokens)
+    expected = flex.create_block_mask(mask.mask_mod, None, None, tokens, tokens, device="cpu")
+    assert mask.shape == expected.shape
+    for kind in ("kv", "q", "full_kv", "full_q"):
+        for name in (f"{kind}_num_blocks", f"{kind}_indices"):
+            assert torch.equal(getattr(mask, name), getattr(expected, name)), name
+
+
+def test_trees_are_attended_to_as_they_are_by_a_kernel_that_is_not_compiled_for_each_of_them() -> None:
+    """Beside a formula in float64, on a CPU, with one micro-batch after the other: at the second torch learns that the
+    numbers of blocks differ."""
+    counter = CompileCounter()
+    compiled = torch.compile(flex.flex_attention, dynamic=True, backend=counter)
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask) -> Tensor:
+        return compiled(query, key, value, block_mask=mask, enable_gqa=True)
+
+    for answers in (3, 6, 9, 4):
+        micro = answers_to([7] * 100, [[number] * 30 for number in range(answers)])
+        query, key, value = random_qkv(len(micro.tokens))
+        attended = tree_layout(micro, CPU, kernel).attend(1, query, key, value)
+        expected = by_definition(query, key, value, seen_in_trees(micro)).float()
+        torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 2
+
+
+def test_a_part_of_the_tokens_attends_to_all_that_it_sees_of_trees_that_are_cut_anywhere() -> None:
+    """Every other chunk of some hundred tokens, as context-parallel ranks have them, beside a formula in float64."""
+    micro = answers_to([7] * 150, [[number] * 140 for number in range(3)])
+    tokens = len(micro.tokens)
+    part = torch.cat([torch.arange(first, min(first + 97, tokens)) for first in range(20, tokens, 230)])
+    query, key, value = random_qkv(tokens)
+    layout = CudaAttention(None, not_compiled).layout(micro, CPU, torch.bfloat16, part)
+    attended = layout.attend(1, query[part], key, value)
+    expected = by_definition(query[part], key, value, seen_in_trees(micro)[part])
+    torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
+    assert isinstance(layout, TreeLayout)
+    computed = layout.mask.kv_num_blocks.sum() + layout.mask.full_kv_num_blocks.sum()
+    assert computed < layout.mask.kv_num_blocks.numel() * -(-tokens // 128)  # and not to what it does not
+
+
+def test_its_gradients_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch computes them without a compiler, which it does on a CPU only where it is not asked whether it can."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask) -> Tensor:
+        return flex.flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+
+    micro = answers_to([7] * 60, [[number] * 30 for number in range(4)])
+    qkv = [each.requires_grad_() for each in random_qkv(len(micro.tokens))]
+    expected = by_definition(*qkv, seen_in_trees(micro))
+    of_result = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    theirs = torch.autograd.grad(expected, qkv, of_result.double())
+    attended = tree_layout(micro, CPU, kernel).attend(1, *qkv)
+    torch.testing.assert_close(torch.autograd.grad(attended, qkv, of_result), theirs)
+
+
+# Which of them
+
+
+def tree_of(prompt: int, answer: int, branches: int) -> np.ndarray:
+    ends = np.full(prompt + branches * answer, prompt + branches * answer, dtype=np.int32)
+    for first in range(prompt, len(ends), answer):
+        ends[first : first + answer] = first + answer
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "branches", "faster"),
+    [
+        (2048, 200, 16, True),
+        (8192, 100, 16, True),
+        (1024, 500, 16, True),
+        (8, 3, 64, True),  # many in a block of 128
+        (512, 4096, 4, False),
+        (100, 8000, 2, False),
+        (12288, 0, 1, False),  # nothing is shared
+    ],
+)
+def test_a_tree_is_attended_to_as_it_is_where_enough_is_shared(
+    prompt: int, answer: int, branches: int, faster: bool
+) -> None:
+    assert tree_is_faster(tree_of(prompt, answer, branches) if answer else np.full(prompt, prompt, np.int32)) == faster
+
+
+def test_much_that_is_not_shared_beside_it_is_not_gathered_for_a_small_tree() -> None:
+    """All that is packed together is gathered or nothing is."""
+    alone, tree = np.full(4096, 4096, np.int32), tree_of(256, 64, 2)
+    assert not tree_is_faster(np.concatenate((alone, 4096 + tree)))
+    assert tree_is_faster(np.concatenate((tree_of(2048, 200, 16), 5248 + tree)))
+
+
+def test_the_kernel_follows_from_type_and_sharing() -> None:
+    attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
+    shared = PackedSequences(torch.tensor([0, 5248], dtype=torch.int32), torch.from_numpy(tree_of(2048, 200, 16)))
+    alone = whole_sequences([20, 30])
+    layouts = {
+        (packed is shared, dtype): type(attention.layout(packed, CPU, dtype))
+        for packed in (shared, alone)
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    assert layouts == {
+        (True, torch.bfloat16): TreeLayout,
+        (False, torch.bfloat16): VarlenLayout,
+        (True, torch.float32): TreeLayout,
+        (False, torch.float32): TreeLayout,
+    }
+    assert attention.description.startswith("one; FlexAttention where")
+
+
+def test_an_empty_micro_batch_goes_through() -> None:
+    layout = CudaAttention(VarlenKernel("one", causal_in_sequences)).layout(MicroBatch.empty(), CPU, torch.bfloat16)
+    query, key, value = random_qkv(1, torch.bfloat16)
+    assert torch.equal(layout.attend(1, query, key, value), value.repeat_interleave(2, dim=1).flatten(1))

@@ -1,0 +1,108 @@
+"""What `training.transformer_impl` comes to on a machine, and where that is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from core_helpers import tiny_run
+from pydantic import ValidationError
+
+from megatron_rl.attempt import note_kernels
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.attempt_records import Kernels
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import read
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.platform import implementation as module
+from megatron_rl.platform.implementation import LOCAL, TRANSFORMER_ENGINE, Implementation, choose_implementation
+
+ON_GPUS: dict[str, Any] = {"model": {"dtype": "bf16"}, "job": {"device": "cuda", "gpus_per_node": 1}}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 16}
+
+
+def run_on_gpus(asked: str, **sections: Any) -> RunConfig:
+    return tiny_run(**ON_GPUS | {"training": {"steps": 1, "transformer_impl": asked}} | sections)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_missing", lambda: None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_where_it_is_installed_it_is_used_unless_the_recipe_says_otherwise() -> None:
+    assert choose_implementation(run_on_gpus("auto")) == Implementation(TRANSFORMER_ENGINE, "it is installed")
+    assert choose_implementation(run_on_gpus("transformer_engine")).name == TRANSFORMER_ENGINE
+    assert choose_implementation(run_on_gpus("local")) == Implementation(LOCAL, "the recipe asks for it")
+
+
+def test_where_it_is_not_it_is_done_without_unless_the_recipe_asks_for_it() -> None:
+    found = choose_implementation(run_on_gpus("auto"))
+    assert found.name == LOCAL
+    assert found.reason == "Transformer Engine cannot be imported (No module named 'transformer_engine')"
+    with pytest.raises(ConfigurationError, match=r"transformer_impl is transformer_engine, but .* cannot be imported"):
+        choose_implementation(run_on_gpus("transformer_engine"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"job": {"device": "cpu"}}, "job.device is cpu"),
+        ({"model": {"dtype": "fp32"}}, "model.dtype is fp32"),
+        ({"model": {"dtype": "bf16", **EXPERTS}}, "model.num_experts is set"),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_what_it_cannot_do_as_the_rest_of_a_run_needs_it_is_done_without(sections: dict[str, Any], why: str) -> None:
+    found = choose_implementation(run_on_gpus("auto", **sections))
+    assert found.name == LOCAL
+    assert found.reason.startswith(why)
+    with pytest.raises(ValidationError, match=f"transformer_impl is transformer_engine, but {why}"):
+        run_on_gpus("transformer_engine", **sections)
+
+
+@pytest.mark.usefixtures("installed")
+def test_products_are_in_fp8_where_the_recipe_asks_for_them() -> None:
+    found = choose_implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "hybrid"}))
+    assert found.fp8 == "hybrid"
+    assert found.transformer_overrides["fp8"] == "hybrid"
+    assert "fp8" not in choose_implementation(run_on_gpus("auto")).transformer_overrides
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"training": {"transformer_impl": "local"}}, "training.transformer_impl is local"),
+        ({"training": {"recompute": "full"}}, "training.recompute is full"),
+        ({"model": {"dtype": "fp32"}}, "model.dtype is fp32"),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be(sections: dict[str, Any], why: str) -> None:
+    sections["training"] = {"steps": 1, "fp8": "e4m3"} | sections.get("training", {})
+    with pytest.raises(ValidationError, match=f"training.fp8 is e4m3, but {why}"):
+        run_on_gpus("auto", **sections)
+
+
+def test_fp8_is_refused_where_transformer_engine_is_missing() -> None:
+    with pytest.raises(ConfigurationError, match=r"training.fp8 is e4m3, but Transformer Engine cannot be imported"):
+        choose_implementation(run_on_gpus("auto", training={"steps": 1, "fp8": "e4m3"}))
+
+
+def test_what_was_chosen_is_in_the_log_and_beside_the_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    platform: Any = SimpleNamespace(attention_kernels="flash-attn 2.8.3")
+    chosen = Implementation(LOCAL, "the recipe asks for it")
+    with caplog.at_level(logging.INFO):
+        note_kernels(attempt, chosen, platform)  # whose folder is not there
+        attempt.folder.mkdir(parents=True)
+        note_kernels(attempt, chosen, platform)
+    assert read(Kernels, attempt.kernels) == Kernels(LOCAL, "the recipe asks for it", "flash-attn 2.8.3")
+    first, failed, second = (record.getMessage() for record in caplog.records)
+    assert (
+        first == second == ("transformer_impl: local (the recipe asks for it); attention: flash-attn 2.8.3; fp8: None")
+    )
+    assert str(attempt.kernels) in failed
