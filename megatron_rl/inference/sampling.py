@@ -31,7 +31,7 @@ class SamplingRows:
     greedy: NDArray[np.bool_]
     """Whether the temperature is 0."""
     likeliest: NDArray[np.int64]
-    """top_k."""
+    """top_k: how many tokens need be put in order."""
     cuts_order: NDArray[np.bool_]
     """Whether top-k or top-p cut anything away."""
     cuts_floor: NDArray[np.bool_]
