@@ -21,13 +21,17 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Sampling parameters of every row of a batch, each [rows], and which cuts they ask for, on the host: it need not
-    wait for the device to know what to compute."""
+    """Sampling parameters of every row of a batch, each [rows], and what they ask for, on the host: it need not wait
+    for the device to know what to compute."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    greedy: NDArray[np.bool_]
+    """Whether the temperature is 0."""
+    likeliest: NDArray[np.int64]
+    """top_k: how many tokens need be put in order."""
     cuts_order: NDArray[np.bool_]
     """Whether top-k or top-p cut anything away."""
     cuts_floor: NDArray[np.bool_]
@@ -40,6 +44,8 @@ class SamplingRows:
             top_k=torch.zeros(rows, dtype=torch.long, device=device),
             top_p=torch.ones(rows, device=device),
             min_p=torch.zeros(rows, device=device),
+            greedy=np.zeros(rows, dtype=np.bool_),
+            likeliest=np.zeros(rows, dtype=np.int64),
             cuts_order=np.zeros(rows, dtype=np.bool_),
             cuts_floor=np.zeros(rows, dtype=np.bool_),
         )
@@ -50,6 +56,8 @@ class SamplingRows:
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
+            self.greedy[rows],
+            self.likeliest[rows],
             self.cuts_order[rows],
             self.cuts_floor[rows],
         )
@@ -59,6 +67,8 @@ class SamplingRows:
         self.top_k[rows] = sampling.top_k
         self.top_p[rows] = sampling.top_p
         self.min_p[rows] = sampling.min_p
+        self.greedy[rows] = sampling.temperature == 0
+        self.likeliest[rows] = sampling.top_k
         self.cuts_order[rows] = sampling.top_k > 0 or sampling.top_p < 1
         self.cuts_floor[rows] = sampling.min_p > 0
 
@@ -67,8 +77,8 @@ class SamplingRows:
         source, target = (torch.tensor(rows).to(self.top_k.device, non_blocking=True) for rows in (sources, targets))
         for column in (self.temperature, self.top_k, self.top_p, self.min_p):
             column[target] = column[source]
-        for cuts in (self.cuts_order, self.cuts_floor):
-            cuts[targets] = cuts[sources]
+        for asked in (self.greedy, self.likeliest, self.cuts_order, self.cuts_floor):
+            asked[targets] = asked[sources]
 
 
 def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,13 +91,14 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor,
     """
     greedy = rows.temperature == 0
     temperature = rows.temperature.masked_fill(greedy, 1.0)
-    logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits / temperature[:, None], dim=-1)
     # fp32 running sums over 150k tokens would lose the tail
-    probs = keep_likely(logprobs.exp(), rows).double()
-    cumulative = probs.cumsum(-1)
+    cumulative = keep_likely(logprobs.exp(), rows).cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
     tokens = drawn.squeeze(1).clamp_(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    if rows.greedy.any():
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -95,8 +106,10 @@ def keep_likely(probs: Tensor, rows: SamplingRows) -> Tensor:
     """Zero what top-k, then top-p, then min-p cut away; [rows, vocab]. The likeliest token always stays."""
     vocab = probs.shape[1]
     if rows.cuts_order.any():
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(vocab, device=probs.device)
+        # To sort 150k tokens takes longer than to compute them; where every row keeps few, those are enough.
+        depth = min(vocab, int(rows.likeliest.max())) if rows.likeliest.all() else vocab
+        ordered, order = probs.topk(depth) if depth < vocab else probs.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(depth, device=probs.device)
         top_k = torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None]
         ordered = ordered.masked_fill(rank >= top_k, 0.0)
         mass_before = ordered.cumsum(-1) - ordered

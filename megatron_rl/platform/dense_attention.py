@@ -104,6 +104,9 @@ class DenseLayout:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
     """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i, or those that `visible` says."""
+    dtype = query.dtype
+    if query.is_cpu and torch.is_grad_enabled():  # torch's backward in bf16 takes a CPU twice as long
+        query, key, value = query.float(), key.float(), value.float()
     out = scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -112,7 +115,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -
         is_causal=visible is None,
         enable_gqa=True,
     )
-    return out.transpose(1, 2)
+    return out.to(dtype).transpose(1, 2)
 
 
 def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:

@@ -78,6 +78,7 @@ class Contestant:
             variables = {
                 "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads),
+                "OMP_WAIT_POLICY": "passive",  # as the launcher has it: else other work costs each side several times
                 "MRL_PARENT_PID": str(os.getpid()),
                 "MRL_CACHE": str(folder),
             }

