@@ -60,6 +60,7 @@ LAYOUTS = {
     "PP4 untied": ("untied", Layout(pp=4)),
     "TP2 SP PP2": ("dense", Layout(tp=2, pp=2, sequence_parallel=True)),
     "TP2 PP2 untied": ("untied", Layout(tp=2, pp=2)),
+    "TP2 DP2": ("dense", Layout(tp=2, dp=2)),
     "CP2 DP2": ("dense", Layout(cp=2, dp=2)),
     "CP2 TP2 SP": ("dense", Layout(cp=2, tp=2, sequence_parallel=True)),
     "CP2 PP2 untied": ("untied", Layout(cp=2, pp=2)),
