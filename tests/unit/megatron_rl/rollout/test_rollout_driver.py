@@ -75,7 +75,8 @@ def driver_of(
     agent: Agent, config: RunConfig, rank: int = 0, ranks: int = 1, policy_version: int = 0
 ) -> Iterator[RolloutDriver]:
     groups: Any = SimpleNamespace(control=rank)
-    engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, let_go=lambda: None)
+    done = {"let_go": lambda: None, "end_phase": lambda: None}
+    engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, **done)
     of_engine: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
     with TemporaryDirectory() as folder:
