@@ -27,7 +27,8 @@ from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import absent, known_caches
-from launcher.plan.gpu_memory import checkpoint_bytes, vocabulary
+from launcher.plan.gpu_memory import checkpoint_bytes
+from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.config import RunConfig

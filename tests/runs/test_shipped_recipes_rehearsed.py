@@ -11,8 +11,9 @@ import pytest
 
 from launcher.backends.rehearsal import COMMAND, Rehearsal, answer, request
 from launcher.cluster.choice import load_clusters
-from launcher.plan.gpu_memory import CONTEXT_BYTES, Memory, rank_memory, tokens_known
+from launcher.plan.gpu_memory import CONTEXT_BYTES, Memory, rank_memory
 from launcher.plan.kinds import rank_kinds
+from launcher.plan.parameters import tokens_known
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe, shipped_recipes
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 
 from launcher.backends.rehearsal import Failure, Rehearsal
 from launcher.cli import rehearse
-from launcher.plan.gpu_memory import whole_model
 from launcher.plan.kinds import RankKind
+from launcher.plan.parameters import whole_model
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 

@@ -9,15 +9,8 @@ import torch
 from core_helpers import VOCAB, tiny_model, tiny_run
 
 from launcher.cluster.choice import load_clusters
-from launcher.plan.gpu_memory import (
-    Memory,
-    checkpoint_bytes,
-    offloaded_bytes,
-    rank_memories,
-    vocabulary,
-    weights,
-    whole_model,
-)
+from launcher.plan.gpu_memory import Memory, checkpoint_bytes, offloaded_bytes, rank_memories
+from launcher.plan.parameters import vocabulary, weights, whole_model
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan, with_offload
 from launcher.recipe.load import load_recipe

@@ -8,7 +8,7 @@ import pytest
 import torch
 from core_helpers import VOCAB, batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
 
-from launcher.plan.gpu_memory import vocabulary
+from launcher.plan.parameters import vocabulary
 from launcher.recipe.load import load_recipe
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, pack
