@@ -313,6 +313,9 @@ class _Optimizer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.updates.copy_(state["updates"])
 
+    def offload(self) -> None:
+        """Nothing of it is on a device."""
+
 
 class _Engine:
     """See ResumableInference. Token t is a hash of weights, key, sample and t."""
@@ -343,6 +346,9 @@ class _Engine:
 
     def let_go(self) -> None:
         """It has no followers."""
+
+    def end_phase(self) -> None:
+        """It has no cache."""
 
     def partial_answers(self) -> list[PartialAnswer]:
         return [

@@ -100,25 +100,25 @@ class Training:
 
     def moments_tell_their_weight(self) -> bool:
         found = [
-            torch.equal(share.tensors["exp_avg"], 2 * main) and torch.equal(share.tensors["exp_avg_sq"], main.square())
-            for share, main in self._with_weights()
+            torch.equal(flat["exp_avg"], 2 * main) and torch.equal(flat["exp_avg_sq"], main.square())
+            for flat, main in self._with_weights()
         ]
         return len(found) > 0 and all(found)
 
     @torch.no_grad()
     def let_moments_tell_their_weight(self) -> None:
-        for share, main in self._with_weights():
-            share.tensors["exp_avg"].copy_(2 * main)
-            share.tensors["exp_avg_sq"].copy_(main.square())
+        for flat, main in self._with_weights():
+            flat["exp_avg"].copy_(2 * main)
+            flat["exp_avg_sq"].copy_(main.square())
 
     def _with_weights(self) -> Any:
         parts = self.optimizer.megatron.chained_optimizers
         for share in chain.from_iterable(_shares(part, self.policy.parameters()) for part in parts):
-            length = len(share.tensors["exp_avg"])
-            weight = share.parameter.detach().flatten()[share.start : share.start + length]
-            main = share.tensors.get("param", weight)
+            flat = {name: tensor.detach().view(-1) for name, tensor in share.tensors.items()}
+            weight = share.parameter.detach().flatten()[share.start : share.start + len(flat["exp_avg"])]
+            main = flat.get("param", weight)
             assert torch.equal(main.to(weight.dtype), weight)
-            yield share, main
+            yield flat, main
 
     def save(self, folder: Path, step: int) -> None:
         saver = checkpointer(folder)
