@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from click.testing import CliRunner
 
 from launcher.backends.rehearsal import COMMAND, Rehearsal, answer, request
+from launcher.cli.rehearse import command
 from launcher.cluster.choice import load_clusters
 from launcher.plan.gpu_memory import CONTEXT_BYTES, Memory, rank_memory
 from launcher.plan.kinds import rank_kinds
-from launcher.plan.parameters import tokens_known
+from launcher.plan.parameters import tokens_known, whole_model
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe, shipped_recipes
 
@@ -58,6 +60,21 @@ def rehearsed() -> Iterator[Rehearse]:
             yield rehearse
         finally:
             process.kill()
+
+
+def test_the_command_says_what_each_rank_held_in_every_phase_of_a_step() -> None:
+    result = CliRunner().invoke(command, ["demo", "--json"])
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(result.output)["ranks"]
+    assert json.loads(result.output)["fits"] is True
+    assert list(rank) == ["role", "stage", "parameters", "peak_bytes", "phases", "planned_bytes"]
+    parameters = whole_model(load_recipe("demo").config.model, 16)
+    assert (rank["role"], rank["stage"], rank["parameters"]) == ("colocated", 0, parameters)
+    assert list(rank["phases"]) == ["build", "generate", "score", "train", "update"]
+    for phase in rank["phases"].values():
+        assert phase["bytes"] == sum(phase["held_by"].values()) <= rank["peak_bytes"]
+        assert phase["held_by"]["weights"] >= 4 * rank["parameters"]
+    assert rank["peak_bytes"] == max(phase["bytes"] for phase in rank["phases"].values())
 
 
 @pytest.mark.parametrize(
