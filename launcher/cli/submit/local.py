@@ -18,6 +18,7 @@ from launcher.fetch.prefetch import export_packages
 from launcher.job.admission import check
 from launcher.job.directories import run_directory
 from launcher.job.run_directory import Prepared, prepare
+from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved
 from megatron_rl.config import RunConfig
@@ -48,6 +49,7 @@ def refuse_slurm_only(request: Request, count: int) -> None:
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     """Do with this run what was asked for; the exit code. Raises BadInput."""
     recipe = planned.recipe
+    make_plan(recipe, None)  # which refuses a layout that these ranks cannot have, and names the nearest
     if request.dry_run:
         _show(recipe, planned.given, request)
         return EXIT_FINISHED

@@ -84,6 +84,15 @@ def test_an_override_that_is_none(override, said):
     assert said in refusal("demo", override, "--cluster", "lab")
 
 
+@pytest.mark.parametrize("cluster", ["local", "lab"])
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_the_nearest(cluster, dry):
+    said = refusal("demo", "--cluster", cluster, "placement.training.cp=3", "--run-dir", "run", dry=dry)
+    assert "cp 3 = 3 does not divide" in said
+    assert "nearest that work: placement.training.cp=2" in said
+    assert not Path("run").exists()
+
+
 def test_a_sweep_of_thousands_is_asked_about():
     seeds = ",".join(map(str, range(300)))
     rates = ",".join(f"{number}e-6" for number in range(1, 301))
