@@ -97,8 +97,10 @@ def _is_abandoned(folder: Path) -> bool:
     except OSError:
         return False
     try:
+        if os.read(writer, len(_host()) + 1) != _host():
+            return False  # nor has its writer locked it yet where it is empty: our lock would keep it from that
         fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.read(writer, len(_host()) + 1) == _host()
+        return True
     except OSError:
         return False
     finally:

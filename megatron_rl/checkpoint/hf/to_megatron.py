@@ -145,7 +145,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
     try:
         tokens = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except Exception as error:
+    except Exception as error:  # of many kinds, by what is wrong with its files
         raise UnusableWeights(f"{folder} holds no tokenizer that can be used: {error}") from error
     if tokens > vocab_size:
         raise UnusableWeights(

@@ -20,13 +20,7 @@ from megatron_rl.rank.config import JobConfig, PlacementConfig
 from megatron_rl.supported import not_yet
 
 RECIPE = "qwen2.5-32b-dapo"
-
-
-@pytest.fixture(autouse=True)
-def no_clusters_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("MRL_CLUSTERS", "MRL_CLUSTER", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
 
 def mrl_plan(*arguments: str) -> Result:

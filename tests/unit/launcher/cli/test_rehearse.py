@@ -15,13 +15,7 @@ from megatron_rl.config import RunConfig
 
 GIB = 2**30
 RECIPE = "qwen2.5-32b-dapo"
-
-
-@pytest.fixture(autouse=True)
-def no_clusters_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("MRL_CLUSTERS", "MRL_CLUSTER", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
 
 def mrl_rehearse(*arguments: str) -> Result:
