@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -94,6 +94,9 @@ class HuggingFaceConfig(BaseModel):
     sliding_window: PositiveInt | None = 4096
     use_sliding_window: bool | None = None
     quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    """Before transformers 5: dtype."""
     num_experts: PositiveInt | None = None
     num_local_experts: PositiveInt | None = None
     """Since transformers 5: num_experts."""
@@ -118,6 +121,11 @@ class HuggingFaceConfig(BaseModel):
         found = self.rope_parameters or self.rope_scaling or {}
         kind = found.get("rope_type", found.get("type", "default"))
         return {"rope_theta": self.rope_theta, **found, "rope_type": kind}
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16"]:
+        """`ModelConfig.dtype` that the weights were published for: 16 bits are bf16 here, and what is not said."""
+        return "fp32" if (self.dtype or self.torch_dtype) == "float32" else "bf16"
 
 
 def read_hf_config(folder: Path) -> HuggingFaceConfig:

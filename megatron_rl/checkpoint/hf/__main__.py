@@ -71,10 +71,10 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
     from megatron_rl.checkpoint.hf.to_megatron import to_megatron
-    from megatron_rl.checkpoint.hf.torch_dist import alone
     from megatron_rl.errors import ConfigurationError
     from megatron_rl.model.hf_config import CONFIG_FILE
     from megatron_rl.model.hub import local_folder
+    from megatron_rl.rank.alone import alone
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     if options.direction == "hf-to-megatron":

@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
@@ -27,21 +24,6 @@ from megatron_rl.checkpoint.shards import Part, Snapshot, write_metadata, write_
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
-from megatron_rl.platform.select import select
-from megatron_rl.rank.config import JobConfig
-
-
-@contextmanager
-def alone() -> Iterator[Platform]:
-    """The platform and megatron-core's groups of a process that is no rank of a run."""
-    platform = select(JobConfig(device="cpu", threads_per_rank=1))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    try:
-        yield platform
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def skeleton(model: ModelConfig, platform: Platform) -> Policy:
