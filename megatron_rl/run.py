@@ -135,7 +135,16 @@ def set_up(
     )
     placement, timeout = config.placement, timedelta(seconds=config.job.collective_timeout_s)
     ranks = EngineRanks.form(groups, placement.inference.tp or placement.training.tp, timeout)
-    engine, refit = build_engine(models.policy, config, tokenizer.vocab_size, tokenizer.eos_id, platform, groups, ranks)
+    engine, refit = build_engine(
+        models.policy,
+        config,
+        tokenizer.vocab_size,
+        tokenizer.end_ids,
+        platform,
+        groups,
+        ranks,
+        tokenizer.decode,
+    )
     refit.publish(counters.policy_version)
     bank = None
     if ranks.drives:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 from uuid import uuid4
 
 from megatron_rl.inference.config import Sampling
 
+if TYPE_CHECKING:
+    from torch import Tensor  # who only asks an engine need not have torch
+
 FinishReason = Literal["stop", "length"]
+
+TopLogprobs = dict[int, float]
+"""Log-probs of the likeliest tokens of one place, the likeliest first; as `Completion.logprobs` are, of all tokens."""
+
+MOST_TOP_LOGPROBS = 20
 
 
 class PromptTooLong(ValueError):
     """A prompt and `max_new_tokens` exceed the longest sequence. No retry mends it, and no other prompt minds it."""
+
+
+class Unsupported(ValueError):
+    """An engine was asked for what it cannot do; the message names the parameter and the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +36,8 @@ class Beginning:
     logprobs: list[float]
     versions: list[int]
     """Of each token: policy version of the weights that sampled it."""
+    top_logprobs: list[TopLogprobs] | None = None
+    """Of each token's place, where they were asked for."""
 
 
 def _new_id() -> str:
@@ -43,8 +57,18 @@ class GenerationRequest:
     """Place in the prompt stream of the problem it is about; None where it is about none, as in an evaluation."""
     known: Mapping[int, Beginning] = field(default_factory=dict)
     """Samples that go on from tokens of an earlier attempt, which their completions repeat as they are."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told of every place, at most 20."""
     id: str = field(default_factory=_new_id, compare=False)
     """Its name wherever it goes; no other request of the attempt has it."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_tokens:
+            raise ValueError("the prompt is empty: there is nothing to answer")
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples is {self.num_samples}: ask for one answer or more")
+        if not 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}: between 0 and {MOST_TOP_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +76,79 @@ class Completion:
     """One sampled answer."""
 
     tokens: list[int]
-    """The end token is included where `finish_reason` is `stop`."""
+    """Where `finish_reason` is `stop`, the last one is the end token or the one that completes the stop string."""
     logprobs: list[float]
     """Of softmax(logits / temperature) before top-k, top-p and min-p; temperature 0 counts as 1."""
     finish_reason: FinishReason
     versions: list[int]
     """Of each token: number of optimizer steps behind the weights that sampled it."""
+    stop: str | None = None
+    """The stop string that ended it."""
+    top_logprobs: list[TopLogprobs] | None = None
+    """Of each token's place, where `GenerationRequest.top_logprobs` asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one sample has got since the delta before; all of a sample joined are its completion."""
+
+    sample: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    top_logprobs: list[TopLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    """Of the last delta of a sample."""
+    stop: str | None = None
+    """The stop string that ended the sample, whose tokens have been delivered like others."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How much an engine has to do, for metrics and to turn requests away."""
+
+    running: int
+    """Samples being decoded."""
+    waiting: int
+    """Samples that wait for room."""
+    free_pages: int
+    """Pages of the key/value cache that nothing uses ..."""
+    pages: int
+    """... of all."""
 
 
 class InferenceInterface(Protocol):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """`request.num_samples` completions of one prompt, in sample order. Raises PromptTooLong."""
+        """`request.num_samples` completions of one prompt, in sample order.
+
+        Raises:
+            PromptTooLong: the request can never fit; nothing was computed.
+            Unsupported: it asks for what this engine cannot do.
+            ValueError: it asks for what no engine can do, such as a token outside the vocabulary.
+        """
+        ...
+
+
+class StreamingInference(InferenceInterface, Protocol):
+    """An engine that tells of tokens as they are sampled."""
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """The deltas of all samples of the request, interleaved. Closing the iterator, or cancelling who iterates,
+        cancels the request.
+
+        Raises as `generate` does, at once.
+        """
+        ...
+
+
+class UpdatableInference(Protocol):
+    """An engine whose weights can be replaced."""
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Have it sample by these weights, which are of policy version `version`, from its next token on.
+
+        tensors: all of the model, by their Hugging Face names, whole.
+        """
         ...
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, Section
+
+MOST_STOPS = 16
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Sampling(Section):
@@ -22,6 +26,23 @@ class Sampling(Section):
     """Drop tokens less likely than this fraction of the likeliest."""
     max_new_tokens: PositiveInt
     """Longest answer, the end token included."""
+    min_new_tokens: NonNegativeInt = 0
+    """No end token and none of `stop_tokens` is drawn before an answer has so many tokens; a stop string still ends it.
+    Log-probs stay those of all tokens."""
+    stop: Annotated[tuple[StopString, ...], Field(max_length=MOST_STOPS, strict=False)] = ()
+    """An answer ends with the token that completes one of these strings. At most 16, of 1 to 256 characters."""
+    stop_tokens: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_STOPS, strict=False)] = ()
+    """Token ids that end an answer, beside the tokenizer's own end tokens. At most 16."""
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> Sampling:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}")
+        if any("\ufffd" in text for text in self.stop):
+            raise ValueError(
+                "stop holds U+FFFD, which stands for bytes that are no text: no answer is known to have it"
+            )
+        return self
 
 
 class InferenceConfig(Section):

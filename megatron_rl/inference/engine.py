@@ -1,7 +1,7 @@
 """The in-process engine: a scheduler and a model runner that live as long as the rank.
 
     submit(request) -> id    step()    take(id) -> completions      for a caller that drives it
-    generate(request)                                               from an asyncio loop, which then drives it
+    generate(request)    stream(request)                            from an asyncio loop, which then drives it
     follow()                                                        on the other ranks of a replica
 
 No loop owns it: whichever asks drives it until nothing is left to do, and agents run between two steps. Where a replica
@@ -12,50 +12,65 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractContextManager
 
-from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, PromptTooLong
+from megatron_rl.inference.api import (
+    Completion,
+    Delta,
+    EngineLoad,
+    GenerationRequest,
+    PartialAnswer,
+    PromptTooLong,
+    Unsupported,
+)
 from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.plans import PlanBroadcast
-from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.inference.scheduler import Scheduler, StepPlan
+from megatron_rl.inference.stops import Decode
+from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 
 
 class Engine:
-    """Implements `ResumableInference` over a policy of this process, or of the ranks of a replica together."""
+    """Implements `ResumableInference` and `StreamingInference` over a policy of this process, or of the ranks of a
+    replica together."""
 
     def __init__(
         self,
         policy: Policy,
         model: ModelConfig,
         config: InferenceConfig,
-        end_token: int,
+        end_ids: Collection[int],
         max_length: int | None = None,
         ranks: EngineRanks | None = None,
         keeps_cache: bool = True,
+        decode: Decode | None = None,
     ) -> None:
         """
+        end_ids: tokens that end any answer, at least one.
         max_length: of a prompt and its answer together; by default all positions of the model.
         ranks: those that hold the policy together; None: this one has all of it.
         keeps_cache: whether the cache stays in memory from one phase of generation to the next.
+        decode: tokens to text, for stop strings.
         """
         self.policy = policy
         """Samples; see refit.publish for where its weights are from."""
-        self.end_token = end_token
         self.busy_s = 0.0
         """Seconds spent generating so far; the rest of a caller's wait is for something else, such as rewards."""
         self.max_length = max_length or model.max_position_embeddings
         self._limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
-        self._scheduler = Scheduler(config, end_token)
-        self._runner = ModelRunner(policy, model, config, end_token, self.max_length)
+        self._scheduler = Scheduler(config, end_ids, decode)
+        self._runner = ModelRunner(policy, model, config, end_ids, self.max_length)
         self._keeps_cache = keeps_cache
+        self._finds_stops = decode is not None
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast(ranks.control)
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -66,18 +81,31 @@ class Engine:
 
     @policy_version.setter
     def policy_version(self, policy_version: int) -> None:
-        self._scheduler.publish(policy_version, self._runner.answers(self._scheduler.rows))
+        self._scheduler.publish(policy_version, self._new_tokens())
 
     def submit(self, request: GenerationRequest) -> str:
-        """Queue a request. Returns its id. Raises PromptTooLong."""
+        """Queue a request. Returns its id. Raises as `InferenceInterface.generate` does."""
+        self._check(request)
+        self._scheduler.submit(request)
+        return request.id
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise where the request cannot be answered: a GPU that is asked for a token that is not there is lost."""
+        vocabulary = self.policy.vocabulary
+        for name, tokens in ("prompt", request.prompt_tokens), ("sampling.stop_tokens", request.sampling.stop_tokens):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                outside = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise ValueError(f"{name}: {outside} is no token: they are 0 to {vocabulary - 1}")
+        if request.sampling.stop and not self._finds_stops:
+            raise Unsupported("sampling.stop: this engine was given no tokenizer to look for strings with")
+        if request.top_logprobs and any(known.top_logprobs is None for known in request.known.values()):
+            raise Unsupported("top_logprobs: an interrupted answer's first tokens came without theirs")
         needed = len(request.prompt_tokens) + request.sampling.max_new_tokens
         if needed > self.max_length:
             raise PromptTooLong(
                 f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "
                 f"{request.sampling.max_new_tokens} exceed {self._limit_name} {self.max_length}"
             )
-        self._scheduler.submit(request)
-        return request.id
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its rows; one that is answered or unknown is none."""
@@ -88,19 +116,33 @@ class Engine:
         """Whether there is anything to do."""
         return self._scheduler.busy
 
+    @property
+    def load(self) -> EngineLoad:
+        """How much there is to do."""
+        return self._scheduler.load
+
     def step(self) -> None:
         """One token for every row, then admit what fits. Whatever it raises has cost all requests."""
         try:
             for plan_next in (self._scheduler.decode, self._scheduler.admit):
                 if plan := plan_next():
                     started = time.perf_counter()
-                    if self._plans:
-                        self._plans.send(plan)
-                    self._scheduler.retire(self._runner.execute(plan))
+                    self._execute(plan)
                     self.busy_s += time.perf_counter() - started
         except BaseException:
             self._scheduler.clear()
             raise
+
+    def _execute(self, plan: StepPlan) -> None:
+        if self._plans:
+            self._plans.send(plan)
+        ended = self._runner.execute(plan)
+        if ended is not None and (wanted := self._scheduler.wanted(ended)):
+            self._scheduler.retire(self._runner.answers(wanted))
+
+    def _new_tokens(self) -> list[RowAnswer]:
+        """Of all rows, what the scheduler does not know yet."""
+        return self._runner.answers(self._scheduler.wanted(self._scheduler.rows))
 
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
         """Execute what the first rank of the replica does, until it lets the others go.
@@ -139,22 +181,47 @@ class Engine:
 
     def partial_answers(self) -> list[PartialAnswer]:
         """See `ResumableInference.partial_answers`."""
-        return self._scheduler.partial_answers(self._runner.answers(self._scheduler.rows))
+        return self._scheduler.partial_answers(self._new_tokens())
 
     # Asked from an asyncio loop
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See `InferenceInterface.generate`. A caller that is cancelled leaves nothing behind."""
         request_id = self.submit(request)
-        loop = asyncio.get_running_loop()
-        answer = self._callers[request_id] = loop.create_future()
-        if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
-            self._pump = loop.create_task(self._work())
+        answer = self._callers[request_id] = asyncio.get_running_loop().create_future()
+        self._start()
         try:
             return await answer
         finally:
             del self._callers[request_id]
             self.cancel(request_id)
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """See `StreamingInference.stream`."""
+        self._check(request)
+        return self._stream(request)
+
+    async def _stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        self._scheduler.submit(request, streamed=True)
+        deltas = self._streams[request.id] = asyncio.Queue()
+        self._start()
+        unfinished = request.num_samples
+        try:
+            while unfinished:
+                delta = await deltas.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                unfinished -= delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._streams[request.id]
+            self.cancel(request.id)
+
+    def _start(self) -> None:
+        """Have this loop drive the engine, if it does not yet."""
+        loop = asyncio.get_running_loop()
+        if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
+            self._pump = loop.create_task(self._work())
 
     async def _work(self) -> None:
         """Step until nothing is left to do; what goes wrong, all who wait are told."""
@@ -167,6 +234,8 @@ class Engine:
                 for answer in self._callers.values():
                     if not answer.done():
                         answer.set_exception(error)
+                for stream in self._streams.values():
+                    stream.put_nowait(error)
                 return
             self._deliver()
 
@@ -174,3 +243,7 @@ class Engine:
         for request_id in [each for each in self._scheduler.answered if each in self._callers]:
             if not (answer := self._callers[request_id]).done():
                 answer.set_result(self._scheduler.answered.pop(request_id))
+        for request_id, delta in self._scheduler.deltas:
+            if request_id in self._streams:
+                self._streams[request_id].put_nowait(delta)
+        self._scheduler.deltas.clear()

@@ -14,7 +14,7 @@ the random number that belongs to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -28,7 +28,9 @@ from torch import Tensor
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.sampling import SamplingRows, sample, uniforms
-from megatron_rl.inference.scheduler import Prefill, RowAnswer, StepPlan
+from megatron_rl.inference.scheduler import Prefill, StepPlan
+from megatron_rl.inference.top_logprobs import TopLogprobsRows
+from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import whole_sequences
@@ -38,13 +40,15 @@ class ModelRunner:
     """One policy and the rows that it answers."""
 
     def __init__(
-        self, policy: Policy, model: ModelConfig, config: InferenceConfig, end_token: int, max_length: int
+        self, policy: Policy, model: ModelConfig, config: InferenceConfig, end_ids: Collection[int], max_length: int
     ) -> None:
-        """max_length: of a prompt and its answer together."""
+        """
+        end_ids: at least one token that ends an answer.
+        max_length: of a prompt and its answer together.
+        """
         self.policy = policy
         self.device = next(policy.parameters()).device
         self._tensor = policy.pg_collection.tp
-        self._end_token = end_token
         attention = policy.decoder.layers[0].self_attention
         rows = config.max_batch
         self._length = max_length
@@ -66,7 +70,8 @@ class ModelRunner:
         self._count = torch.zeros(rows, **integers)  # answer tokens so far
         self._limit = torch.zeros(rows, **integers)
         self._ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        self._sampling = SamplingRows.empty(rows, self.device)
+        self._sampling = SamplingRows.empty(rows, self.device, end_ids)
+        self._top = TopLogprobsRows(rows, policy.tokens_between_looks, policy.vocabulary, self.device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros(rows, max_length, **integers)
         self._logprobs = torch.zeros(rows, max_length, device=self.device)
@@ -77,8 +82,9 @@ class ModelRunner:
         self._tokens_until_look = policy.tokens_between_looks
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[RowAnswer]:
-        """Sample the next token of the plan's rows. Returns the rows that have been seen to have ended."""
+    def execute(self, plan: StepPlan) -> list[int] | None:
+        """Sample the next token of the plan's rows. Returns the rows that have ended; None where the host did not
+        look."""
         cache = self.cache = self.cache or self._make_cache()
         if plan.moves:
             self._move(plan.moves, cache)
@@ -87,33 +93,40 @@ class ModelRunner:
         self._sample(rows, logits)
         self._tokens_until_look -= 1
         if self._tokens_until_look:
-            return []
+            return None
         self._tokens_until_look = self.policy.tokens_between_looks
-        return self.answers(np.flatnonzero(_read(self._ended[: rows.stop])).tolist())
+        ended: list[int] = np.flatnonzero(_read(self._ended[: rows.stop])).tolist()
+        return ended
 
-    def answers(self, rows: Sequence[int]) -> list[RowAnswer]:
-        """What these rows have sampled so far."""
-        if not rows:
+    def answers(self, known: Mapping[int, int]) -> list[RowAnswer]:
+        """What rows have sampled so far; known: row -> how many of its first tokens to leave out."""
+        if not known:
             return []
+        rows, first = [*known], [*known.values()]
+        most = min(int((self._most_tokens[rows] - first).max()), self._length)
         index = _tensor(rows, self.device)
-        longest = min(int(self._most_tokens[rows].max()), self._length)
+        places = _tensor(first, self.device)[:, None] + torch.arange(most, device=self.device)
+        places.clamp_(max=self._length - 1)
+        at = index[:, None], places
         # One array, because to read one is to wait for the device.
         read = _read(
             torch.cat(
                 (
                     self._count[index, None].int(),
-                    self._tokens[index, :longest].int(),
-                    self._logprobs[index, :longest].view(torch.int32),
+                    self._tokens[at].int(),
+                    self._logprobs[at].view(torch.int32),
+                    *self._top.columns(rows, index, places),
                 ),
                 dim=1,
             )
         )
-        counts = read[:, 0].tolist()
-        tokens = read[:, 1 : 1 + longest].tolist()
-        logprobs = read[:, 1 + longest :].view(np.float32).tolist()
+        counts = (read[:, 0] - np.array(first)).tolist()
+        tokens = read[:, 1 : 1 + most].tolist()
+        logprobs = read[:, 1 + most : 1 + 2 * most].copy().view(np.float32).tolist()
+        top = self._top.parse(rows, read[:, 1 + 2 * most :], most)
         return [
-            RowAnswer(row, row_tokens[:count], row_logprobs[:count])
-            for row, count, row_tokens, row_logprobs in zip(rows, counts, tokens, logprobs, strict=True)
+            RowAnswer(row, tokens[i][:count], logprobs[i][:count], top and top[:count])
+            for i, (row, count, top) in enumerate(zip(rows, counts, top, strict=True))
         ]
 
     def _prefill(self, rows: slice, prefills: Sequence[Prefill], cache: KeyValueCache) -> Tensor:
@@ -159,6 +172,7 @@ class ModelRunner:
                 self._count[same] = self._most_tokens[same] = count
                 self._tokens[same, :count] = _tensor(prefill.answer_tokens, self.device)
                 self._logprobs[same, :count] = _tensor(prefill.answer_logprobs, self.device)
+            self._top.set(same, prefill.top_logprobs)
             first = same.stop
 
     def _set_sampling(self, rows: slice, prefills: Sequence[Prefill]) -> None:
@@ -190,17 +204,20 @@ class ModelRunner:
         would have followed its last token, and nobody reads that."""
         count, goes_on = self._count[rows], ~self._ended[rows]
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
-        token, log_prob = sample(logits, self._sampling[rows], uniform)
+        sampling = self._sampling[rows]
+        held = count < sampling.least if (sampling.holds > self._most_tokens[rows]).any() else None
+        token, log_prob = sample(logits, sampling, uniform, held)
         if self._tensor.size() > 1:
             # All draw by the same number from the same logits. But a GPU may add up in another order every time, and
             # ranks that go on from different tokens would make up an answer that none of them has sampled.
             dist.broadcast(token, group=self._tensor, group_src=0)
         self._tokens[rows].scatter_(1, count[:, None], token[:, None])
         self._logprobs[rows].scatter_(1, count[:, None], log_prob[:, None])
+        self._top.record(rows, count, logits, sampling.temperature)
         self._token[rows] = token
         self._position[rows] += goes_on
         count += goes_on
-        self._ended[rows] |= (token == self._end_token) | (count == self._limit[rows])
+        self._ended[rows] |= sampling.ended_by(token) | (count == self._limit[rows])
         self._most_positions[rows] += 1
         self._most_tokens[rows] += 1
 
@@ -210,6 +227,7 @@ class ModelRunner:
         longest = min(int(self._most_positions[sources].max()), self._length)
         cache.move(source, target, length=longest)
         self._sampling.move(sources, targets)
+        self._top.move(sources, targets, source, target)
         for column in (
             self._token, self._position, self._count, self._limit, self._ended, self._uniforms, self._tokens,
             self._logprobs,

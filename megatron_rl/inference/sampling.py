@@ -7,6 +7,7 @@ not depend on the time, the rank, its neighbours in the batch or where a restart
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.config import MOST_STOPS, Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -36,9 +37,18 @@ class SamplingRows:
     """Whether top-k or top-p cut anything away."""
     cuts_floor: NDArray[np.bool_]
     """Whether min-p does."""
+    least: Tensor
+    """min_new_tokens."""
+    ends: Tensor
+    """[rows, ends] the tokens that end an answer, some of them more than once."""
+    holds: NDArray[np.int64]
+    """min_new_tokens: up to which an answer may not end."""
+    end_ids: tuple[int, ...]
+    """Those that end any answer."""
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> SamplingRows:
+    def empty(cls, rows: int, device: torch.device, end_ids: Collection[int]) -> SamplingRows:
+        """end_ids: at least one token that ends any answer."""
         return cls(
             temperature=torch.ones(rows, device=device),
             top_k=torch.zeros(rows, dtype=torch.long, device=device),
@@ -48,6 +58,10 @@ class SamplingRows:
             likeliest=np.zeros(rows, dtype=np.int64),
             cuts_order=np.zeros(rows, dtype=np.bool_),
             cuts_floor=np.zeros(rows, dtype=np.bool_),
+            least=torch.zeros(rows, dtype=torch.long, device=device),
+            ends=torch.zeros(rows, len(end_ids) + MOST_STOPS, dtype=torch.long, device=device),
+            holds=np.zeros(rows, dtype=np.int64),
+            end_ids=tuple(sorted(end_ids)),
         )
 
     def __getitem__(self, rows: slice) -> SamplingRows:
@@ -60,6 +74,10 @@ class SamplingRows:
             self.likeliest[rows],
             self.cuts_order[rows],
             self.cuts_floor[rows],
+            self.least[rows],
+            self.ends[rows],
+            self.holds[rows],
+            self.end_ids,
         )
 
     def set(self, rows: slice, sampling: Sampling) -> None:
@@ -71,30 +89,46 @@ class SamplingRows:
         self.likeliest[rows] = sampling.top_k
         self.cuts_order[rows] = sampling.top_k > 0 or sampling.top_p < 1
         self.cuts_floor[rows] = sampling.min_p > 0
+        self.least[rows] = sampling.min_new_tokens
+        self.holds[rows] = sampling.min_new_tokens
+        ends = [*self.end_ids, *sampling.stop_tokens]
+        ends += ends[:1] * (self.ends.shape[1] - len(ends))
+        self.ends[rows] = torch.tensor(ends).to(self.ends.device, non_blocking=True)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy the rows `sources` to the rows `targets`."""
         source, target = (torch.tensor(rows).to(self.top_k.device, non_blocking=True) for rows in (sources, targets))
-        for column in (self.temperature, self.top_k, self.top_p, self.min_p):
+        for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.least, self.ends):
             column[target] = column[source]
-        for asked in (self.greedy, self.likeliest, self.cuts_order, self.cuts_floor):
+        for asked in (self.greedy, self.likeliest, self.cuts_order, self.cuts_floor, self.holds):
             asked[targets] = asked[sources]
 
+    def ended_by(self, tokens: Tensor) -> Tensor:
+        """Whether the newest tokens [rows] end their answers, [rows]."""
+        return (self.ends == tokens[:, None]).any(1)
 
-def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
+
+def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
     logits [rows, vocab], uniform [rows] in [0, 1) -> tokens [rows], logprobs [rows] fp32
 
     logprobs are of softmax(logits / temperature) over the whole vocabulary, whatever top-k, top-p or min-p then
     cut away. Temperature 0 takes the likeliest token and counts as temperature 1 for the log-prob.
+
+    held: [rows] which answers may not end yet: their end tokens are not there for what is drawn; None: all may.
     """
     greedy = rows.temperature == 0
     temperature = rows.temperature.masked_fill(greedy, 1.0)
     logits = logits.float()
     logprobs = torch.log_softmax(logits / temperature[:, None], dim=-1)
+    probs = logprobs.exp()
+    if held is not None:
+        # Not by their probabilities: what is left of those may all be too small for fp32.
+        logits = torch.where(held[:, None], logits.scatter(1, rows.ends, -torch.inf), logits)
+        probs = torch.softmax(logits / temperature[:, None], dim=-1)
     # fp32 running sums over 150k tokens would lose the tail
-    cumulative = keep_likely(logprobs.exp(), rows).cumsum(-1, dtype=torch.float64)
+    cumulative = keep_likely(probs, rows).cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
     tokens = drawn.squeeze(1).clamp_(max=logits.shape[1] - 1)
     if rows.greedy.any():

@@ -11,11 +11,13 @@ place with the next plan, so a step computes on no row that is known to have end
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_rl.inference.api import Beginning, Completion, FinishReason, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.stops import Decode
+from megatron_rl.inference.transcript import RowAnswer, Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Prefill:
     """One for each row."""
     key: int
     sampling: Sampling
+    top_logprobs: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -49,21 +52,13 @@ class StepPlan:
     """What the rows begin with, in their order; empty where they are being decoded already."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowAnswer:
-    """What a row of the cache has sampled, an earlier attempt's tokens included."""
-
-    row: int
-    tokens: list[int]
-    logprobs: list[float]
-
-
 @dataclass(slots=True)
 class _Job:
     """A request that is not answered yet."""
 
     request: GenerationRequest
-    completions: dict[int, Completion] = field(default_factory=dict)
+    streamed: bool
+    finished: dict[int, Transcript] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -72,8 +67,7 @@ class _Branch:
     own."""
 
     job: _Job
-    samples: list[int]
-    known: Beginning | None = None
+    samples: list[Transcript]
 
 
 @dataclass(slots=True)
@@ -81,24 +75,35 @@ class _Row:
     """What is decoded in one row."""
 
     job: _Job
-    sample: int
-    versions: list[int]
-    """Of its first tokens; all later ones are sampled by the present weights."""
+    answer: Transcript
+    """As far as the host has seen it."""
+
+    @property
+    def followed(self) -> bool:
+        return self.job.streamed or self.answer.followed
 
 
 class Scheduler:
     """Requests by id on their way through the rows of one replica. Knows no tensor, no clock and no model."""
 
-    def __init__(self, config: InferenceConfig, end_token: int) -> None:
+    def __init__(self, config: InferenceConfig, end_ids: Iterable[int], decode: Decode | None = None) -> None:
+        """
+        end_ids: tokens that end any answer.
+        decode: to look for stop strings with.
+        """
         self.policy_version = 0
         self._config = config
-        self._end_token = end_token
+        self._end_ids = frozenset(end_ids)
+        self._decode = decode
         self._jobs: dict[str, _Job] = {}
         self._waiting: deque[_Branch] = deque()
         self._rows: dict[int, _Row] = {}
         self._freed: list[int] = []  # rows that ended since the last plan
+        self._followed: set[int] = set()  # rows whose tokens somebody waits for
         self.answered: dict[str, list[Completion]] = {}
         """Completions, in sample order, by id of the request; whoever takes one removes it."""
+        self.deltas: list[tuple[str, Delta]] = []
+        """What streamed requests have got, by their ids; whoever delivers them removes them."""
 
     @property
     def busy(self) -> bool:
@@ -110,17 +115,28 @@ class Scheduler:
         """Those being decoded."""
         return list(self._rows)
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Queue all samples of a request; those that are known to their end are finished at once."""
-        job = self._jobs[request.id] = _Job(request)
-        fresh = [sample for sample in range(request.num_samples) if sample not in request.known]
-        if fresh:
+    @property
+    def load(self) -> EngineLoad:
+        """A row of the cache is a page."""
+        waiting, pages = sum(len(branch.samples) for branch in self._waiting), self._config.max_batch
+        return EngineLoad(len(self._rows), waiting, pages - len(self._rows), pages)
+
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> None:
+        """Queue all samples of a request; those that are known to their end are finished at once.
+
+        streamed: told of as deltas, instead of as completions.
+        """
+        end_ids = self._end_ids.union(request.sampling.stop_tokens)
+        samples = [Transcript.begin(request, sample, end_ids, self._decode) for sample in range(request.num_samples)]
+        job = self._jobs[request.id] = _Job(request, streamed)
+        if fresh := [answer for answer in samples if not answer.tokens]:
             self._waiting.append(_Branch(job, fresh))
-        for sample, known in request.known.items():
-            if self._finish_reason(request, known.tokens) is None:
-                self._waiting.append(_Branch(job, [sample], known))
-            else:
-                self._finish(job, sample, known)
+        for answer in samples:
+            if answer.finish_reason is not None:
+                self._finish(job, answer)
+            elif answer.tokens:
+                self._waiting.append(_Branch(job, [answer]))
+                self._tell(job, answer)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request: nobody waits for it any more. One that is answered or unknown is none."""
@@ -158,9 +174,8 @@ class Scheduler:
             if not branch.samples:
                 self._waiting.popleft()
             prefills.append(_prefill(branch, samples))
-            versions = branch.known.versions if branch.known else []
-            for sample in samples:
-                self._rows[len(self._rows)] = _Row(branch.job, sample, versions)
+            for answer in samples:
+                self._fill(len(self._rows), _Row(branch.job, answer))
             free -= len(samples)
             tokens += len(prefills[-1].tokens)
         return StepPlan(moves, range(first, len(self._rows)), prefills)
@@ -172,71 +187,81 @@ class Scheduler:
         moves = list(zip(movers, sorted(row for row in self._freed if row < left), strict=True))
         self._freed = []
         for source, target in moves:
-            self._rows[target] = self._rows.pop(source)
+            self._fill(target, self._rows.pop(source))
+            self._followed.discard(source)
         return moves
+
+    def _fill(self, number: int, row: _Row) -> None:
+        self._rows[number] = row
+        if row.followed:
+            self._followed.add(number)
 
     # Answers
 
-    def retire(self, ended: Sequence[RowAnswer]) -> None:
-        """Take over the answers of rows that have sampled their last token."""
-        for answer in ended:
-            row = self._rows[answer.row]
-            self._finish(row.job, row.sample, self._beginning(row, answer))
-        self._free([answer.row for answer in ended])
+    def wanted(self, ended: Iterable[int]) -> dict[int, int]:
+        """Rows whose tokens `retire` takes: those that have ended and those that somebody follows; and of each, how
+        many are known already."""
+        return {row: len(self._rows[row].answer.tokens) for row in sorted({*ended, *self._followed})}
 
-    def partial_answers(self, rows: Iterable[RowAnswer]) -> list[PartialAnswer]:
-        """All samples of unanswered requests that have tokens; `rows` is what the rows have sampled so far."""
-        decoded = [
-            PartialAnswer(row.job.request.id, row.sample, self._beginning(row, answer))
-            for answer in rows
-            for row in [self._rows[answer.row]]
-        ]
-        finished = [
-            PartialAnswer(request_id, sample, Beginning(answer.tokens, answer.logprobs, answer.versions))
-            for request_id, job in self._jobs.items()
-            for sample, answer in job.completions.items()
-        ]
-        return decoded + finished
+    def retire(self, answers: Iterable[RowAnswer]) -> None:
+        """Take over tokens of rows, and free those whose answers have their last one."""
+        gone = []
+        for each in answers:
+            row = self._rows[each.row]
+            row.answer.extend(each, self.policy_version)
+            if row.answer.finish_reason is None:
+                self._tell(row.job, row.answer)
+            else:
+                self._finish(row.job, row.answer)
+                gone.append(each.row)
+        self._free(gone)
 
-    def publish(self, policy_version: int, rows: Iterable[RowAnswer]) -> None:
-        """From here on the weights are those of `policy_version`; `rows` is what the ones before have sampled."""
-        for answer in rows:
-            row = self._rows[answer.row]
-            row.versions = self._beginning(row, answer).versions
+    def partial_answers(self, answers: Iterable[RowAnswer]) -> list[PartialAnswer]:
+        """All samples of unanswered requests that have tokens; `answers` is what all rows have sampled since."""
+        self._take(answers)
+        begun = [(row.job.request.id, row.answer) for row in self._rows.values()]
+        finished = [(name, answer) for name, job in self._jobs.items() for answer in job.finished.values()]
+        return [PartialAnswer(name, answer.sample, answer.beginning()) for name, answer in begun + finished]
+
+    def publish(self, policy_version: int, answers: Iterable[RowAnswer]) -> None:
+        """From here on the weights are those of `policy_version`; `answers` is what all rows have sampled since, by the
+        ones before."""
+        self._take(answers)
         self.policy_version = policy_version
 
-    def _beginning(self, row: _Row, answer: RowAnswer) -> Beginning:
-        new = len(answer.tokens) - len(row.versions)
-        return Beginning(answer.tokens, answer.logprobs, row.versions + [self.policy_version] * new)
+    def _take(self, answers: Iterable[RowAnswer]) -> None:
+        for each in answers:
+            self._rows[each.row].answer.extend(each, self.policy_version)
 
-    def _finish(self, job: _Job, sample: int, answer: Beginning) -> None:
+    def _tell(self, job: _Job, answer: Transcript) -> None:
+        if job.streamed and (answer.told < len(answer.tokens) or answer.finish_reason is not None):
+            self.deltas.append((job.request.id, answer.delta()))
+
+    def _finish(self, job: _Job, answer: Transcript) -> None:
         """A sample has its last token. With the last sample the request is answered."""
-        request = job.request
-        reason = self._finish_reason(request, answer.tokens)
-        assert reason is not None
-        job.completions[sample] = Completion(answer.tokens, answer.logprobs, reason, answer.versions)
-        if len(job.completions) == request.num_samples:
-            del self._jobs[request.id]
-            self.answered[request.id] = [job.completions[sample] for sample in range(request.num_samples)]
-
-    def _finish_reason(self, request: GenerationRequest, tokens: list[int]) -> FinishReason | None:
-        if tokens[-1] == self._end_token:
-            return "stop"
-        return "length" if len(tokens) == request.sampling.max_new_tokens else None
+        self._tell(job, answer)
+        job.finished[answer.sample] = answer
+        if len(job.finished) == job.request.num_samples:
+            del self._jobs[job.request.id]
+            if not job.streamed:
+                answers = (job.finished[sample] for sample in range(job.request.num_samples))
+                self.answered[job.request.id] = [answer.completion() for answer in answers]
 
     def _free(self, rows: Iterable[int]) -> None:
         for row in rows:
             del self._rows[row]
+            self._followed.discard(row)
             self._freed.append(row)
 
 
-def _prefill(branch: _Branch, samples: list[int]) -> Prefill:
-    request, known = branch.job.request, branch.known
+def _prefill(branch: _Branch, samples: list[Transcript]) -> Prefill:
+    request = branch.job.request
     return Prefill(
         prompt_tokens=request.prompt_tokens,
-        answer_tokens=known.tokens if known else [],
-        answer_logprobs=known.logprobs if known else [],
-        samples=samples,
+        answer_tokens=[*samples[0].tokens],
+        answer_logprobs=[*samples[0].logprobs],
+        samples=[answer.sample for answer in samples],
         key=request.key,
         sampling=request.sampling,
+        top_logprobs=request.top_logprobs,
     )

@@ -111,6 +111,11 @@ class Policy(GPTModel):
         return -tokens % (parts * (FP8_ROWS if self.config.fp8 else 1))
 
     @property
+    def vocabulary(self) -> int:
+        """Number of tokens, without those that only pad the embedding."""
+        return self._tokens
+
+    @property
     def platform(self) -> Platform:
         return self._platform
 

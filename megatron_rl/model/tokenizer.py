@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.model.config import TokenizerConfig
@@ -22,7 +24,12 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """The token that ends an answer."""
+        """The token that ends an answer in what a model is taught."""
+        ...
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """All tokens that end an answer, `eos_id` among them: many chat models end a turn by one of their own."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -46,6 +53,7 @@ class CharacterTokenizer:
         self._ids = {character: index for index, character in enumerate(alphabet)}
         self._text = [*alphabet, "", ""]
         self.eos_id = len(alphabet)
+        self.end_ids = frozenset({self.eos_id})
         self.vocab_size = len(alphabet) + 2
 
     def encode(self, text: str) -> list[int]:
@@ -68,12 +76,14 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of the `transformers` library."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int] = ()) -> None:
+        """end_ids: tokens that end an answer beside the tokenizer's own."""
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
         self._tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self.eos_id: int = tokenizer.eos_token_id
+        self.end_ids = frozenset({self.eos_id, *end_ids})
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -110,6 +120,23 @@ def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
         raise ValueError(f"tokenizer.type huggingface needs `pip install mrl[huggingface]`: {error}") from error
     folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
+    return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)))
+
+
+def _end_ids(folder: Path, vocab_size: int) -> list[int]:
+    """The end tokens of `generation_config.json`; none where there is no such file, or it names none."""
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return []
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file}: not a generation config: {error}") from error
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    for each in ids:
+        if type(each) is not int or not 0 <= each < vocab_size:
+            raise ValueError(f"{file}: eos_token_id {each!r} is none of the tokenizer's {vocab_size} tokens")
+    return ids

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.stops import Decode
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
@@ -17,15 +20,16 @@ def build_engine(
     trained: Policy,
     config: RunConfig,
     vocab_size: int,
-    end_token: int,
+    end_ids: Collection[int],
     platform: Platform,
     groups: Groups,
     ranks: EngineRanks,
+    decode: Decode | None = None,
 ) -> tuple[Engine, Refit]:
     """Where both cut the model alike the engine samples by the trainer's own weights, else by a model of its own.
     Collective.
 
-    vocab_size, end_token: the tokenizer's. ranks: of the engine.
+    vocab_size, end_ids, decode: the tokenizer's; without `decode` there are no stop strings. ranks: of the engine.
     """
     shared = shares_weights(config, ranks.tensor.size())
     policy = trained
@@ -39,10 +43,11 @@ def build_engine(
         policy,
         config.model,
         config.inference,
-        end_token,
+        end_ids,
         config.training.sequence_length,
         ranks,
         keeps_cache=config.offload == "none",
+        decode=decode,
     )
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 

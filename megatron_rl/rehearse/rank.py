@@ -135,12 +135,12 @@ class _Rank:
         ranks = EngineRanks.form(self._groups, tp, A_MINUTE)
         if role == "inference":
             policy.requires_grad_(False).eval()
-            return Engine(policy, config.model, config.inference, END, config.training.sequence_length, ranks), None
+            return Engine(policy, config.model, config.inference, {END}, config.training.sequence_length, ranks), None
         trainer = self._trainer(policy)
         if role == "training":
             return None, trainer
         trainer.optimizer.offload()
-        engine, _refit = build_engine(policy, config, self._vocab, END, self._platform, self._groups, ranks)
+        engine, _refit = build_engine(policy, config, self._vocab, {END}, self._platform, self._groups, ranks)
         self._memory.assign("inference weights", _tensors(engine.policy))
         self._memory.assign("weights", _tensors(policy))  # some of which are the engine's as well
         return engine, trainer

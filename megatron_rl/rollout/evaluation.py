@@ -26,7 +26,10 @@ def evaluate(
 ) -> dict[str, float]:
     """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
     Raises LeaveAgreed where a rank was asked to leave."""
-    greedy = Sampling(temperature=0.0, max_new_tokens=config.sampling.max_new_tokens)
+    asked = config.sampling
+    greedy = Sampling(
+        temperature=0.0, max_new_tokens=asked.max_new_tokens, stop=asked.stop, stop_tokens=asked.stop_tokens
+    )
     sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
     right = torch.zeros(len(sets), dtype=torch.float64)
     for index, problems in enumerate(sets.values()):

@@ -77,7 +77,7 @@ def main() -> None:
     safe_points.connect(groups)
     run = set_up(run_dir, attempt, config, platform, groups, safe_points)
     if size.end_bias:
-        lengthen(run.trainer.policy, run.engine.end_token, size.end_bias)
+        lengthen(run.trainer.policy, run.environment.tokenizer.eos_id, size.end_bias)
 
     if turns is not None:
         export(run, folder)

@@ -105,7 +105,7 @@ def measure(rank: int, store: str, layers: int, repeats: int) -> None:
         platform.seed(1)
         trained = build_policy(config.model, VOCABULARY, platform)
         began = time.perf_counter()
-        engine, refit = build_engine(trained, config, VOCABULARY, 0, platform, groups, ranks)
+        engine, refit = build_engine(trained, config, VOCABULARY, {0}, platform, groups, ranks)
         planned_s = time.perf_counter() - began
         refit_s = seconds_of(partial(refit.publish, 1), repeats)
         buffer = torch.empty(refit.moved_bytes // (RANKS - 1) // 4)

@@ -84,7 +84,7 @@ def test_what_is_decoded_greedily_is_what_the_witness_finds_likeliest(platform: 
     model = tiny_model()
     policy = tiny_policy(platform, model).requires_grad_(False).eval()
     twin = witness(policy, model).eval()
-    engine = Engine(policy, model, InferenceConfig(max_batch=2), END)
+    engine = Engine(policy, model, InferenceConfig(max_batch=2), {END})
     greedy = Sampling(temperature=0.0, max_new_tokens=12)
     requests = [engine.submit(GenerationRequest(sequence, 1, greedy, key=0)) for sequence in SEQUENCES]
     while engine.busy:

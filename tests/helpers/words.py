@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class Words:
     """A tokenizer of one token a character, which may have a chat template."""
 
-    vocab_size, eos_id = 1_000_000, 0
+    vocab_size, eos_id, end_ids = 1_000_000, 0, frozenset({0})
 
     def __init__(self, template: str | None = None) -> None:
         self.template = template

@@ -154,7 +154,7 @@ def see(layout: Layout, world: int) -> Seen:
     ranks = EngineRanks.form(groups, layout.engine, LIMIT)
     platform.seed(3)
     trained = build_policy(config.model, VOCAB, platform, sequence_parallel=layout.sequence_parallel)
-    engine, refit = build_engine(trained, config, VOCAB, END, platform, groups, ranks)
+    engine, refit = build_engine(trained, config, VOCAB, {END}, platform, groups, ranks)
     if isinstance(refit, ReshardedWeights):  # in several rounds: the model is smaller than one
         refit = ReshardedWeights(trained, engine, groups, round_bytes=5000)
     for version in (1, 2):
@@ -224,7 +224,7 @@ def alone(platform: Any, groups: Any) -> dict[bool, dict[int, list[Completion]]]
         policy = build_policy(config.model, VOCAB, platform)
         fill(policy, version=2)
         ranks = EngineRanks.form(groups, 1, LIMIT)
-        engine = Engine(policy.eval(), config.model, config.inference, END, ranks=ranks)
+        engine = Engine(policy.eval(), config.model, config.inference, {END}, ranks=ranks)
         engine.policy_version = 2
         found[experts] = answers(engine, ranks)
     return found

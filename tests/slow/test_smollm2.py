@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers(ours: Policy, theirs: Any, prompts: li
 def test_greedy_text_is_that_of_transformers(
     ours: Policy, theirs: Any, prompts: list[str], tokenizer: Tokenizer, config: RunConfig
 ) -> None:
-    engine = Engine(ours, config.model, config.inference, tokenizer.eos_id, max_length=128)
+    engine = Engine(ours, config.model, config.inference, tokenizer.end_ids, max_length=128)
     greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS)
     ids = [engine.submit(GenerationRequest(tokenizer.encode(prompt), 1, greedy, key=0)) for prompt in prompts]
     while engine.busy:

@@ -29,7 +29,7 @@ def policy(platform: Any, groups: Any) -> Policy:
 
 
 def engine_of(policy: Policy, **config: int) -> Engine:
-    return Engine(policy, tiny_model(), InferenceConfig(**({"max_batch": 16} | config)), END)
+    return Engine(policy, tiny_model(), InferenceConfig(**({"max_batch": 16} | config)), {END})
 
 
 def ask(
@@ -70,7 +70,7 @@ def test_greedy_equals_a_forward_without_cache_token_for_token(
 ) -> None:
     model = tiny_model(tied_embeddings=False, **shape)
     policy = tiny_policy(platform, model, scale=0.3)  # no near ties for bf16 to break
-    engine = Engine(policy, model, InferenceConfig(max_batch=16), END)
+    engine = Engine(policy, model, InferenceConfig(max_batch=16), {END})
     answers = answer(engine, *(ask(prompt) for prompt in PROMPTS))
     expected = [greedy_without_cache(policy, prompt, 12) for prompt in PROMPTS]
     assert [tokens_of(completions) for completions in answers] == [[tokens] for tokens in expected]
@@ -80,7 +80,7 @@ def test_greedy_equals_a_forward_without_cache_token_for_token(
 def test_a_model_with_normed_queries_and_larger_heads_decodes_the_same_way(platform: Any, groups: Any) -> None:
     model = tiny_model(qk_norm=True, qkv_bias=False, head_dim=12)
     policy = tiny_policy(platform, model, scale=0.15)
-    answers = answer(Engine(policy, model, InferenceConfig(max_batch=16), END), *(ask(prompt) for prompt in PROMPTS))
+    answers = answer(Engine(policy, model, InferenceConfig(max_batch=16), {END}), *(ask(prompt) for prompt in PROMPTS))
     expected = [[greedy_without_cache(policy, prompt, 12)] for prompt in PROMPTS]
     assert [tokens_of(completions) for completions in answers] == expected
 
@@ -248,7 +248,7 @@ def test_a_prompt_too_long_is_one_clear_error_and_costs_the_others_nothing(polic
 
 
 def test_the_sequence_length_of_the_recipe_is_the_limit(policy: Policy) -> None:
-    engine = Engine(policy, tiny_model(), InferenceConfig(max_batch=4), END, max_length=20)
+    engine = Engine(policy, tiny_model(), InferenceConfig(max_batch=4), {END}, max_length=20)
     (fits,) = answer(engine, ask([1] * 8))
     assert tokens_of(fits) == [greedy_without_cache(policy, [1] * 8, 12)]
     with pytest.raises(PromptTooLong, match=r"9 tokens .*max_new_tokens 12 exceed training.sequence_length 20"):

@@ -34,7 +34,7 @@ def policy(platform: Any, groups: Any) -> Policy:
 
 
 def engine_of(policy: Policy, max_batch: int = 16, prefill_tokens: int = 16384) -> Engine:
-    return Engine(policy, tiny_model(), InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), END)
+    return Engine(policy, tiny_model(), InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), {END})
 
 
 def requests(sampling: Sampling, samples: int = 3) -> list[GenerationRequest]:

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_helpers import END, VOCAB, tiny_model
+from core_helpers import ALPHABET, END, VOCAB, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from megatron_rl.inference import model_runner
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.model_runner import ModelRunner
-from megatron_rl.inference.scheduler import Scheduler
+from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.model.policy import build_policy
+from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
 
 GPU = torch.device("cuda", 0)
@@ -24,10 +25,12 @@ TOKENS_PER_WAIT = 8
 """The promise of platform/cuda.py."""
 
 LONGEST = 400
+TOKENIZER = CharacterTokenizer(ALPHABET)
 SAMPLINGS = [
     Sampling(max_new_tokens=200),
     Sampling(max_new_tokens=200, temperature=0.0),
-    Sampling(max_new_tokens=200, top_k=4, top_p=0.9, min_p=0.05),
+    Sampling(max_new_tokens=200, top_k=4, top_p=0.9, min_p=0.05, min_new_tokens=30),
+    Sampling(max_new_tokens=200, stop_tokens=(1, 2), stop=("77",)),
 ]
 
 
@@ -43,37 +46,49 @@ class Reads:
         if tensor.dtype is torch.bool:
             return np.arange(len(tensor)) == 0
         read = np.full(tuple(tensor.shape), END, dtype=np.int32)
-        read[:, 0] = 1
+        read[:, 0] = np.arange(len(read)) == 0  # tokens of each row, an end token
         return read
 
 
 def test_the_host_waits_at_most_once_in_eight_tokens(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While rows of all kinds of sampling end, are moved together and are filled again. What looks at a number
-    elsewhere than in `_read` raises here."""
+    """While rows of all kinds of sampling end, are moved together and are filled again, and while somebody follows what
+    they sample. What looks at a number elsewhere than in `_read` raises here."""
     reads = Reads()
     monkeypatch.setattr(model_runner, "_read", reads)
     model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
         config = InferenceConfig(max_batch=3)
-        scheduler, runner = Scheduler(config, END), ModelRunner(policy, model, config, END, LONGEST)
+        scheduler, runner = (
+            Scheduler(config, {END}, TOKENIZER.decode),
+            ModelRunner(policy, model, config, {END}, LONGEST),
+        )
         for key, sampling in enumerate(SAMPLINGS):
-            scheduler.submit(GenerationRequest([1, 2, 3 + key], 1 + key // 2, sampling, key))
+            request = GenerationRequest([1, 2, 3 + key], 1 + key // 2, sampling, key, top_logprobs=key)
+            scheduler.submit(request, streamed=key == 1)
         decoded, moved, synchronous = 0, 0, 0
         while plan := scheduler.decode() or scheduler.admit():
             before = gpu.waits
-            scheduler.retire(runner.execute(plan))
+            execute(scheduler, runner, plan)
             if plan.prefills:
                 continue
             decoded, moved = decoded + 1, moved + len(plan.moves)
             synchronous += gpu.waits - before
             if admission := scheduler.admit():
-                scheduler.retire(runner.execute(admission))
-    assert len(scheduler.answered) == len(SAMPLINGS)
+                execute(scheduler, runner, admission)
+    assert len(scheduler.answered) == len(SAMPLINGS) - 1
+    assert scheduler.deltas[-1][1].finish_reason
     assert decoded > 60 and moved
     assert 8 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
+
+
+def execute(scheduler: Scheduler, runner: ModelRunner, plan: StepPlan) -> None:
+    """As the engine does."""
+    ended = runner.execute(plan)
+    if ended is not None:
+        scheduler.retire(runner.answers(scheduler.wanted(ended)))
 
 
 def test_a_look_elsewhere_would_be_noticed(platform: Any, groups: Any) -> None:

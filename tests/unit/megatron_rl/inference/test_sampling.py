@@ -12,11 +12,12 @@ from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.sampling import SamplingRows, keep_likely, sample
 
 CPU = torch.device("cpu")
+END = 7
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0])
 
 
 def rows_of(*samplings: Sampling) -> SamplingRows:
-    rows = SamplingRows.empty(len(samplings), CPU)
+    rows = SamplingRows.empty(len(samplings), CPU, {END})
     for row, sampling in enumerate(samplings):
         rows.set(slice(row, row + 1), sampling)
     return rows

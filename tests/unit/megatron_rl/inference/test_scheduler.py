@@ -5,14 +5,16 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.inference.api import Beginning, GenerationRequest
+from megatron_rl.inference.api import Beginning, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling
-from megatron_rl.inference.scheduler import RowAnswer, Scheduler, StepPlan
+from megatron_rl.inference.scheduler import Scheduler, StepPlan
+from megatron_rl.inference.transcript import RowAnswer
 
 END = 0
 
@@ -26,7 +28,7 @@ class FakeRunner:
     limits: dict[int, int] = field(default_factory=dict)
     computed: int = 0
 
-    def execute(self, plan: StepPlan) -> list[RowAnswer]:
+    def execute(self, plan: StepPlan) -> list[int]:
         plan = pickle.loads(pickle.dumps(plan))  # as if it had come from another rank
         for source, target in plan.moves:
             self.rows[target] = self.rows.pop(source)
@@ -47,17 +49,25 @@ class FakeRunner:
             tokens.append(len(tokens) + 1 if len(tokens) + 1 < length or length == self.limits[key] else END)
             logprobs.append(-float(sample))
             if tokens[-1] == END or len(tokens) == self.limits[key]:
-                ended.append(RowAnswer(row, [*tokens], [*logprobs]))
+                ended.append(row)
         return ended
 
-    def answers(self, rows: list[int]) -> list[RowAnswer]:
-        return [RowAnswer(row, [*self.rows[row][2]], [*self.rows[row][3]]) for row in rows]
+    def answers(self, known: Mapping[int, int]) -> list[RowAnswer]:
+        return [RowAnswer(row, self.rows[row][2][first:], self.rows[row][3][first:]) for row, first in known.items()]
 
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> None:
     for plan_next in (scheduler.decode, scheduler.admit):
         if plan := plan_next():
-            scheduler.retire(runner.execute(plan))
+            retire(scheduler, runner, plan)
+
+
+def retire(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> None:
+    scheduler.retire(runner.answers(scheduler.wanted(runner.execute(plan))))
+
+
+def partial(scheduler: Scheduler, runner: FakeRunner) -> list[PartialAnswer]:
+    return scheduler.partial_answers(runner.answers(scheduler.wanted(scheduler.rows)))
 
 
 def request(key: int, samples: int, limit: int, known: dict[int, Beginning] | None = None) -> GenerationRequest:
@@ -75,7 +85,7 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
     max_batch: int, prefill_tokens: int, sizes: list[tuple[int, int]], cancelled: dict[int, int]
 ) -> None:
     """cancelled: number of a step, and which request is cancelled before it."""
-    scheduler = Scheduler(InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), END)
+    scheduler = Scheduler(InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), {END})
     runner = FakeRunner()
     requests = [request(key, samples, limit) for key, (samples, limit) in enumerate(sizes)]
     for each in requests:
@@ -86,7 +96,7 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
             gone.add(requests[cancelled[steps]].id)
             scheduler.cancel(requests[cancelled[steps]].id)
         assert len(scheduler.rows) <= max_batch
-        assert {each.request_id for each in scheduler.partial_answers(runner.answers(scheduler.rows))}.isdisjoint(gone)
+        assert {each.request_id for each in partial(scheduler, runner)}.isdisjoint(gone)
         step(scheduler, runner)
         steps += 1
     assert scheduler.rows == []
@@ -107,7 +117,7 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
 
 
 def test_a_known_beginning_waits_by_itself_and_a_known_answer_not_at_all() -> None:
-    scheduler, runner = Scheduler(InferenceConfig(max_batch=8), END), FakeRunner()
+    scheduler, runner = Scheduler(InferenceConfig(max_batch=8), {END}), FakeRunner()
     known = {0: Beginning([1, END], [-1.0, -1.0], [4, 4]), 2: Beginning([1, 2], [-2.0, -2.0], [3, 4])}
     asked = request(1, 3, 4, known)
     scheduler.submit(asked)
@@ -116,7 +126,7 @@ def test_a_known_beginning_waits_by_itself_and_a_known_answer_not_at_all() -> No
     assert plan is not None
     assert [(each.samples, each.answer_tokens) for each in plan.prefills] == [([1], []), ([2], [1, 2])]
     assert [each.tokens for each in plan.prefills] == [[9, 9], [9, 9, 1, 2]]
-    scheduler.retire(runner.execute(plan))
+    retire(scheduler, runner, plan)
     while scheduler.busy:
         step(scheduler, runner)
     assert [completion.versions for completion in scheduler.answered[asked.id]] == [[4, 4], [5] * 4, [3, 4, 5]]

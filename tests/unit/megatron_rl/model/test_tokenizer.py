@@ -1,5 +1,6 @@
 """Tokenizers: characters for tiny models, Hugging Face's for real ones, behind one interface."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def test_characters_are_numbered_in_order_then_end_then_padding() -> None:
     tokenizer = characters()
     assert tokenizer.encode(ALPHABET) == list(range(13))
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (13, 15)
+    assert tokenizer.end_ids == {13}
 
 
 @given(st.text(alphabet=ALPHABET))
@@ -107,3 +109,23 @@ def test_a_name_of_the_hub_is_looked_for_in_its_cache(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     assert build_tokenizer(TokenizerConfig(path="owner/words")).encode("one and two") == [3, 4, 5]
+
+
+@pytest.mark.parametrize(("named", "expected"), [(4, {1, 4}), ([5, 1, 3], {1, 3, 5}), (None, {1})], ids=str)
+def test_the_generation_config_names_further_end_tokens(
+    hugging_face_folder: Path, tmp_path: Path, named: object, expected: set[int]
+) -> None:
+    shutil.copytree(hugging_face_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+    assert (tokenizer.eos_id, tokenizer.end_ids) == (1, expected)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": 7}', '{"eos_token_id": ["1"]}'])
+def test_a_generation_config_that_cannot_be_is_one_clear_error(
+    hugging_face_folder: Path, tmp_path: Path, content: str
+) -> None:
+    shutil.copytree(hugging_face_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"generation_config.json: "):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))

@@ -91,7 +91,7 @@ def test_it_teaches(platform: Any, groups: Any) -> None:
     config = recipe(steps=60)
     tokenizer = build_tokenizer(config.tokenizer)
     policy = taught_policy(config, platform, Shop(), writer=True)
-    engine = Engine(policy, config.model, config.inference, tokenizer.eos_id)
+    engine = Engine(policy, config.model, config.inference, tokenizer.end_ids)
     greedy = config.sampling.model_copy(update={"temperature": 0.0})
     for prompt, answer in Shop().demonstrations():
         (completion,) = asyncio.run(engine.generate(GenerationRequest(tokenizer.encode(prompt), 1, greedy, 0)))

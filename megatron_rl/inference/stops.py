@@ -1,0 +1,82 @@
+"""Stop strings: which token of an answer completes one. They are looked for in the text, so they may begin and end
+within tokens, and a character may be several tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Tokens to text, special tokens leaving no trace. Bytes that are no character are U+FFFD."""
+
+_WINDOW = 32
+"""Tokens from which on those before a whole character are no longer decoded again."""
+
+_PATIENCE = 256
+"""Tokens after which bytes that are no character are taken for what they are."""
+
+
+class IncrementalDecoder:
+    """Text of a growing list of tokens, in parts that are never taken back. Each costs decoding a few tokens, however
+    many there have been."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._given = 0  # characters of the window's text that have been handed out
+        self._whole = 0  # tokens of the window after which no character was unfinished
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """What these tokens add to the text. Characters that may not be finished are held back."""
+        self._window = [*self._window, *tokens]
+        text = self._decode(self._window)
+        finished = len(text)
+        if len(self._window) < _PATIENCE:
+            # Where one byte of it is missing, some decoders make U+FFFD of all bytes that came without a pause.
+            finished = max(self._given, len(text.rstrip("\ufffd")))
+        new = text[self._given : finished]
+        self._given = max(self._given, finished)
+        if finished >= len(text):
+            if len(self._window) >= _WINDOW:
+                # What stays is the context by which some decoders put spaces between words.
+                self._window = self._window[self._whole :]
+                self._given = len(self._decode(self._window))
+            self._whole = len(self._window)
+        return new
+
+    def copy(self) -> IncrementalDecoder:
+        """Another one that goes on from here."""
+        made = IncrementalDecoder(self._decode)
+        made._window, made._given, made._whole = self._window, self._given, self._whole
+        return made
+
+
+class StopStrings:
+    """Looks for the first token that completes a stop string in one answer."""
+
+    def __init__(self, stop: Sequence[str], decode: Decode) -> None:
+        self._stop = stop
+        self._decoder = IncrementalDecoder(decode)
+        self._reach = max(map(len, stop)) - 1
+        self._tail = ""  # the end of the text, in which a stop string may have begun
+
+    def push(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """How many of these next tokens belong to the answer, and the stop string that the last of them completes; None
+        where they complete none. Nothing follows a stop string.
+
+        Where a token completes several, it is the one that begins first.
+        """
+        decoder, tail = self._decoder.copy(), self._tail
+        found = self._look(tokens)
+        if found is None:
+            return None
+        self._decoder, self._tail = decoder, tail
+        for count, token in enumerate(tokens, 1):
+            if completed := self._look([token]):
+                return count, completed
+        return len(tokens), found
+
+    def _look(self, tokens: Sequence[int]) -> str | None:
+        text = self._tail + self._decoder.push(tokens)
+        self._tail = text[-self._reach :] if self._reach else ""
+        found = [(place, string) for string in self._stop if (place := text.find(string)) >= 0]
+        return min(found, key=lambda each: each[0])[1] if found else None

@@ -1,0 +1,313 @@
+"""Everything that a request may ask for is honoured, by `generate` and by `stream`, or refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import ALPHABET, END, VOCAB, full_forward, tiny_model, tiny_policy
+from pydantic import ValidationError
+from streams import assert_same, joined
+
+from megatron_rl.inference.api import (
+    Beginning,
+    Completion,
+    Delta,
+    GenerationRequest,
+    PromptTooLong,
+    Unsupported,
+)
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy
+from megatron_rl.model.tokenizer import CharacterTokenizer
+
+TOKENIZER = CharacterTokenizer(ALPHABET)
+PROMPT = [1, 10, 2, 12]
+PLAIN = Sampling(max_new_tokens=24)
+LOOKS = [1, 3, 16]
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, groups: Any) -> Policy:
+    return tiny_policy(platform, scale=0.15)
+
+
+@pytest.fixture(params=LOOKS, ids="looks every {}".format)
+def engine(policy: Policy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """One whose host looks what has ended as often as on a CPU, and as seldom as on a GPU."""
+    monkeypatch.setattr(type(policy), "tokens_between_looks", request.param)
+    return engine_of(policy)
+
+
+def engine_of(policy: Policy, end_ids: Sequence[int] = (END,), max_batch: int = 16) -> Engine:
+    return Engine(policy, tiny_model(), InferenceConfig(max_batch=max_batch), end_ids, decode=TOKENIZER.decode)
+
+
+def ask(samples: int = 40, **fields: Any) -> GenerationRequest:
+    top = fields.pop("top_logprobs", 0)
+    sampling = Sampling(**({"max_new_tokens": 24} | fields))
+    return GenerationRequest(PROMPT, samples, sampling, key=3, top_logprobs=top)
+
+
+def generate(engine: Engine, request: GenerationRequest) -> list[Completion]:
+    return asyncio.run(asyncio.wait_for(engine.generate(request), timeout=60))
+
+
+def stream(engine: Engine, request: GenerationRequest) -> list[Delta]:
+    async def read() -> list[Delta]:
+        return [delta async for delta in engine.stream(request)]
+
+    return asyncio.run(asyncio.wait_for(read(), timeout=60))
+
+
+def cut(whole: Sequence[Completion], stop: Sequence[str]) -> list[Completion]:
+    """What is left of answers that know no stop strings, by the definition."""
+    found = []
+    for one in whole:
+        for count in range(1, len(one.tokens) + 1):
+            text = TOKENIZER.decode(one.tokens[:count])
+            if present := [string for string in stop if string in text]:
+                tokens, logprobs, versions = one.tokens[:count], one.logprobs[:count], one.versions[:count]
+                one = Completion(tokens, logprobs, "stop", versions, min(present, key=text.index))
+                break
+        found.append(one)
+    return found
+
+
+STOPS = [ALPHABET[2], ALPHABET[10] + ALPHABET[1], "0", "999999"]
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(engine: Engine) -> None:
+    whole = generate(engine, ask())
+    expected = cut(whole, STOPS)
+    assert len({one.stop for one in expected}) > 2  # the case is worth something
+    assert_same(generate(engine, ask(stop=tuple(STOPS))), expected)
+    assert_same(joined(stream(engine, ask(stop=tuple(STOPS)))), expected)
+
+
+def test_an_interrupted_answer_ends_at_its_stop_string_too(engine: Engine) -> None:
+    """Wherever it was interrupted, and though the engine went past the string before it looked."""
+    whole = generate(engine, ask())
+    expected = cut(whole, STOPS)
+    for length in (1, 2, 5, 24):
+        known = {
+            i: Beginning(one.tokens[:length], one.logprobs[:length], one.versions[:length])
+            for i, one in enumerate(whole)
+            if i % 3
+        }
+        request = replace(ask(stop=tuple(STOPS)), known=known)
+        assert_same(generate(engine, request), expected)
+        assert_same(joined(stream(engine, request)), expected)
+
+
+def test_what_there_is_of_answers_never_goes_past_a_stop_string(engine: Engine) -> None:
+    expected = cut(generate(engine, ask()), STOPS)
+    request = ask(stop=tuple(STOPS))
+    engine.submit(request)
+    while engine.busy:
+        engine.step()
+        for part in engine.partial_answers():
+            answer = expected[part.sample]
+            assert part.beginning.tokens == answer.tokens[: len(part.beginning.tokens)]
+    assert_same(engine.take(request.id) or [], expected)
+
+
+@pytest.mark.parametrize("stop_tokens", [(2,), (2, 5, 7)], ids=str)
+def test_stop_tokens_end_an_answer_beside_the_end_token(engine: Engine, stop_tokens: tuple[int, ...]) -> None:
+    made = generate(engine, ask(stop_tokens=stop_tokens))
+    assert {one.tokens[-1] for one in made if one.finish_reason == "stop"} == {END, *stop_tokens}
+    for one in made:
+        assert not {END, *stop_tokens} & {*one.tokens[:-1]}
+        assert one.stop is None
+    assert_same(joined(stream(engine, ask(stop_tokens=stop_tokens))), made)
+
+
+def test_a_model_may_have_several_end_tokens(policy: Policy) -> None:
+    by_request = generate(engine_of(policy), ask(stop_tokens=(5, 2)))
+    assert_same(generate(engine_of(policy, end_ids=(2, END, 5)), ask()), by_request)
+
+
+def test_no_answer_ends_before_min_new_tokens(engine: Engine) -> None:
+    made = generate(engine, ask(min_new_tokens=6, stop_tokens=(2,)))
+    assert min(len(one.tokens) for one in made) == 7  # six and an end
+    assert {one.finish_reason for one in made} == {"stop", "length"}
+    for one in made:
+        assert not {END, 2} & {*one.tokens[:6]}
+    assert_same(joined(stream(engine, ask(min_new_tokens=6, stop_tokens=(2,)))), made)
+
+
+def test_min_new_tokens_changes_no_log_prob_and_only_what_is_drawn(policy: Policy) -> None:
+    """Log-probs are those that training sees: of all tokens, the end token included."""
+    greedy = generate(engine_of(policy), ask(1, temperature=0.0, min_new_tokens=24))[0]
+    logits = full_forward(policy, [*PROMPT, *greedy.tokens])[len(PROMPT) - 1 : -1].double()
+    logits = logits[:, :VOCAB]
+    logprobs = logits.log_softmax(-1)
+    logits[:, END] = -torch.inf
+    tokens = torch.tensor(greedy.tokens)
+    assert greedy.tokens == logits.argmax(-1).tolist()
+    expected = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(torch.tensor(greedy.logprobs).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_top_logprobs_are_the_models_before_any_cut(engine: Engine, temperature: float) -> None:
+    request = ask(3, temperature=temperature, top_k=3, top_logprobs=4)
+    made = generate(engine, request)
+    for one in made:
+        logits = full_forward(engine.policy, [*PROMPT, *one.tokens])[len(PROMPT) - 1 : -1].double()
+        logprobs = (logits[:, :VOCAB] / (temperature or 1.0)).log_softmax(-1)
+        assert one.top_logprobs is not None
+        assert len(one.top_logprobs) == len(one.tokens)
+        for top, expected, token, log_prob in zip(one.top_logprobs, logprobs, one.tokens, one.logprobs, strict=True):
+            assert [*top.values()] == sorted(top.values(), reverse=True)
+            values, _ = expected.topk(4)
+            torch.testing.assert_close(torch.tensor([*top.values()]).double(), values, rtol=1e-5, atol=1e-5)
+            for likely, value in top.items():
+                assert value == pytest.approx(float(expected[likely]), abs=1e-4)
+            assert top.get(token, log_prob) == log_prob
+    assert_same(joined(stream(engine, request)), made)
+
+
+def test_each_request_gets_as_many_top_logprobs_as_it_asked_for(engine: Engine) -> None:
+    """Beside others, more of them than rows, so that rows move."""
+
+    async def together() -> list[list[Completion]]:
+        asked = [replace(ask(9, top_logprobs=top), key=top) for top in (0, 2, 20, 5)]
+        return await asyncio.wait_for(asyncio.gather(*map(engine.generate, asked)), timeout=60)
+
+    plain, two, all_of_them, five = asyncio.run(together())
+    assert {one.top_logprobs for one in plain} == {None}
+    for answers, count in ((two, 2), (all_of_them, VOCAB), (five, 5)):
+        for one in answers:
+            assert {len(top) for top in one.top_logprobs or []} == {count}
+            for top, token, log_prob in zip(one.top_logprobs or [], one.tokens, one.logprobs, strict=True):
+                assert top.get(token, log_prob) == log_prob
+
+
+def test_an_interrupted_answer_keeps_the_top_logprobs_that_it_had(policy: Policy) -> None:
+    request = ask(2, top_logprobs=3)
+    (whole, other) = generate(engine_of(policy), request)
+    assert whole.top_logprobs is not None
+    beginning = Beginning(whole.tokens[:4], whole.logprobs[:4], whole.versions[:4], whole.top_logprobs[:4])
+    resumed = generate(engine_of(policy), replace(request, known={0: beginning}))
+    assert_same(resumed, [whole, other])
+    bare = replace(beginning, top_logprobs=None)
+    with pytest.raises(Unsupported, match="top_logprobs"):
+        generate(engine_of(policy), replace(request, known={0: bare}))
+
+
+# Streams
+
+
+def test_a_stream_tells_of_tokens_while_they_are_sampled(policy: Policy) -> None:
+    made = generate(engine_of(policy), ask())
+    deltas = stream(engine_of(policy), ask())
+    assert_same(joined(deltas), made)
+    first = [delta.sample for delta in deltas[:20]]
+    assert len({*first}) > 10  # of all samples that have a row, interleaved
+    assert len(deltas) > len(made) * 3
+
+
+def test_closing_a_stream_cancels_its_request(policy: Policy) -> None:
+    engine = engine_of(policy)
+
+    async def read_one() -> None:
+        deltas = engine.stream(ask())
+        assert (await anext(deltas)).tokens
+        load = engine.load
+        assert load.running > 8
+        assert load.waiting == 24
+        assert load.free_pages == load.pages - load.running
+        await deltas.aclose()
+        assert engine.load.running == engine.load.waiting == 0
+
+    asyncio.run(asyncio.wait_for(read_one(), timeout=60))
+    assert not engine.busy
+
+
+def test_an_error_of_the_engine_reaches_who_streams(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(policy)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._runner, "execute", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stream(engine, ask())
+    monkeypatch.undo()
+    assert_same(joined(stream(engine, ask())), generate(engine, ask()))
+
+
+def test_new_weights_in_the_middle_of_a_stream_are_seen_in_its_versions(engine: Engine) -> None:
+    async def read() -> list[Delta]:
+        found = []
+        async for delta in engine.stream(ask(1, min_new_tokens=24)):
+            found.append(delta)
+            engine.policy_version = 7
+        return found
+
+    (one,) = joined(asyncio.run(asyncio.wait_for(read(), timeout=60)))
+    assert one.versions == sorted(one.versions)
+    assert one.versions[0] == 0
+    assert len(one.versions) == len(one.tokens) == 24
+
+
+# What is refused
+
+
+def test_what_never_fits_is_refused_before_anything_is_computed(policy: Policy) -> None:
+    engine = engine_of(policy)
+    with pytest.raises(PromptTooLong):
+        engine.stream(replace(ask(), prompt_tokens=[1] * 40))
+    with pytest.raises(ValueError, match=r"prompt: 15 is no token: they are 0 to 14"):
+        engine.stream(replace(ask(), prompt_tokens=[1, 15, 2]))
+    with pytest.raises(ValueError, match=r"prompt: -1 is no token"):
+        engine.submit(replace(ask(), prompt_tokens=[-1]))
+    with pytest.raises(ValueError, match=r"sampling.stop_tokens: 99 is no token"):
+        engine.submit(ask(stop_tokens=(3, 99)))
+    for wrong, message in (({"prompt_tokens": []}, "empty"), ({"num_samples": 0}, "num_samples"),
+                           ({"top_logprobs": 21}, "top_logprobs")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            replace(ask(), **wrong)
+    assert not engine.busy
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_by_name(policy: Policy) -> None:
+    engine = Engine(policy, tiny_model(), InferenceConfig(max_batch=4), {END})
+    with pytest.raises(Unsupported, match=r"sampling\.stop"):
+        engine.submit(ask(stop=("a",)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ("",)},
+        {"stop": ("x" * 257,)},
+        {"stop": tuple("abcdefghijklmnopq")},
+        {"stop": ("\ufffd",)},
+        {"stop": "text"},
+        {"stop_tokens": (-1,)},
+        {"stop_tokens": ("1",)},
+        {"min_new_tokens": 25},
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 1.0},
+    ],
+    ids=str,
+)
+def test_impossible_parameters_are_no_sampling(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Sampling(**({"max_new_tokens": 24} | fields))
+
+
+def test_a_recipe_lists_stop_strings() -> None:
+    made = Sampling.model_validate({"max_new_tokens": 3, "stop": ["\n\n", "User:"], "stop_tokens": [4]})
+    assert (made.stop, made.stop_tokens) == (("\n\n", "User:"), (4,))
+    assert Sampling.model_validate(made.model_dump(mode="json")) == made

@@ -1,0 +1,112 @@
+"""Stop strings: an answer ends with the first token that completes one, however the text was cut into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.inference.stops import IncrementalDecoder, StopStrings
+
+LETTERS = "ab\n é€😀"
+TEXTS = st.text(alphabet=LETTERS, max_size=60)
+
+
+class Pieces:
+    """A tokenizer of bytes: token i is pieces[i], whatever those are."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.pieces[token] for token in tokens).decode(errors="replace")
+
+
+class ByteFallback(Pieces):
+    """As SentencePiece does where it has no token for a character: one for each of its bytes. If any of those that
+    follow one another is wrong, all of them are U+FFFD."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text, pieces = "", [self.pieces[token] for token in tokens]
+        for is_bytes, run in groupby(pieces, key=lambda piece: len(piece) == 1 and piece[0] > 127):
+            whole = b"".join(run)
+            try:
+                text += whole.decode()
+            except UnicodeDecodeError:
+                assert is_bytes
+                text += "\ufffd" * len(whole)
+        return text
+
+
+@st.composite
+def tokenizers(draw: st.DrawFn, text: str) -> Pieces:
+    """The text cut into tokens anywhere, some of them empty as special ones are."""
+    if draw(st.booleans()):
+        encoded = text.encode()
+        cuts = sorted(draw(st.lists(st.integers(0, len(encoded)), max_size=len(encoded) + 3)))
+        return Pieces([encoded[start:end] for start, end in zip([0, *cuts], [*cuts, len(encoded)], strict=True)])
+    pieces: list[bytes] = []
+    for character in text:
+        whole = character.encode()
+        pieces += [bytes([byte]) for byte in whole] if draw(st.booleans()) else [whole]
+    return ByteFallback(pieces)
+
+
+def looks(tokens: int, sizes: Sequence[int]) -> list[range]:
+    """The tokens in the order in which the host sees them, some at a time."""
+    found, first = [], 0
+    for size in [*sizes, tokens]:
+        found.append(range(first, min(tokens, first + size)))
+        first = found[-1].stop
+    return found
+
+
+def by_definition(pieces: Sequence[bytes], stop: Sequence[str]) -> tuple[int, str] | None:
+    for count in range(1, len(pieces) + 1):
+        text = b"".join(pieces[:count]).decode(errors="ignore")
+        if present := [(text.index(string), stop.index(string)) for string in stop if string in text]:
+            return count, stop[min(present)[1]]
+    return None
+
+
+@settings(deadline=None, max_examples=400)
+@given(data=st.data(), text=TEXTS, stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=3))
+def test_an_answer_ends_with_the_first_token_that_completes_one(
+    data: st.DataObject, text: str, stop: list[str]
+) -> None:
+    tokenizer = data.draw(tokenizers(text))
+    pieces = tokenizer.pieces
+    sizes = data.draw(st.lists(st.integers(1, 9), max_size=30))
+    stops, taken, found = StopStrings(stop, tokenizer.decode), 0, None
+    for seen in looks(len(pieces), sizes):
+        if found := stops.push(seen):
+            break
+        taken += len(seen)
+    expected = by_definition(pieces, stop)
+    assert (found and (taken + found[0], found[1])) == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), text=st.text(alphabet=LETTERS, max_size=400))
+def test_text_is_told_in_parts_that_are_never_taken_back(data: st.DataObject, text: str) -> None:
+    tokenizer = data.draw(tokenizers(text))
+    decoder, told = IncrementalDecoder(tokenizer.decode), ""
+    for seen in looks(len(tokenizer.pieces), data.draw(st.lists(st.integers(1, 40), max_size=30))):
+        told += decoder.push(seen)
+        assert text.startswith(told)
+    assert told == text
+
+
+def test_each_part_decodes_a_few_tokens_however_many_there_were() -> None:
+    asked = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        asked.append(len(tokens))
+        return "\ufffd" * len(tokens) if tokens[-1] % 1000 < 500 else "x" * len(tokens)
+
+    decoder = IncrementalDecoder(decode)
+    text = "".join(decoder.push([token]) for token in range(5000))
+    assert max(asked) < 300
+    assert len(text) > 4000  # bytes that are no character are told of in the end
