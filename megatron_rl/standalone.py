@@ -116,7 +116,8 @@ def open_policy(
     inference = inference or (recipe.inference if recipe else InferenceConfig(max_batch=ROWS))
     with alone(device, threads or len(os.sched_getaffinity(0))) as platform:
         policy, digest, version = load_policy(source, platform, Groups.from_megatron(COLLECTIVE_TIMEOUT))
-        engine = Engine(policy, source.model, inference, source.tokenizer.eos_id, max_length)
+        tokenizer = source.tokenizer
+        engine = Engine(policy, source.model, inference, tokenizer.end_ids, max_length, decode=tokenizer.decode)
         engine.policy_version = version
         yield OpenedPolicy(engine, source, digest)
 
