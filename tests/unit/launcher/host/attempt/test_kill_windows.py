@@ -225,6 +225,43 @@ def test_a_pause_that_the_script_could_not_ask_for_is_asked_for_at_the_next_star
     assert world.start(restarts=2) == GOES_ON, "Slurm was told: who starts it sooner wants it sooner"
 
 
+def test_a_pause_that_slurm_refused_is_asked_for_at_the_next_start(world, monkeypatch):
+    postpone = tell.postpone
+
+    def refuse(job_id: str, start: float) -> None:
+        raise SlurmRefused("scontrol update: Job is no longer pending execution")
+
+    monkeypatch.setattr(start_again, "LIMIT_S", 0.0)
+    monkeypatch.setattr(tell, "postpone", refuse)
+    world.failed()
+    world.end(NEVER)
+    assert world.told == ["ledger", "requeue", "confirm"]
+    assert world.start() == NOTHING_TO_DO, "as often as Slurm refuses, until the pause is over"
+    monkeypatch.setattr(tell, "postpone", postpone)
+    assert world.start(restarts=2) == NOTHING_TO_DO
+    assert world.told[3:] == ["requeue", "confirm", "requeue", "postpone", "confirm"]
+    assert world.start(restarts=3) == GOES_ON, "Slurm was told: who starts it sooner wants it sooner"
+
+
+def test_a_job_that_slurm_does_not_take_back_goes_on_without_its_pause(world, monkeypatch):
+    """Its end would be that of the run."""
+
+    def refuse(job_id: str) -> None:
+        raise SlurmRefused("scontrol requeue 7: Requested operation is presently disabled")
+
+    world.failed()
+    world.end(2)
+    monkeypatch.setattr(tell, "requeue", refuse)
+    assert world.start() == GOES_ON
+
+
+def test_a_job_that_slurm_requeued_is_not_sent_away_for_the_rest_of_its_pause(world):
+    world.end(0)  # a dead script has written no end: the next start does, of a crash without a word
+    assert world.start() == GOES_ON
+    (end,) = world.all_ends()
+    assert end.then == "slurm" and end.not_before > time.time()
+
+
 def test_a_crash_that_is_held_is_not_started_by_a_requeue_of_its_job(world):
     write(world.run.attempt(1).error(0), RankError(0, "n1", 0, "starting", "no such file", exit_code=78))
     world.end(NEVER)
