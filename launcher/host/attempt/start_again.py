@@ -174,10 +174,10 @@ def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool
     have was killed before it could say that it had, or Slurm refused it. Not when Slurm was told, and somebody then
     wanted the job sooner.
 
-    Slurm itself shows too little to tell these apart: of a job that runs, StartTime is when it started, and EligibleTime
-    is that of the last wish, whoever had it. A job that Slurm requeued (BY_SLURM) is not sent away again: it has waited
-    in the queue since, for as long as Slurm holds what it requeues, and might not be given back. A record that cannot be
-    read may be that of a wish, too.
+    Slurm itself shows too little to tell these apart: of a job that runs, StartTime is when it started, and
+    EligibleTime is that of the last wish, whoever had it. A job that Slurm requeued (BY_SLURM) is not sent away again:
+    it has waited in the queue since, for as long as Slurm holds what it requeues. A record that cannot be read may be
+    one of a pause that Slurm was told of.
     """
     if (
         end.then != BY_US
