@@ -43,6 +43,12 @@ class IncrementalDecoder:
             self._whole = len(self._window)
         return new
 
+    def finish(self) -> str:
+        """What was held back, when no more tokens come."""
+        rest = self._decode(self._window)[self._given :]
+        self._given += len(rest)
+        return rest
+
     def copy(self) -> IncrementalDecoder:
         """Another one that goes on from here."""
         made = IncrementalDecoder(self._decode)
