@@ -72,5 +72,5 @@ $(READY): $(MADE_FROM)
 	    index="--extra-index-url $(TORCH_INDEX)"; \
 	fi; \
 	set -x; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $$index \
-	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,wandb,dev,bench]'
+	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,wandb,serve,dev,bench]'
 	@touch $@

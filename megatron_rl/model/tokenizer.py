@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.contract.files import check_regular, read_bytes
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.hub import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
 
 
 class Tokenizer(Protocol):
@@ -41,8 +42,26 @@ class Tokenizer(Protocol):
         """Text of `tokens`; special tokens leave no trace."""
         ...
 
+    def show(self, token: int) -> str:
+        """One token by itself, also a special one."""
+        ...
+
     def chat(self, message: str) -> str | None:
         """The prompt that puts `message` to an assistant as its user would; None without a chat template."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """What makes a prompt of a conversation (Jinja2); None: the model knows no conversations."""
+        ...
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str | None:
+        """The prompt for what an assistant says next in a conversation; None without a chat template.
+
+        messages, tools: as OpenAI's API has them, but the arguments of a tool call as an object.
+
+        Raises ValueError where the template refuses them.
+        """
         ...
 
 
@@ -70,7 +89,15 @@ class CharacterTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(self._text.__getitem__, tokens))
 
+    def show(self, token: int) -> str:
+        return self._text[token] or ("<end>" if token == self.eos_id else "<padding>")
+
     def chat(self, message: str) -> None:
+        return None
+
+    chat_template = None
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> None:
         return None
 
 
@@ -94,11 +121,27 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def show(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text
+
     def chat(self, message: str) -> str | None:
-        if self._tokenizer.chat_template is None:
+        return self.conversation([{"role": "user", "content": message}])
+
+    @property
+    def chat_template(self) -> str | None:
+        template: str | None = self._tokenizer.chat_template
+        return template
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str | None:
+        if self.chat_template is None:
             return None
-        messages = [{"role": "user", "content": message}]
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise ValueError(f"the model's chat template refuses them: {error}") from error
         return text
 
 
@@ -114,11 +157,14 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
-    folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
-        tokenizer = load_pretrained_tokenizer(folder)
+        # Imported here because it takes seconds, and a character tokenizer must not need it installed.
+        from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError(f"tokenizer.type huggingface needs `pip install mrl[huggingface]`: {error}") from error
+    folder = local_folder(path, "tokenizer.path", "tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
     return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)))
@@ -130,7 +176,7 @@ def _end_ids(folder: Path, vocab_size: int) -> list[int]:
     if not file.exists():
         return []
     try:
-        found = json.loads(read_bytes(file)).get("eos_token_id")
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: not a generation config: {error}") from error
     ids = [] if found is None else found if isinstance(found, list) else [found]
@@ -138,24 +184,3 @@ def _end_ids(folder: Path, vocab_size: int) -> list[int]:
         if type(each) is not int or not 0 <= each < vocab_size:
             raise ValueError(f"{file}: eos_token_id {each!r} is none of the tokenizer's {vocab_size} tokens")
     return ids
-
-
-def load_pretrained_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory of Hugging Face's.
-
-    Raises:
-        ImportError: `transformers` is not installed.
-        OSError, ValueError: there is none that can be used, or a pipe or a device among its files, which would be
-            waited for.
-    """
-    # Imported here because it takes seconds, and a character tokenizer must not need it installed.
-    from transformers import AutoTokenizer
-
-    for path in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
-        if path.exists() and not path.is_dir():
-            check_regular(path)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of many kinds, by what is wrong with its files
-        raise ValueError(error) from error
-    return tokenizer

@@ -61,9 +61,6 @@ class CpuPlatform:
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
 
-    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
-        return True
-
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return tokens.index_select(0, rows)
 

@@ -61,9 +61,6 @@ class CudaPlatform:
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return self.attention.layout(packed, self.device, dtype, part)
 
-    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
-        return self.attention.gathers_branches(dtype, in_parts=in_parts)
-
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)
 

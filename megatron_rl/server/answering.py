@@ -1,0 +1,162 @@
+"""From what the engine says to the answer of a request: whole, or event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from megatron_rl.inference.api import PromptTooLong, Unsupported
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.server.answers import Part, Sample, event, usage
+from megatron_rl.server.asking import Asked
+from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription
+from megatron_rl.server.errors import ApiError
+from megatron_rl.server.metrics import ServerMetrics
+
+
+class Service:
+    """Has the engine answer."""
+
+    def __init__(self, thread: EngineThread, tokenizer: Tokenizer, metrics: ServerMetrics, max_waiting: int) -> None:
+        """max_waiting: samples beyond which further requests are turned away."""
+        self.thread, self.tokenizer, self.metrics, self.max_waiting = thread, tokenizer, metrics, max_waiting
+
+    async def whole(self, asked: Asked) -> dict[str, Any]:
+        """The answer, when it is all there. Raises ApiError."""
+        answer = _Answer(self, asked)
+        wholes: dict[int, Part] = {}
+        try:
+            async for index, part in answer.parts():
+                if index in wholes:
+                    wholes[index].add(part)
+                else:
+                    wholes[index] = part
+        finally:
+            answer.close()
+        choices = [
+            asked.form.whole(index, part, asked.prompts[index // asked.body.n])
+            for index, part in sorted(wholes.items())
+        ]
+        return {**asked.form.head(False), "choices": choices, "usage": answer.usage()}
+
+    async def events(self, asked: Asked) -> AsyncIterator[bytes]:
+        """The answer as server-sent events, which begin when the first token is there. Raises ApiError before that."""
+        answer = _Answer(self, asked)
+        head, form = asked.form.head(True), asked.form
+        begun: set[int] = set()
+        try:
+            async for batch in answer.batches():
+                chunks = []
+                for index, part in batch:
+                    prompt = None if index in begun else asked.prompts[index // asked.body.n]
+                    begun.add(index)
+                    sample = answer.samples[index]
+                    chunks.append(event({**head, "choices": [form.chunk(index, part, sample, prompt)]}))
+                    sample.told(part)
+                yield b"".join(chunks)
+            if asked.body.stream_options.include_usage:
+                yield event({**head, "choices": [], "usage": answer.usage()})
+            yield event("[DONE]")
+        except ApiError as error:
+            if not begun:
+                raise
+            yield event(error.body)
+        finally:
+            answer.close()
+
+
+class _Answer:
+    """The requests of one HTTP request at the engine, and their samples, numbered through."""
+
+    def __init__(self, service: Service, asked: Asked) -> None:
+        self._service, self._asked = service, asked
+        self._begun = time.monotonic()
+        waiting = service.thread.unheard
+        if waiting and waiting + len(asked.requests) * asked.body.n > service.max_waiting:
+            raise ApiError(
+                429,
+                f"{waiting} answers are waiting already: try again",
+                code="engine_overloaded",
+                headers={"Retry-After": "1"},
+            )
+        stop = asked.requests[0].sampling.stop
+        self.samples = [
+            Sample(service.tokenizer, stop, asked.reader() if asked.reader else None)
+            for _ in range(len(asked.requests) * asked.body.n)
+        ]
+        self._first: dict[int, float] = {}
+        self._subscriptions: list[Subscription] = []
+        try:
+            for request in asked.requests:
+                self._subscriptions.append(service.thread.submit(request))
+        except EngineGone as error:
+            raise _told(error) from error
+        service.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Part]]]:
+        """What has become certain of the samples, all that is there at a time. Raises ApiError."""
+        unread = {number: asyncio.ensure_future(one.next()) for number, one in enumerate(self._subscriptions)}
+        try:
+            while unread:
+                await asyncio.wait(unread.values(), return_when=asyncio.FIRST_COMPLETED)
+                for number in [number for number, task in unread.items() if task.done()]:
+                    deltas = unread[number].result()
+                    if not deltas:
+                        del unread[number]
+                        continue
+                    unread[number] = asyncio.ensure_future(self._subscriptions[number].next())
+                    first = number * self._asked.body.n
+                    batch: dict[int, Part] = {}
+                    for delta in deltas:
+                        index = first + delta.sample
+                        part = self.samples[index].part(delta)
+                        self._measure(index, part)
+                        if index in batch:
+                            batch[index].add(part)
+                        else:
+                            batch[index] = part
+                    yield list(batch.items())
+        except Exception as error:
+            raise _told(error) from error
+        finally:
+            for task in unread.values():
+                task.cancel()
+
+    async def parts(self) -> AsyncIterator[tuple[int, Part]]:
+        """The same one by one."""
+        async for batch in self.batches():
+            for one in batch:
+                yield one
+
+    def _measure(self, index: int, part: Part) -> None:
+        metrics, now = self._service.metrics, time.monotonic()
+        metrics.generated_tokens.inc(len(part.tokens))
+        if index not in self._first:
+            self._first[index] = now
+            metrics.first_token.observe(now - self._begun)
+        tokens = self.samples[index].tokens
+        if part.finish_reason and tokens > 1:
+            metrics.per_token.observe((now - self._first[index]) / (tokens - 1))
+
+    def usage(self) -> dict[str, int]:
+        return usage(sum(map(len, self._asked.prompts)), sum(sample.tokens for sample in self.samples))
+
+    def close(self) -> None:
+        """Cancel what is not answered."""
+        for subscription in self._subscriptions:
+            subscription.close()
+
+
+def _told(error: Exception) -> Exception:
+    """What the client is told of an error of the engine; itself where nobody has foreseen it."""
+    if isinstance(error, PromptTooLong):
+        return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, Unsupported):
+        return ApiError(400, str(error), code="unsupported_parameter")
+    if isinstance(error, EngineGone):
+        return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "10"})
+    if isinstance(error, ReaderTooSlow):
+        return ApiError(408, str(error), code="reader_too_slow")
+    return error

@@ -1,0 +1,158 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.server.answering import Service
+from megatron_rl.server.asking import Asked, ServedModel
+from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from megatron_rl.server.engine_thread import EngineThread, ServedEngine
+from megatron_rl.server.errors import ApiError
+from megatron_rl.server.guard import Guard, Limits
+from megatron_rl.server.metrics import ServerMetrics
+from megatron_rl.server.respond import ClientGone, EventStream, unless_gone
+
+logger = logging.getLogger(__name__)
+
+BODY_S = 60.0
+"""That a client has to send a body."""
+
+
+class Application:
+    """The server as an ASGI application."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        max_length: int,
+        tokens: Sequence[str],
+        limits: Limits | None = None,
+    ) -> None:
+        """
+        model: its name for clients.
+        max_length: of a prompt and its answer together, in tokens.
+        tokens: bearer tokens, any of which opens the server.
+        """
+        limits = limits or Limits()
+        self.thread = EngineThread(engine)
+        self.metrics = ServerMetrics(lambda: self.thread.load)
+        self._limits = limits
+        self._model = ServedModel(model, tokenizer, max_length)
+        self._service = Service(self.thread, tokenizer, self.metrics, limits.max_waiting)
+        self._created = int(time.time())
+        app = FastAPI(lifespan=self._lifespan, openapi_url=None)
+        routes: dict[str, tuple[str, Callable[..., Any]]] = {
+            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/models": ("GET", self._models),
+            "/v1/models/{model:path}": ("GET", self._one_model),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics_text),
+        }
+        for path, (method, handler) in routes.items():
+            app.add_api_route(path, handler, methods=[method], response_model=None)
+        app.add_exception_handler(ApiError, _refuse)
+        app.add_exception_handler(HTTPException, _refuse_route)
+        app.add_exception_handler(ClientGone, _leave)
+        app.add_exception_handler(Exception, _fail)
+        self.guard = Guard(app, tokens, limits, self.metrics, routes)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.guard(scope, receive, send)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.thread.start()
+        yield
+        self.thread.stop("the server is shutting down")
+        if not await asyncio.to_thread(self.thread.join):
+            logger.warning("the engine is still in the middle of a step")
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, await self._model.completion(parse(CompletionBody, await _body(request))))
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, await self._model.chat(parse(ChatBody, await _body(request))))
+
+    async def _answer(self, request: Request, asked: Asked) -> Response:
+        if not asked.body.stream:
+            return JSONResponse(await unless_gone(request.receive, self._service.whole(asked)))
+        events = self._service.events(asked)
+        first = await unless_gone(request.receive, anext(events))  # what goes wrong before it has a status of its own
+        return EventStream(first, events, self._limits.stall_s)
+
+    async def _models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, model: str) -> Response:
+        self._model.check_model(model)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mrl",
+            "max_model_len": self._model.max_length,
+        }
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = parse(TokenizeBody, await _body(request))
+        tokens = await self._model.tokenize(body)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.max_length})
+
+    async def _detokenize(self, request: Request) -> Response:
+        return JSONResponse({"prompt": self._model.detokenize(parse(DetokenizeBody, await _body(request)))})
+
+    async def _health(self) -> Response:
+        if not self.thread.alive:
+            raise ApiError(503, "the engine has stopped", code="engine_stopped")
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics_text(self) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _body(request: Request) -> bytes:
+    try:
+        return await asyncio.wait_for(request.body(), BODY_S)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_S:.0f} s", headers={"Connection": "close"}) from None
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    return ApiError(
+        error.status_code, f"{what}: {error.detail}", headers=dict(error.headers or {}), code="unknown_url"
+    ).response()
+
+
+async def _leave(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return ApiError(500, "the server has failed; its log says how", code="internal_error").response()

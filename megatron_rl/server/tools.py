@@ -1,0 +1,152 @@
+"""Tool calls in the text of an answer, as a model's chat template has it write them.
+
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Hermes, Qwen: any number, with text around them
+    {"name": ..., "parameters": {...}}                            Llama 3: the whole answer; several with ; between
+
+What cannot be read as a call is text. Nothing a model has written is evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+from uuid import uuid4
+
+from megatron_rl.inference.text import overlap
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+def _new_id() -> str:
+    return f"call_{uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function that the model wants called."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+    id: str = field(default_factory=_new_id, compare=False)
+
+
+class CallReader(Protocol):
+    """Takes the text of one answer as it grows, and tells what of it is content and what calls."""
+
+    def push(self, text: str) -> tuple[str, list[Call]]: ...
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """The rest, when there is no more text."""
+        ...
+
+
+class PlainText:
+    """For a model that was given no tools: all of it is content."""
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        return text, []
+
+    def finish(self) -> tuple[str, list[Call]]:
+        return "", []
+
+
+class TaggedCalls:
+    """Hermes' format."""
+
+    def __init__(self) -> None:
+        self._text = ""  # not yet told
+        self._called = False
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        self._text += text
+        content = ""
+        calls: list[Call] = []
+        while True:
+            begin = self._text.find(BEGIN)
+            if begin < 0:
+                held = overlap(self._text, BEGIN)
+                certain = len(self._text[: len(self._text) - held].rstrip())  # space around a call is no content
+                content, self._text = content + self._text[:certain], self._text[certain:]
+                return content, calls
+            end = self._text.find(END, begin)
+            if end < 0:
+                before = self._text[:begin].rstrip()
+                content, self._text = content + before, self._text[len(before) :]
+                return content, calls
+            call = _read_call(self._text[begin + len(BEGIN) : end], "arguments")
+            end += len(END)
+            if call:
+                self._called = True
+                content += self._text[:begin].rstrip()
+                calls.append(call)
+            else:
+                content += self._text[:end]
+            self._text = self._text[end:]
+
+    def finish(self) -> tuple[str, list[Call]]:
+        rest, self._text = self._text, ""
+        before, begin, raw = rest.partition(BEGIN)
+        if begin and (call := _read_call(raw, "arguments")):  # a model may end its turn without the closing tag
+            return before.rstrip(), [call]
+        return "" if self._called and not rest.strip() else rest, []
+
+
+class WholeCalls:
+    """Llama 3's format. Its <|python_tag|> is a special token, which is not in the text."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._is_content = False
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        self._text += text
+        begun = self._text.lstrip()
+        if begun and not begun.startswith("{"):
+            self._is_content = True
+        if not self._is_content:
+            return "", []
+        content, self._text = self._text, ""
+        return content, []
+
+    def finish(self) -> tuple[str, list[Call]]:
+        rest, self._text = self._text, ""
+        calls, left = [], rest.strip()
+        while left:
+            try:
+                _, end = _DECODER.raw_decode(left)
+            except (ValueError, RecursionError):
+                return rest, []
+            call = _read_call(left[:end], "parameters")
+            if call is None:
+                return rest, []
+            calls.append(call)
+            left = left[end:].lstrip("; \n")
+        return ("", calls) if calls else (rest, [])
+
+
+def reader_for(template: str) -> type[TaggedCalls] | type[WholeCalls] | None:
+    """Which format a chat template asks for; None: none that is known here."""
+    if "tools" not in template:
+        return None
+    if BEGIN in template:
+        return TaggedCalls
+    return WholeCalls if '"parameters"' in template else None
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _read_call(text: str, key: str) -> Call | None:
+    try:
+        found: Any = _DECODER.decode(text.strip())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not isinstance(found.get(key), dict):
+        return None
+    return Call(found["name"], json.dumps(found[key], ensure_ascii=False))

@@ -1,0 +1,185 @@
+"""An inference server within the test: its application, an engine that says what it is told to, a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
+from megatron_rl.model.tokenizer import HuggingFaceTokenizer
+from megatron_rl.server.app import Application
+from megatron_rl.server.guard import Limits
+
+TOKEN = "a-token-of-the-tests"
+END = "<end>"
+MAX_LENGTH = 400
+PAGES = 64
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\nCall: <tool_call>...</tool_call>\n{% endif %}"
+    "{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('no such role') }}{% endif %}[{{ message.role }}]{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.x }}{% endfor %}"
+    "{% endfor %}[assistant]"
+)
+
+
+@cache
+def byte_backend() -> Backend:
+    """As GPT-2, Qwen and Llama 3 have it: a character may be cut anywhere between its bytes."""
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(vocabulary | {"ab": 256, "Ġa": 257, "Ã©": 258}, [("a", "b"), ("Ġ", "a"), ("Ã", "©")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+@cache
+def byte_tokenizer(template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token=END, chat_template=template)
+    )
+
+
+def encode(text: str) -> list[int]:
+    return byte_tokenizer().encode(text)
+
+
+class SayingEngine:
+    """Says, to any request, the text that it was given, and ends; one token a step and sample."""
+
+    def __init__(self, text: str | Callable[[GenerationRequest, int], str] = "hello") -> None:
+        self._text = text
+        self.asked: list[GenerationRequest] = []
+        self.holds_at: int | None = None
+        """Tokens of each sample after which it says no more for now."""
+        self.running = 0
+        self.fails: Exception | None = None
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(self.running, 0, PAGES - self.running, PAGES)
+
+    async def generate(self, request: GenerationRequest) -> Any:
+        raise NotImplementedError
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        self.asked.append(request)
+        if self.fails:
+            raise self.fails
+        answers = [self._tokens(request, sample) for sample in range(request.num_samples)]
+        self.running += request.num_samples
+        try:
+            for step in range(max(map(len, answers))):
+                await asyncio.sleep(0)
+                while self.holds_at is not None and step >= self.holds_at:
+                    await asyncio.sleep(0.001)
+                for sample, tokens in enumerate(answers):
+                    if step < len(tokens):
+                        yield self._delta(request, sample, tokens, step)
+        finally:
+            self.running -= request.num_samples
+
+    def _tokens(self, request: GenerationRequest, sample: int) -> list[int]:
+        text = self._text if isinstance(self._text, str) else self._text(request, sample)
+        tokens = [*encode(text), byte_tokenizer().eos_id][: request.sampling.max_new_tokens]
+        for count in range(1, len(tokens) + 1):
+            if any(stop in byte_tokenizer().decode(tokens[:count]) for stop in request.sampling.stop):
+                return tokens[:count]
+        return tokens
+
+    def _delta(self, request: GenerationRequest, sample: int, tokens: Sequence[int], step: int) -> Delta:
+        token = tokens[step]
+        last, stopped = step == len(tokens) - 1, byte_tokenizer().decode(tokens)
+        stop = next((each for each in request.sampling.stop if each in stopped), None)
+        ended = token == byte_tokenizer().eos_id or stop
+        top = {token + place: logprob(token) - place for place in range(request.top_logprobs)}
+        return Delta(
+            sample,
+            [token],
+            [logprob(token)],
+            [7],
+            [top] if request.top_logprobs else None,
+            ("stop" if ended else "length") if last else None,
+            stop if last else None,
+        )
+
+
+def logprob(token: int) -> float:
+    return -token / 100
+
+
+@asynccontextmanager
+async def running(engine: Any, **options: Any) -> AsyncIterator[Application]:
+    """options: of Application."""
+    given: dict[str, Any] = {
+        "tokenizer": byte_tokenizer(),
+        "model": "tiny",
+        "max_length": MAX_LENGTH,
+        "tokens": [TOKEN],
+        "limits": Limits(),
+    }
+    application = Application(engine, **given | options)
+    application.thread.start()
+    try:
+        yield application
+    finally:
+        application.thread.stop("the test is over")
+        assert await asyncio.to_thread(application.thread.join)
+
+
+def client_of(application: Application, token: str = TOKEN) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(application, raise_app_exceptions=False),
+        base_url="http://server",
+        headers={"Authorization": f"Bearer {token}"},
+        timeout=60,
+    )
+
+
+def ask(
+    engine: Any, route: str, body: Any, *, method: str = "POST", token: str = TOKEN, **options: Any
+) -> httpx.Response:
+    """One request to a server of this engine. body: bytes, or what becomes JSON. options: of Application."""
+
+    async def asked() -> httpx.Response:
+        async with running(engine, **options) as application, client_of(application, token) as client:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await asyncio.wait_for(client.request(method, route, content=content), 60)
+
+    return asyncio.run(asked())
+
+
+def completion(engine: Any, **body: Any) -> dict[str, Any]:
+    """The answer of /v1/completions."""
+    return _good(ask(engine, "/v1/completions", {"prompt": "ask", "max_tokens": 100} | body))
+
+
+def chat(engine: Any, *messages: Any, options: dict[str, Any] | None = None, **body: Any) -> dict[str, Any]:
+    """The answer of /v1/chat/completions to these messages, or to one."""
+    given = list(messages) or [{"role": "user", "content": "hi"}]
+    return _good(ask(engine, "/v1/chat/completions", {"messages": given} | body, **options or {}))
+
+
+def events(engine: Any, route: str, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer, which is whole."""
+    response = ask(engine, route, body | {"stream": True}, **options)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def _good(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer

@@ -1,0 +1,106 @@
+"""/v1/chat/completions: the model's own template, tools, and what OpenAI's clients send back of earlier turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server_helpers import SayingEngine, ask, byte_tokenizer, chat, encode, events, logprob
+
+ROUTE = "/v1/chat/completions"
+USER = {"role": "user", "content": "1+1"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALLS = 'Well. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+
+
+def prompt_of(engine: SayingEngine) -> str:
+    return byte_tokenizer().decode(engine.asked[-1].prompt_tokens)
+
+
+def test_the_prompt_is_what_the_template_makes_of_the_messages() -> None:
+    engine = SayingEngine("2")
+    answer = chat(
+        engine,
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]},
+        {
+            "role": "assistant", "content": None, "refusal": None, "annotations": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 4}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    )  # fmt: skip
+    assert prompt_of(engine) == "[system]Be brief.[user]1+1[assistant]add:4[tool]2[assistant]"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "2", "refusal": None}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+
+
+def test_an_answer_may_be_as_long_as_there_is_room() -> None:
+    engine = SayingEngine()
+    chat(engine, USER)
+    assert engine.asked[-1].sampling.max_new_tokens == 400 - len(encode("[user]1+1[assistant]"))
+    chat(engine, USER, max_completion_tokens=3)
+    assert engine.asked[-1].sampling.max_new_tokens == 3
+
+
+def test_token_ids_stand_for_the_conversation() -> None:
+    """What was sampled in earlier turns stays as it was: text that is encoded again may be other tokens."""
+    engine = SayingEngine("hi")
+    answer = chat(engine, USER, prompt_token_ids=[1, 2, 3], return_token_ids=True)
+    assert engine.asked[-1].prompt_tokens == answer["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+
+
+def test_logprobs_name_each_token_its_bytes_and_the_likeliest() -> None:
+    answer = chat(SayingEngine("é"), USER, logprobs=True, top_logprobs=1)
+    first, end = answer["choices"][0]["logprobs"]["content"]
+    token = encode("é")[0]
+    alone = {"token": "é", "logprob": logprob(token), "bytes": [0xC3, 0xA9]}
+    assert first == {**alone, "top_logprobs": [alone]}
+    assert end["token"] == "<end>"
+
+
+def test_calls_are_told_apart_from_content() -> None:
+    engine = SayingEngine(CALLS)
+    (choice,) = chat(engine, USER, tools=TOOLS)["choices"]
+    assert prompt_of(engine).startswith('[{"')
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Well."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function" and call["function"] == {"name": "add", "arguments": '{"x": 1}'}
+
+
+def test_without_tools_the_same_text_is_content() -> None:
+    for asked in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        engine = SayingEngine(CALLS)
+        (choice,) = chat(engine, USER, **asked)["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS, "stop")
+        assert prompt_of(engine) == "[user]1+1[assistant]"
+
+
+def test_a_streamed_answer_says_its_role_its_content_and_its_calls() -> None:
+    chunks = events(SayingEngine(CALLS + CALLS), ROUTE, {"messages": [USER], "tools": TOOLS})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well.Well."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "add"), (1, "add")]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def refused(body: dict[str, Any], **options: Any) -> dict[str, Any]:
+    engine = SayingEngine()
+    response = ask(engine, ROUTE, body, **options)
+    assert response.status_code == 400 and not engine.asked
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def test_a_model_without_a_template_has_no_chat_and_one_without_tools_no_tools() -> None:
+    plain = byte_tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert refused({"messages": [USER]}, tokenizer=byte_tokenizer(None))["code"] == "no_chat_template"
+    assert refused({"messages": [USER], "tools": TOOLS}, tokenizer=plain)["param"] == "tools"
+
+
+def test_what_the_template_refuses_is_the_clients_fault() -> None:
+    strict = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
+    assert "roles must alternate" in refused({"messages": [USER]}, tokenizer=strict)["message"]

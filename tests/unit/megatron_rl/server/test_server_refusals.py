@@ -1,0 +1,129 @@
+"""Bad input: OpenAI's error format, the right status, the parameter by its name; the engine is not touched."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from server_helpers import MAX_LENGTH, SayingEngine, ask, byte_tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+NO_TOKEN = byte_tokenizer().vocab_size
+
+
+def refused(route: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
+    engine = SayingEngine()
+    response = ask(engine, route, body, **options)
+    assert not engine.asked
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "3"), ("temperature", -0.1),
+        ("temperature", "hot"), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("min_p", 1), ("n", 0), ("n", 129),
+        ("stop", "x" * 10_000), ("stop", ["x"] * 17), ("stop", ""), ("stop_token_ids", [-1]),
+        ("stop_token_ids", [NO_TOKEN]), ("prompt", [NO_TOKEN]), ("prompt", [-1]), ("prompt", []), ("prompt", ""),
+        ("prompt", [[]]), ("prompt", None), ("logprobs", 21), ("logprobs", True), ("seed", "x"), ("stream", 1),
+        ("min_tokens", 5),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be(param: str, value: Any) -> None:
+    error = refused(COMPLETIONS, {"prompt": "ask", "max_tokens": 4, param: value})
+    assert (error["param"] or "").split(".")[0] == param or param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("presence_penalty", 0.5), ("frequency_penalty", -1), ("logit_bias", {"1": 5}), ("best_of", 2), ("echo", True),
+        ("suffix", "x"), ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}),
+        ("functions", [{"name": "f"}]), ("parallel_tool_calls", False), ("no_such_parameter", 1),
+        ("tool_choice", "required"), ("top_logprobs", 3), ("service_tier", "flex"), ("stream_options", {"x": 1}),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(param: str, value: Any) -> None:
+    error = refused(CHAT, {"messages": [USER], param: value})
+    assert param in error["message"] and error["param"].split(".")[0] == param
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [], [{}], [{"role": "robot", "content": "x"}], [{"role": "user", "content": 5}], ["hi"], "hi",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}],
+    ],
+)  # fmt: skip
+def test_messages_that_are_none(messages: Any) -> None:
+    assert refused(CHAT, {"messages": messages})["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"temperature": NaN}', b"\x00",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_bodies_that_are_no_json(raw: bytes) -> None:
+    assert refused(COMPLETIONS, raw)["code"] == "invalid_json"
+
+
+def test_a_prompt_longer_than_the_context() -> None:
+    for body in (
+        {"prompt": [1] * MAX_LENGTH},
+        {"prompt": [1] * (MAX_LENGTH + 5), "max_tokens": 1},
+        {"prompt": [1], "max_tokens": MAX_LENGTH},
+        {"prompt": "x" * 30_000, "max_tokens": 10**18},
+    ):
+        assert refused(COMPLETIONS, body)["code"] == "context_length_exceeded"
+    assert refused(CHAT, {"messages": [{"role": "user", "content": "x" * 500}]})["code"] == "context_length_exceeded"
+
+
+def test_a_model_or_a_route_that_is_not_there() -> None:
+    assert refused(COMPLETIONS, {"prompt": "x", "model": "gpt-5"}, 404)["code"] == "model_not_found"
+    assert refused("/v1/models/gpt-5", b"", 404, method="GET")["code"] == "model_not_found"
+    assert refused("/v1/embeddings", {}, 404)["code"] == "unknown_url"
+    assert refused(COMPLETIONS, b"", 405, method="GET")["code"] == "unknown_url"
+
+
+def test_characters_that_the_tokenizer_has_no_token_for() -> None:
+    from megatron_rl.model.tokenizer import CharacterTokenizer
+
+    error = refused(COMPLETIONS, {"prompt": "1x"}, tokenizer=CharacterTokenizer("012"))
+    assert "no token for the character 'x'" in error["message"]
+
+
+def test_an_engine_that_fails_is_not_the_clients_fault(caplog: pytest.LogCaptureFixture) -> None:
+    engine = SayingEngine()
+    engine.fails = RuntimeError("secret inner life")
+    response = ask(engine, COMPLETIONS, {"prompt": "x"})
+    assert response.status_code == 500 and "secret" not in response.text
+    assert json.loads(response.text)["error"]["type"] == "server_error"
+
+
+def test_tokens_to_text_and_back() -> None:
+    engine = SayingEngine()
+    tokens = ask(engine, "/tokenize", {"prompt": "aéb"}).json()
+    assert tokens == {"tokens": byte_tokenizer().encode("aéb"), "count": 3, "max_model_len": MAX_LENGTH}
+    assert ask(engine, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "aéb"}
+    asked = ask(engine, "/tokenize", {"messages": [USER]}).json()["tokens"]
+    assert byte_tokenizer().decode(asked) == "[user]hi[assistant]"
+    assert refused("/detokenize", {"tokens": [NO_TOKEN]})["param"] == "tokens"
+    assert refused("/tokenize", {})["param"] == "prompt"
+
+
+def test_the_model_says_its_name_and_its_context() -> None:
+    engine = SayingEngine()
+    (card,) = ask(engine, "/v1/models", b"", method="GET").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", MAX_LENGTH)
+    assert ask(engine, "/v1/models/tiny", b"", method="GET").json()["id"] == "tiny"
