@@ -24,6 +24,7 @@ COMMANDS = (
     "rehearse",
     "requeue",
     "resume",
+    "serve",
     "status",
 )
 """Modules of launcher.cli that hold a click command named `command`."""

@@ -1,0 +1,200 @@
+"""mrl serve: a policy behind OpenAI's HTTP interface, by a process of its own: here is no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from launcher.errors import BadInput, Failed
+from launcher.runs.policy import prepare_policy
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
+
+SERVER = [sys.executable, "-m", "megatron_rl.server"]
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TOKEN_BYTES = 32
+
+
+def default_token_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Of this account: what was written down for one server also opens the next."""
+    home = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".config")
+    return Path(home) / "mrl" / "serve-token"
+
+
+@click.command("serve", short_help="Answer by a policy over HTTP, as OpenAI's API does.")
+@click.argument("path")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Bearer tokens that are let in, one a line; made where it is not there. Default: ~/.config/mrl/serve-token.",
+)
+@click.option("--name", help="Of the model, for clients. Default: that of the run or directory.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the recipe's, or that of the weights.")
+@click.option("--max-length", type=click.IntRange(min=2), help="Longest prompt and answer together, in tokens.")
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Answers that may wait for room; then requests are turned away (429).",
+)
+@click.option("--requests-per-minute", type=click.IntRange(min=1), help="For each token; more are turned away (429).")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Seconds that requests under way have to be answered after Ctrl-C.",
+)
+@click.option("--trust", is_flag=True, help="Of another user: what is in a checkpoint can act as you.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object when it is ready: {address, model, ...}.")
+def command(
+    path: str,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    name: str | None,
+    device: str,
+    dtype: str | None,
+    max_length: int | None,
+    max_waiting: int,
+    requests_per_minute: int | None,
+    grace: float,
+    trust: bool,
+    as_json: bool,
+) -> None:
+    """Serve PATH: a run directory (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their
+    name in the cache of the hub, or package:NAME.
+
+    Completions, chat completions, models, tokenize, detokenize, health and metrics, always by token. Ctrl-C ends it
+    once what is under way is answered; a second one at once.
+
+    \b
+    Exit codes:
+      0    stopped by Ctrl-C or SIGTERM
+      1    it failed while it served
+      2    PATH, token or address cannot be used
+      130  stopped before it was ready, or at once
+    """
+    prepare_policy(path, trust)
+    tokens = token_file or default_token_file()
+    _make_token(tokens)
+    options: dict[str, Any] = {
+        "--host": host,
+        "--port": port,
+        "--token-file": tokens,
+        "--name": name,
+        "--device": device,
+        "--dtype": dtype,
+        "--max-length": max_length,
+        "--max-waiting": max_waiting,
+        "--requests-per-minute": requests_per_minute,
+        "--grace-s": grace,
+    }
+    given = [word for key, value in options.items() if value is not None for word in (key, str(value))]
+    _serve([*SERVER, *given, "--", path], tokens, as_json)
+
+
+def _make_token(file: Path) -> None:
+    """Make the file with a token in it, for this account alone, unless it is there. Raises BadInput."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if file.is_file() and file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            click.echo(f"warning: others can read {file}: chmod 600 it", err=True)
+        return
+    except OSError as error:
+        raise BadInput(f"--token-file {file}: {error.strerror}") from error
+    with os.fdopen(descriptor, "w", encoding="ascii") as opened:
+        opened.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+
+
+def _serve(words: list[str], tokens: Path, as_json: bool) -> None:
+    """Until the server ends. It has a session of its own: each Ctrl-C reaches it once, by us."""
+    heard: list[int] = []
+    child: subprocess.Popen[str] | None = None
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        child = subprocess.Popen(
+            words,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        with child:
+            if heard:  # before there was a child to tell
+                child.send_signal(heard[-1])
+            _watch(child, tokens, as_json)
+    except OSError as error:
+        raise Failed(f"the server cannot be started: {error}") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(child: subprocess.Popen[str], tokens: Path, as_json: bool) -> None:
+    """Say when it is ready, and wait for its end. Raises BadInput, Failed, or click.Abort."""
+    assert child.stdout is not None
+    why = None
+    for line in child.stdout:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue  # of a library
+        why = said.get("error", why)
+        if "address" in said:
+            said |= {"token_file": str(tokens.absolute())}
+            click.echo(json.dumps(said) if as_json else _how_to_ask(said))
+    code = child.wait()
+    if code == EXIT_FINISHED:
+        return
+    if code == EXIT_INTERRUPTED:
+        raise click.Abort
+    raise (BadInput if code == EXIT_USAGE else Failed)(why or f"the server ended with exit code {code}")
+
+
+def _how_to_ask(said: dict[str, Any]) -> str:
+    """What is served where, and lines to paste. The token stays out of every command's arguments, which others see."""
+    address, model, token = said["address"], said["model"], shlex.quote(said["token_file"])
+    step = "" if said["step"] is None else f" after step {said['step']}"
+    asked: dict[str, Any]
+    if said["chat"]:
+        route, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+        call = f'client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello"}}])'
+    else:
+        route, asked = "completions", {"prompt": "1+2="}
+        call = f'client.completions.create(model="{model}", prompt="1+2=")'
+    body = shlex.quote(json.dumps(asked))
+    return f"""\
+{model}{step} at {address}, {said["max_length"]} tokens of context; Ctrl-C ends it
+
+    echo "Authorization: Bearer $(head -n 1 {token})" | curl -H @- {address}/v1/{route} -d {body}
+
+    from openai import OpenAI
+    client = OpenAI(base_url="{address}/v1", api_key=open({said["token_file"]!r}).readline().strip())
+    {call}
+"""

@@ -1,0 +1,73 @@
+"""What a path must be that a command is to load a policy from, before it starts a process with torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.errors import BadInput
+from launcher.fetch.prefetch import Cache, Need, fetch
+from launcher.runs.find import is_run
+from launcher.runs.trust import refuse_others
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.model.config import is_hub_name, package_of
+from megatron_rl.model.hf_config import CONFIG_FILE
+
+HOLDS = ("manifest.json", CONFIG_FILE, "release")
+"""One of them is in a directory that is no run's: a checkpoint, Hugging Face weights, Megatron-LM's shards."""
+
+
+def prepare_policy(path: str, trusted: bool) -> None:
+    """Refuse a path that names no policy, which takes milliseconds here and seconds there, or one of another user.
+    Export what a Python package brings along.
+
+    path: a run directory, a checkpoint, a directory of Hugging Face weights, their name in the cache of the hub, or
+        package:NAME. Whether it is whole is found out by whoever reads it.
+    trusted: the user has said --trust.
+
+    Raises BadInput.
+    """
+    if not path.strip():
+        raise BadInput("PATH is empty; give a run directory, a checkpoint or a directory of Hugging Face weights")
+    try:
+        there = Path(path).exists()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path!r}: {getattr(error, 'strerror', None) or error}") from error
+    if there:
+        _check_directory(Path(path).absolute(), trusted)
+    elif package := package_of(path):
+        _export(package, path)
+    elif not is_hub_name(path) or not _in_cache(path):
+        raise BadInput(
+            f"{path}: no such directory, and nothing of that name in the Hugging Face cache; give a run directory, a "
+            "checkpoint, a directory of Hugging Face weights, or package:NAME"
+        )
+
+
+def _check_directory(folder: Path, trusted: bool) -> None:
+    for root in (folder, folder.parent.parent):  # a run, or a checkpoint of one
+        if is_run(str(root)):
+            refuse_others(RunDir(root), trusted)
+    try:
+        if not is_run(str(folder)):
+            known = any((folder / name).exists() for name in HOLDS)
+        elif not RunDir(folder).checkpoint_steps():
+            raise BadInput(f"{folder} has no checkpoint yet; `mrl status {folder}` says what the run does")
+        else:
+            known = True
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be looked into: {error.strerror}") from error
+    if not known:
+        raise BadInput(
+            f"{folder} is neither a run directory (resolved.yaml), nor a checkpoint (manifest.json), nor a directory "
+            f"of Hugging Face weights ({CONFIG_FILE})"
+        )
+
+
+def _in_cache(name: str) -> bool:
+    return (Cache.of(None).huggingface / "hub" / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def _export(package: str, path: str) -> None:
+    cache, need = Cache.of(None), Need("model", path)
+    if cache.find(need) is None and not fetch(need, cache):
+        raise BadInput(f"{path} cannot be exported from the Python package {package}: see above")
