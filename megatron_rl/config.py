@@ -17,7 +17,7 @@ from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import JobConfig, Offload, PlacementConfig, data_parallel_size
@@ -94,6 +94,11 @@ class RunConfig(Section):
     def offload(self) -> Offload:
         """What leaves the device's memory while nothing needs it."""
         return self.placement.offload or ("buffers" if self.job.device == "cuda" else "none")
+
+    @property
+    def page_tokens(self) -> int:
+        """Places of a page of the engine's cache."""
+        return self.inference.page_tokens or PAGE_TOKENS[self.job.device]
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from launcher.plan.parameters import Weights, weights, whole_model
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
+from megatron_rl.inference.config import pages_of
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.rank.config import Offload
 
@@ -274,12 +275,11 @@ def _engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) 
 def _cache(config: RunConfig, sizes: Sizes) -> Term:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     layers, heads = model.num_layers // sizes.inference_pp, -(-model.num_query_groups // sizes.inference_tp)
-    rows = config.inference.max_batch
-    length = config.sequence_length
+    pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     return Term(
         "KV cache",
-        2 * size * layers * rows * length * heads * model.head_size,
-        f"2 x {size} bytes x {layers} layers x {rows} sequences x {_count(length)} tokens x {heads} heads x "
+        2 * size * layers * pages * page_tokens * heads * model.head_size,
+        f"2 x {size} bytes x {layers} layers x {_count(pages)} pages x {_count(page_tokens)} tokens x {heads} heads x "
         f"{model.head_size}",
     )
 
@@ -300,9 +300,7 @@ def _prefill(config: RunConfig, sizes: Sizes) -> Term:
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     length = config.sequence_length
     prompt = max(1, length - config.sampling.max_new_tokens)
-    tokens = max(
-        length, min(config.inference.prefill_tokens, length + (config.inference.max_batch - 1) * prompt) + prompt
-    )
+    tokens = min(config.inference.prefill_tokens, length + (config.inference.max_batch - 1) * prompt)
     each = max(4 * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - 3 * size) * model.hidden_size)
     if model.experts_per_token:
         each = model.experts_per_token * 8 * size * model.hidden_size

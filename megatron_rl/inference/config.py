@@ -45,10 +45,30 @@ class Sampling(Section):
         return self
 
 
+PAGE_TOKENS = {"cpu": 16, "cuda": 256}
+"""Places of a page by `job.device`: few share more, and flash kernels for pages want multiples of 256."""
+
+
 class InferenceConfig(Section):
     """The in-process engine."""
 
     max_batch: PositiveInt = 256
-    """Sequences decoded together on one replica; the rest wait for a free row of the cache."""
+    """Sequences decoded together on one replica; the rest wait for a free row."""
     prefill_tokens: PositiveInt = 16384
-    """Prompt tokens after which one prefill takes no further prompt."""
+    """Prompt tokens computed at once; a longer prompt is computed in pieces, between which the others are decoded."""
+    cache_tokens: PositiveInt | None = None
+    """Places of the key/value cache of one replica; null: of max_batch sequences of full length. With fewer the
+    youngest answers give way when it is full, and are gone on with later."""
+    page_tokens: PositiveInt | None = None
+    """Places of a page, of which the cache consists; only full pages are shared. null: 16 on a CPU, 256 on a GPU."""
+    share_prefixes: bool = True
+    """Whether the keys and values of a beginning that the cache holds already are used again: of system prompts and
+    conversations. Answers to one prompt share it in any case."""
+
+
+def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tuple[int, int]:
+    """Pages of the cache, and places in each, of an engine whose sequences have `longest` tokens at most."""
+    page_tokens = min(page_tokens, longest)
+    if inference.cache_tokens is not None:
+        return max(1, inference.cache_tokens // page_tokens), page_tokens
+    return inference.max_batch * -(-longest // page_tokens), page_tokens

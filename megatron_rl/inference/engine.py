@@ -24,11 +24,13 @@ from megatron_rl.inference.api import (
     PromptTooLong,
     Unsupported,
 )
+from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.cache import KeyValueCache
-from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.config import InferenceConfig, pages_of
 from megatron_rl.inference.model_runner import ModelRunner
-from megatron_rl.inference.plans import PlanBroadcast
-from megatron_rl.inference.scheduler import Scheduler, StepPlan
+from megatron_rl.inference.pages import Pages
+from megatron_rl.inference.plans import StepPlan
+from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.stops import Decode
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
@@ -64,8 +66,10 @@ class Engine:
         """Seconds spent generating so far; the rest of a caller's wait is for something else, such as rewards."""
         self.max_length = max_length or model.max_position_embeddings
         self._limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
-        self._scheduler = Scheduler(config, end_ids, decode)
-        self._runner = ModelRunner(policy, model, config, end_ids, self.max_length)
+        count, page_tokens = pages_of(config, config.page_tokens or policy.platform.page_tokens, self.max_length)
+        self._pages = Pages(count, page_tokens, found_again=config.share_prefixes)
+        self._scheduler = Scheduler(config, self._pages, end_ids, decode)
+        self._runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)
         self._keeps_cache = keeps_cache
         self._finds_stops = decode is not None
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast(ranks.control)
@@ -107,6 +111,13 @@ class Engine:
                 f"{request.sampling.max_new_tokens} exceed {self._limit_name} {self.max_length}"
             )
 
+        if self._pages.needed(needed) > self._pages.count:
+            raise PromptTooLong(
+                f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "
+                f"{request.sampling.max_new_tokens} have no room in a cache of "
+                f"{self._pages.count * self._pages.tokens} tokens (inference.cache_tokens)"
+            )
+
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its rows; one that is answered or unknown is none."""
         self._scheduler.cancel(request_id)
@@ -124,6 +135,8 @@ class Engine:
     def step(self) -> None:
         """One token for every row, then admit what fits. Whatever it raises has cost all requests."""
         try:
+            while (place := self._scheduler.must_give_way()) is not None:
+                self._scheduler.give_way(place, self._runner.answers(self._scheduler.wanted([place])))
             for plan_next in (self._scheduler.decode, self._scheduler.admit):
                 if plan := plan_next():
                     started = time.perf_counter()
@@ -144,6 +157,11 @@ class Engine:
         """Of all rows, what the scheduler does not know yet."""
         return self._runner.answers(self._scheduler.wanted(self._scheduler.rows))
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of prompts, and of answers that were gone on with, computed so far; those that were found are not."""
+        return self._scheduler.prefilled_tokens
+
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
         """Execute what the first rank of the replica does, until it lets the others go.
 
@@ -161,12 +179,13 @@ class Engine:
 
     @property
     def cache(self) -> KeyValueCache | None:
-        """Keys and values of all rows, while there is room for them."""
+        """Keys and values of all pages, while there is room for them."""
         return self._runner.cache
 
     def end_phase(self) -> None:
         """Make room for training, on each rank of the replica; nothing is under way."""
         assert not self.busy, "what its rows have in the cache would be lost"
+        self._scheduler.forget()  # what the next phase computes does not depend on what was asked in this one
         if not self._keeps_cache:
             self._runner.cache = None
 

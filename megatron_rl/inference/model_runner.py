@@ -9,7 +9,7 @@ is computed with the others, and keeps nothing of it. What the host must know of
 most, which sampling parameters occur) it counts by itself.
 
 A row that begins with an answer's known tokens has prompt and tokens prefilled together, and draws its next token by
-the random number that belongs to it.
+the random number that belongs to it. Which pages a row has is told by the plans.
 """
 
 from __future__ import annotations
@@ -27,22 +27,31 @@ from torch import Tensor
 
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.places import page_table, places_seen, places_written
+from megatron_rl.inference.plans import Prefill, StepPlan
 from megatron_rl.inference.sampling import SamplingRows, sample, uniforms
-from megatron_rl.inference.scheduler import Prefill, StepPlan
 from megatron_rl.inference.top_logprobs import TopLogprobsRows
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.attention import Layout, whole_sequences
+from megatron_rl.platform.paged_attention import PagedRows
 
 
 class ModelRunner:
     """One policy and the rows that it answers."""
 
     def __init__(
-        self, policy: Policy, model: ModelConfig, config: InferenceConfig, end_ids: Collection[int], max_length: int
+        self,
+        policy: Policy,
+        model: ModelConfig,
+        config: InferenceConfig,
+        pages: tuple[int, int],
+        end_ids: Collection[int],
+        max_length: int,
     ) -> None:
         """
+        pages: of the cache, and places in each.
         end_ids: at least one token that ends an answer.
         max_length: of a prompt and its answer together.
         """
@@ -52,18 +61,19 @@ class ModelRunner:
         attention = policy.decoder.layers[0].self_attention
         rows = config.max_batch
         self._length = max_length
+        self._page_tokens = pages[1]
         self._make_cache = partial(
             KeyValueCache,
             layers=model.num_layers,
-            rows=rows,
-            length=max_length,
+            pages=pages[0],
+            page_tokens=self._page_tokens,
             kv_heads=attention.num_query_groups_per_partition,
             head_size=attention.hidden_size_per_attention_head,
             dtype=next(policy.parameters()).dtype,
             device=self.device,
         )
         self.cache: KeyValueCache | None = None
-        """Of the rows; made when the first of them is filled."""
+        """Made when it is first needed."""
         integers = {"dtype": torch.long, "device": self.device}
         self._token = torch.zeros(rows, **integers)  # newest token of each row, not yet in the cache
         self._position = torch.zeros(rows, **integers)  # its position
@@ -75,7 +85,7 @@ class ModelRunner:
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros(rows, max_length, **integers)
         self._logprobs = torch.zeros(rows, max_length, device=self.device)
-        self._first_place = torch.arange(rows, device=self.device) * max_length
+        self._pages = torch.zeros(rows, -(-max_length // pages[1]), dtype=torch.int32, device=self.device)
         # The host's own counts, exact for rows that have not ended, else the most it can be.
         self._most_positions = np.zeros(rows, dtype=np.int64)
         self._most_tokens = np.zeros(rows, dtype=np.int64)
@@ -87,9 +97,14 @@ class ModelRunner:
         look."""
         cache = self.cache = self.cache or self._make_cache()
         if plan.moves:
-            self._move(plan.moves, cache)
+            self._move(plan.moves)
+        if plan.pages:
+            row, place, page = _tensor(plan.pages, self.device).unbind(1)
+            self._pages[row, place] = page.int()
         rows = slice(plan.rows.start, plan.rows.stop)
         logits = self._prefill(rows, plan.prefills, cache) if plan.prefills else self._decode(rows, cache)
+        if not plan.rows:
+            return None
         self._sample(rows, logits)
         self._tokens_until_look -= 1
         if self._tokens_until_look:
@@ -130,36 +145,48 @@ class ModelRunner:
         ]
 
     def _prefill(self, rows: slice, prefills: Sequence[Prefill], cache: KeyValueCache) -> Tensor:
-        """Fill new rows. Returns the logits of their next tokens, [rows, vocab]."""
-        sequences = [prefill.tokens for prefill in prefills]
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        ends = lengths.cumsum(0)
-        sequence = torch.repeat_interleave(torch.tensor([len(prefill.samples) for prefill in prefills]))  # [rows]
-        length = lengths[sequence]
-
-        # Every token of a sequence goes to each of its rows: [copied] places in the packed tokens and in the cache.
-        within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
-        source = torch.repeat_interleave((ends - lengths)[sequence], length) + within
-        target = torch.repeat_interleave(torch.arange(rows.start, rows.stop) * self._length, length) + within
-        tokens = [token for tokens in sequences for token in tokens]
-        layout = PrefillLayout(
-            packed=self.policy.layout(whole_sequences(map(len, sequences))),
-            cache=cache,
-            source=source.to(self.device, non_blocking=True),
-            target=target.to(self.device, non_blocking=True),
-        )
+        """Compute tokens, and fill the rows that begin with them. Returns the logits of their next tokens, [rows,
+        vocab]."""
+        ends = np.cumsum([len(prefill.tokens) for prefill in prefills])
+        last = [(end - 1, prefill) for end, prefill in zip(ends.tolist(), prefills, strict=True) if prefill.samples]
+        positions = [np.arange(each.start, each.start + len(each.tokens)) for each in prefills]
         logits = self.policy(
-            _tensor(tokens, self.device),
-            _tensor([position for tokens in sequences for position in range(len(tokens))], self.device),
-            layout,
-            (ends - 1).to(self.device, non_blocking=True),
+            _tensor([token for prefill in prefills for token in prefill.tokens], self.device),
+            _tensor(np.concatenate(positions), self.device),
+            self._prefill_layout(prefills, cache),
+            _tensor(np.array([end for end, _ in last], dtype=np.int64), self.device),
         )
-        self._position[rows] = (length - 1).to(self.device, non_blocking=True)
-        self._most_positions[rows] = length.numpy() - 1
+        if not last:
+            return logits
+        begun = [prefill for _, prefill in last]
+        samples = [len(prefill.samples) for prefill in begun]
+        newest = np.repeat([prefill.start + len(prefill.tokens) - 1 for prefill in begun], samples)
+        self._position[rows] = _tensor(newest, self.device)
+        self._most_positions[rows] = newest
         self._ended[rows] = False
-        self._set_answers(rows, prefills)
-        self._set_sampling(rows, prefills)
-        return self.policy.whole_logits(logits).index_select(0, sequence.to(self.device, non_blocking=True))
+        table = page_table(begun)
+        self._pages[rows, : table.shape[1]] = _tensor(table, self.device)
+        self._set_answers(rows, begun)
+        self._set_sampling(rows, begun)
+        sequence = _tensor(np.repeat(np.arange(len(begun)), samples), self.device)  # of each row
+        return self.policy.whole_logits(logits).index_select(0, sequence)
+
+    def _prefill_layout(self, prefills: Sequence[Prefill], cache: KeyValueCache) -> Layout:
+        """Attention among the tokens themselves, where all of them are there, else to what the cache has of the same
+        sequences."""
+        source, target = (_tensor(each, self.device) for each in places_written(prefills, self._page_tokens))
+        stops = [prefill.start + len(prefill.tokens) for prefill in prefills]
+        whole = whole_sequences(stops)
+        if not any(prefill.start for prefill in prefills):
+            return PrefillLayout(self.policy.layout(whole), cache, source, target, None)
+        offsets = np.cumsum([0, *stops[:-1]])
+        part = [
+            np.arange(offset + prefill.start, offset + stop)
+            for offset, stop, prefill in zip(offsets, stops, prefills, strict=True)
+        ]
+        layout = self.policy.layout(whole, torch.from_numpy(np.concatenate(part)))
+        seen = _tensor(places_seen(prefills, self._page_tokens), self.device)
+        return PrefillLayout(layout, cache, source, target, seen)
 
     def _set_answers(self, rows: slice, prefills: Sequence[Prefill]) -> None:
         """Answer tokens and log-probs that rows begin with."""
@@ -190,13 +217,12 @@ class ModelRunner:
 
     def _decode(self, rows: slice, cache: KeyValueCache) -> Tensor:
         """[rows, vocab] logits of the next tokens of the first rows."""
-        positions = self._position[rows]
-        most = self._most_positions[rows]
-        shortest, longest = int(most.min()) + 1, min(int(most.max()) + 1, self._length)
-        visible = None
-        if shortest < longest:
-            visible = (torch.arange(longest, device=self.device) <= positions[:, None])[:, None, None]
-        layout = DecodeLayout(cache, self._first_place[rows] + positions, longest, visible)
+        positions, table = self._position[rows], self._pages[rows]
+        page = table.gather(1, (positions // self._page_tokens)[:, None]).squeeze(1)
+        bounds = (self._most_positions[rows] + 1).clip(max=self._length)
+        paged = PagedRows(table, positions + 1, bounds, self._page_tokens)
+        target = page * self._page_tokens + positions % self._page_tokens
+        layout = DecodeLayout(cache, target, self.policy.paged_attention(paged))
         return self.policy.whole_logits(self.policy(self._token[rows], positions, layout))
 
     def _sample(self, rows: slice, logits: Tensor) -> None:
@@ -221,16 +247,14 @@ class ModelRunner:
         self._most_positions[rows] += 1
         self._most_tokens[rows] += 1
 
-    def _move(self, moves: Sequence[tuple[int, int]], cache: KeyValueCache) -> None:
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         sources, targets = (list(rows) for rows in zip(*moves, strict=True))
         source, target = _tensor(moves, self.device).unbind(1)
-        longest = min(int(self._most_positions[sources].max()), self._length)
-        cache.move(source, target, length=longest)
         self._sampling.move(sources, targets)
         self._top.move(sources, targets, source, target)
         for column in (
             self._token, self._position, self._count, self._limit, self._ended, self._uniforms, self._tokens,
-            self._logprobs,
+            self._logprobs, self._pages,
         ):  # fmt: skip
             column[target] = column[source]
         for counts in (self._most_positions, self._most_tokens):
@@ -242,6 +266,6 @@ def _read(tensor: Tensor) -> NDArray[Any]:
     return tensor.numpy(force=True)
 
 
-def _tensor(values: Sequence[object], device: torch.device) -> Tensor:
+def _tensor(values: Sequence[object] | NDArray[Any], device: torch.device) -> Tensor:
     """Values on the device, without waiting for what it computes."""
-    return torch.tensor(values).to(device, non_blocking=True)
+    return torch.as_tensor(values).to(device, non_blocking=True)

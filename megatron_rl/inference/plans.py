@@ -1,45 +1,44 @@
-"""From the first rank of an engine replica to the others: what all of them execute next."""
+"""What all ranks of a replica compute next, as its first one tells them."""
 
 from __future__ import annotations
 
-import pickle
+from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
-from megatron_rl.inference.scheduler import StepPlan
-
-INLINE = 1024
-"""Bytes of the first message, which holds the plan of a decoding step whole; prompts follow in a second one."""
-_LENGTH = 4
-"""Bytes of it that say how long the plan is."""
+from megatron_rl.inference.config import Sampling
 
 
-class PlanBroadcast:
-    """Broadcasts plans over gloo, so that no device waits. Both ends only wait as long as the group's time-out."""
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Tokens of one sequence to compute, and the rows that go on from it; none where more of its tokens follow."""
 
-    def __init__(self, control: dist.ProcessGroup) -> None:
-        """control: ranks of one replica, whose first one sends."""
-        self._control = control
+    tokens: list[int]
+    """From place `start` on."""
+    start: int
+    """Those before are in the cache."""
+    pages: list[int]
+    """Of the sequence from its first place on, as far as they are full."""
+    samples: list[int]
+    """One for each row ..."""
+    own: list[int]
+    """... and the page on which it goes on, with a copy of what fills no page."""
+    answer_tokens: list[int]
+    """What has been sampled already ..."""
+    answer_logprobs: list[float]
+    """... and its log-probs."""
+    key: int
+    sampling: Sampling
+    top_logprobs: int = 0
 
-    def send(self, plan: StepPlan | None) -> None:
-        """A plan for all to execute; None is the end of a phase."""
-        content = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
-        message = len(content).to_bytes(_LENGTH, "little") + content
-        first = message[:INLINE].ljust(INLINE, b"\0")
-        self._broadcast(bytearray(first))
-        if len(message) > INLINE:
-            self._broadcast(bytearray(message[INLINE:]))
 
-    def receive(self) -> StepPlan | None:
-        """What the first rank sends next."""
-        first = bytes(self._broadcast(bytearray(INLINE)))
-        length = _LENGTH + int.from_bytes(first[:_LENGTH], "little")
-        rest = bytes(self._broadcast(bytearray(length - INLINE))) if length > INLINE else b""
-        # Of the first rank of this replica, over the group by which torch's own object collectives are trusted too.
-        plan: StepPlan | None = pickle.loads((first + rest)[_LENGTH:length])
-        return plan
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass of the model. It says everything that a rank does not know from the plans before."""
 
-    def _broadcast(self, content: bytearray) -> bytearray:
-        dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), group=self._control, group_src=0)
-        return content
+    moves: list[tuple[int, int]]
+    """(from, to): rows that change their place before anything else."""
+    pages: list[tuple[int, int, int]]
+    """(row, place, page): what rows get then, at which place of their pages."""
+    rows: range
+    """Those that get their next token."""
+    prefills: list[Prefill]
+    """What new rows begin with, in their order; empty where the rows are being decoded."""

@@ -1,105 +1,51 @@
-"""Which request is answered in which row of the cache, and what all ranks of a replica compute next.
+"""Which request is answered in which row and on which pages, and what all ranks of a replica compute next.
 
     submit() -> waiting -> admit(): one prefill per prompt, a row per sample -> decode(): all rows together
-                                     ^                                                      |
-                                     +------------------ retire(): freed rows --------------+
+                   ^                                                                    |
+                   +---- give_way(): no page is left ----+---- retire(): freed rows ----+
 
 Rows 0..n-1 are being decoded. Where no waiting request takes the row of an ended sample, the last row moves into its
 place with the next plan, so a step computes on no row that is known to have ended.
+
+A row gets a page when it needs one. Where none is left the youngest row gives its pages up and waits, before all that
+have not begun, to go on from its tokens: so the oldest always gets on.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
+from megatron_rl.inference.admission import Admission, Branch, Job, Row
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
-from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.pages import Pages
+from megatron_rl.inference.plans import StepPlan
 from megatron_rl.inference.stops import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """New rows that begin with the same tokens."""
-
-    prompt_tokens: list[int]
-    answer_tokens: list[int]
-    """What an earlier attempt has sampled already ..."""
-    answer_logprobs: list[float]
-    """... and its log-probs."""
-    samples: list[int]
-    """One for each row."""
-    key: int
-    sampling: Sampling
-    top_logprobs: int = 0
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt_tokens + self.answer_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One forward pass of the model. It says everything that a rank does not know from the plans before."""
-
-    moves: list[tuple[int, int]]
-    """(from, to): rows that change their place before anything else."""
-    rows: range
-    """Those that get their next token."""
-    prefills: list[Prefill]
-    """What the rows begin with, in their order; empty where they are being decoded already."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """A request that is not answered yet."""
-
-    request: GenerationRequest
-    streamed: bool
-    finished: dict[int, Transcript] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Branch:
-    """Samples of a request that wait and begin with the same tokens: new ones with the prompt, a resumed one with its
-    own."""
-
-    job: _Job
-    samples: list[Transcript]
-
-
-@dataclass(slots=True)
-class _Row:
-    """What is decoded in one row."""
-
-    job: _Job
-    answer: Transcript
-    """As far as the host has seen it."""
-
-    @property
-    def followed(self) -> bool:
-        return self.job.streamed or self.answer.followed
 
 
 class Scheduler:
     """Requests by id on their way through the rows of one replica. Knows no tensor, no clock and no model."""
 
-    def __init__(self, config: InferenceConfig, end_ids: Iterable[int], decode: Decode | None = None) -> None:
+    def __init__(
+        self, config: InferenceConfig, pages: Pages, end_ids: Iterable[int], decode: Decode | None = None
+    ) -> None:
         """
+        pages: of the cache.
         end_ids: tokens that end any answer.
         decode: to look for stop strings with.
         """
         self.policy_version = 0
-        self._config = config
+        self._pages = pages
         self._end_ids = frozenset(end_ids)
         self._decode = decode
-        self._jobs: dict[str, _Job] = {}
-        self._waiting: deque[_Branch] = deque()
-        self._rows: dict[int, _Row] = {}
+        self._jobs: dict[str, Job] = {}
+        self._waiting = Admission(config, pages)
+        self._rows: dict[int, Row] = {}
         self._freed: list[int] = []  # rows that ended since the last plan
         self._followed: set[int] = set()  # rows whose tokens somebody waits for
+        self._decoded = 0
+        self._due: dict[int, list[Row]] = {}  # by number of the decoding step for which they need another page
         self.answered: dict[str, list[Completion]] = {}
         """Completions, in sample order, by id of the request; whoever takes one removes it."""
         self.deltas: list[tuple[str, Delta]] = []
@@ -117,9 +63,13 @@ class Scheduler:
 
     @property
     def load(self) -> EngineLoad:
-        """A row of the cache is a page."""
-        waiting, pages = sum(len(branch.samples) for branch in self._waiting), self._config.max_batch
-        return EngineLoad(len(self._rows), waiting, pages - len(self._rows), pages)
+        """How much there is to do, and how full the cache is."""
+        return EngineLoad(len(self._rows), self._waiting.samples, self._pages.available, self._pages.count)
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of prompts, and of answers that were gone on with, that were computed so far."""
+        return self._waiting.prefilled_tokens
 
     def submit(self, request: GenerationRequest, *, streamed: bool = False) -> None:
         """Queue all samples of a request; those that are known to their end are finished at once.
@@ -128,14 +78,14 @@ class Scheduler:
         """
         end_ids = self._end_ids.union(request.sampling.stop_tokens)
         samples = [Transcript.begin(request, sample, end_ids, self._decode) for sample in range(request.num_samples)]
-        job = self._jobs[request.id] = _Job(request, streamed)
+        job = self._jobs[request.id] = Job(request, streamed)
         if fresh := [answer for answer in samples if not answer.tokens]:
-            self._waiting.append(_Branch(job, fresh))
+            self._waiting.append(Branch(job, fresh))
         for answer in samples:
             if answer.finish_reason is not None:
                 self._finish(job, answer)
             elif answer.tokens:
-                self._waiting.append(_Branch(job, [answer]))
+                self._waiting.append(Branch(job, [answer]))
                 self._tell(job, answer)
 
     def cancel(self, request_id: str) -> None:
@@ -144,41 +94,77 @@ class Scheduler:
         self.answered.pop(request_id, None)
         if job is None:
             return
-        self._waiting = deque(branch for branch in self._waiting if branch.job is not job)
+        self._waiting.cancel(job)
         self._free([row for row, content in self._rows.items() if content.job is job])
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything, what the pages hold included."""
         for request_id in list(self._jobs):
             self.cancel(request_id)
+        self.forget()
+
+    def forget(self) -> None:
+        """What begins from here on finds nothing of what came before."""
+        self._waiting.give_pages_back()
+        self._pages.forget()
 
     # Plans
 
-    def decode(self) -> StepPlan | None:
-        """The next token of every row; None where there is none."""
-        if not self._rows:
+    def must_give_way(self) -> int | None:
+        """The row that is to give its pages up, before the others can be decoded; None where there are enough."""
+        needed = sum(not row.ended for row in self._due.get(self._decoded + 1, ()))
+        if needed > self._pages.available:
+            self._waiting.give_pages_back()
+        if needed <= self._pages.available:
             return None
-        return StepPlan(self._close_gaps(), range(len(self._rows)), [])
+        return max(self._rows, key=lambda place: self._rows[place].age)
+
+    def give_way(self, place: int, answers: Iterable[RowAnswer]) -> None:
+        """Have a row wait, to go on from what it has sampled; `answers` are for `retire`."""
+        row = self._rows[place]
+        self.retire(answers)
+        if not row.ended:
+            self._free([place])
+            self._waiting.put_back(row)
+
+    def decode(self) -> StepPlan | None:
+        """The next token of every row, none of which must give way; None where there is none."""
+        if not self._rows:
+            self._due.clear()
+            return None
+        moves = self._close_gaps()
+        self._decoded += 1
+        return StepPlan(moves, self._new_pages(), range(len(self._rows)), [])
 
     def admit(self) -> StepPlan | None:
-        """Waiting samples for the free rows, and their next token; None where none waits or no row is free."""
-        free, tokens = self._config.max_batch - len(self._rows), 0
-        if not self._waiting or not free:
+        """Waiting samples for the free rows, and their next token; None where none waits or there is no room."""
+        prefills, begun = self._waiting.begin(self._rows.values())
+        if not prefills:
             return None
         moves = self._close_gaps()
         first = len(self._rows)
-        prefills: list[Prefill] = []
-        while self._waiting and free and tokens < self._config.prefill_tokens:
-            branch = self._waiting[0]
-            samples, branch.samples = branch.samples[:free], branch.samples[free:]
-            if not branch.samples:
-                self._waiting.popleft()
-            prefills.append(_prefill(branch, samples))
-            for answer in samples:
-                self._fill(len(self._rows), _Row(branch.job, answer))
-            free -= len(samples)
-            tokens += len(prefills[-1].tokens)
-        return StepPlan(moves, range(first, len(self._rows)), prefills)
+        for place, row in enumerate(begun, first):
+            self._fill(place, row)
+            self._note_due(row, len(row.pages) * self._pages.tokens - row.cached + 1)
+        return StepPlan(moves, [], range(first, len(self._rows)), prefills)
+
+    def _new_pages(self) -> list[tuple[int, int, int]]:
+        """For the rows whose next token has no place."""
+        due = [row for row in self._due.pop(self._decoded, ()) if not row.ended]
+        if not due:
+            return []
+        places = {row: place for place, row in self._rows.items()}
+        given = []
+        for row, page in zip(due, self._pages.take(len(due)), strict=True):
+            given.append((places[row], len(row.pages), page))
+            row.pages.append(page)
+            self._note_due(row, self._pages.tokens)
+        return given
+
+    def _note_due(self, row: Row, steps: int) -> None:
+        """After so many steps of decoding it needs another page, if ever."""
+        if row.grows:
+            self._due.setdefault(self._decoded + steps, []).append(row)
 
     def _close_gaps(self) -> list[tuple[int, int]]:
         """Move the last rows into the places of those that ended, so that the rows are 0..n-1 again."""
@@ -191,7 +177,7 @@ class Scheduler:
             self._followed.discard(source)
         return moves
 
-    def _fill(self, number: int, row: _Row) -> None:
+    def _fill(self, number: int, row: Row) -> None:
         self._rows[number] = row
         if row.followed:
             self._followed.add(number)
@@ -228,16 +214,19 @@ class Scheduler:
         ones before."""
         self._take(answers)
         self.policy_version = policy_version
+        for row in self._rows.values():
+            row.current = False
+        self.forget()
 
     def _take(self, answers: Iterable[RowAnswer]) -> None:
         for each in answers:
             self._rows[each.row].answer.extend(each, self.policy_version)
 
-    def _tell(self, job: _Job, answer: Transcript) -> None:
+    def _tell(self, job: Job, answer: Transcript) -> None:
         if job.streamed and (answer.told < len(answer.tokens) or answer.finish_reason is not None):
             self.deltas.append((job.request.id, answer.delta()))
 
-    def _finish(self, job: _Job, answer: Transcript) -> None:
+    def _finish(self, job: Job, answer: Transcript) -> None:
         """A sample has its last token. With the last sample the request is answered."""
         self._tell(job, answer)
         job.finished[answer.sample] = answer
@@ -247,21 +236,13 @@ class Scheduler:
                 answers = (job.finished[sample] for sample in range(job.request.num_samples))
                 self.answered[job.request.id] = [answer.completion() for answer in answers]
 
-    def _free(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            del self._rows[row]
-            self._followed.discard(row)
-            self._freed.append(row)
-
-
-def _prefill(branch: _Branch, samples: list[Transcript]) -> Prefill:
-    request = branch.job.request
-    return Prefill(
-        prompt_tokens=request.prompt_tokens,
-        answer_tokens=[*samples[0].tokens],
-        answer_logprobs=[*samples[0].logprobs],
-        samples=[answer.sample for answer in samples],
-        key=request.key,
-        sampling=request.sampling,
-        top_logprobs=request.top_logprobs,
-    )
+    def _free(self, places: Iterable[int]) -> None:
+        """Rows that are decoded no more. What their pages hold may be found again: all tokens but the newest."""
+        for place in places:
+            row = self._rows.pop(place)
+            row.ended = True
+            if row.current:
+                self._pages.name(row.job.request.prompt_tokens + row.answer.tokens[:-1], row.pages)
+            self._pages.release(row.pages)
+            self._followed.discard(place)
+            self._freed.append(place)

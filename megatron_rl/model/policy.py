@@ -20,6 +20,7 @@ from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.output import OutputPart
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout, PackedSequences
+from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -131,6 +132,10 @@ class Policy(GPTModel):
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
         """The attention layout of whole sequences on the policy's device: see `Platform.attention_layout`."""
         return self._platform.attention_layout(packed, self.config.params_dtype, part)
+
+    def paged_attention(self, rows: PagedRows) -> PagedAttention:
+        """Attention to what lies in pages: see `Platform.paged_attention`."""
+        return self._platform.paged_attention(rows, self.config.params_dtype)
 
     def prepare(self, tokens: int, platform: Platform) -> None:
         """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform.attention import Layout, PackedSequences
+from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig  # who only asks for a device has no time for it
@@ -53,6 +54,8 @@ class Platform(Protocol):
     tokens_between_looks: int
     """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
     has done all it was told."""
+    page_tokens: int
+    """Places of a page of the key/value cache, where the recipe says nothing else."""
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         """How this device's kernels for queries of this type attend within packed sequences.
@@ -60,6 +63,9 @@ class Platform(Protocol):
         part: [part] the packed tokens whose attention, to all that they see, is asked for, ascending, on the CPU; all
             where None.
         """
+
+    def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
+        """How this device's kernels for queries of this type attend to what lies in pages."""
 
     @property
     def attention_kernels(self) -> str:

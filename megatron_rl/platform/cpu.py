@@ -21,6 +21,7 @@ from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedP
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
 from megatron_rl.platform.gloo import UnevenCollectives
+from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, bucketed_attention
 from megatron_rl.platform.part_attention import part_layout
 from megatron_rl.platform.whole_linears import whole_linears
 
@@ -45,6 +46,7 @@ class CpuPlatform:
     backend = "gloo"
     attention_kernels = "torch's scaled_dot_product_attention, in buckets of one length"
     tokens_between_looks = 1
+    page_tokens = 16
     transformer_overrides: dict[str, Any] = {
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,
@@ -60,6 +62,9 @@ class CpuPlatform:
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
+
+    def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
+        return bucketed_attention(rows)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return tokens.index_select(0, rows)

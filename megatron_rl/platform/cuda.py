@@ -14,6 +14,8 @@ from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
+from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
+from megatron_rl.platform.paged_kernels import find_paged_kernel
 from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class CudaPlatform:
     # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
     # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
     tokens_between_looks = 16
+    page_tokens = 256
 
     def __init__(self, *, local_rank: int, threads: int, made_of: Implementation = UNASKED) -> None:
         if not torch.cuda.is_available():
@@ -56,10 +59,13 @@ class CudaPlatform:
     @cached_property
     def attention(self) -> CudaAttention:
         """Found when it is first needed: the health check chooses a device too, and has no time for their packages."""
-        return CudaAttention(find_varlen_kernel())
+        return CudaAttention(find_varlen_kernel(), pages=find_paged_kernel())
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return self.attention.layout(packed, self.device, dtype, part)
+
+    def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
+        return self.attention.paged(rows, dtype)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)

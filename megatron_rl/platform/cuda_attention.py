@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.platform.attention import Layout, PackedSequences
+from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
+from megatron_rl.platform.paged_kernels import PAGE_MULTIPLE, KernelAttention, PagedKernel
 from megatron_rl.platform.tree_attention import BLOCK, Blocks, compiled_attention, tree_layout
 from megatron_rl.platform.tree_attention import Attend as TreeAttend
 from megatron_rl.platform.varlen_attention import VarlenKernel, varlen_layout
@@ -27,6 +29,8 @@ class CudaAttention:
     varlen: VarlenKernel | None
     """None: there is none on this machine."""
     tree: TreeAttend = compiled_attention
+    pages: PagedKernel | None = None
+    """Of decoding; None where there is none."""
 
     def layout(
         self, packed: PackedSequences, device: torch.device, dtype: torch.dtype, part: Tensor | None = None
@@ -40,6 +44,12 @@ class CudaAttention:
         if self.varlen is None or dtype is torch.float32 or tree_is_faster(packed.subtree_ends.numpy()):
             return tree_layout(packed, device, self.tree)
         return varlen_layout(packed, device, self.varlen.attend)
+
+    def paged(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
+        """By a kernel that reads pages where there is one that takes them, else what they hold is gathered."""
+        if self.pages is None or dtype is torch.float32 or rows.page_tokens % PAGE_MULTIPLE:
+            return gathered_attention(rows)
+        return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), rows.longest)
 
     @property
     def description(self) -> str:

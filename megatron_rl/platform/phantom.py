@@ -37,6 +37,7 @@ from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.implementation import UNASKED
 from megatron_rl.platform.multi_tensor import mend_multi_tensor
+from megatron_rl.platform.paged_kernels import PagedKernel
 from megatron_rl.platform.varlen_attention import VarlenKernel
 
 ACCELERATOR = torch.device("lazy", 0)
@@ -171,6 +172,16 @@ def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, _cu_seqlens:
     return attended[0].transpose(0, 1)
 
 
+def _attend_in_pages(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _longest: int
+) -> Tensor:
+    """As a kernel that reads pages: their places are of its types, and all it makes is a result."""
+    assert table.dtype is lengths.dtype is torch.int32
+    assert keys.shape == values.shape
+    assert keys.shape[-1] == query.shape[-1]
+    return query + 0 * (keys[0, 0, 0, 0] + table[:, :1, None] + lengths[:, None, None]).to(query.dtype)
+
+
 @dataclass(slots=True)
 class Peak:
     """The most that was held at once while somebody watched."""
@@ -280,7 +291,9 @@ class PhantomPlatform(CudaPlatform):
     def __init__(self, phantom: PhantomDevice) -> None:
         """phantom: that has been entered."""
         self.device = phantom.device
-        self.attention = CudaAttention(VarlenKernel("phantom", _attend_in_sequences), _attend_in_trees)
+        self.attention = CudaAttention(
+            VarlenKernel("phantom", _attend_in_sequences), _attend_in_trees, PagedKernel("phantom", _attend_in_pages)
+        )
         self.made_of = UNASKED
         self._phantom = phantom
 

@@ -176,8 +176,9 @@ def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
     length, answer = config.sequence_length, config.sampling.max_new_tokens
     fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
     requests = [engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))]
-    for key in range(1, config.inference.max_batch):
-        requests.append(engine.submit(GenerationRequest([0] * max(1, length - answer), 1, fresh, key)))
+    for key in range(1, config.inference.max_batch):  # no two of which begin alike
+        prompt = [key % engine.policy.vocabulary] * max(1, length - answer)
+        requests.append(engine.submit(GenerationRequest(prompt, 1, fresh, key)))
     engine.step()
     assert engine.cache is not None
     memory.assign("KV cache", (engine.cache.keys, engine.cache.values))

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.broadcast import INLINE, PlanBroadcast
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.plans import INLINE, PlanBroadcast
-from megatron_rl.inference.scheduler import Prefill, StepPlan
+from megatron_rl.inference.plans import Prefill, StepPlan
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
@@ -181,8 +181,14 @@ def count_tokens(policy: Policy, experts_per_token: int | None) -> tuple[list[in
 
 def plans() -> list[StepPlan | None]:
     """Some that fit into one message, some that do not, and some about where that ends."""
-    prompts = (Prefill([1] * length, [2], [-0.5], [0, 3], 2**63, CUT) for length in (*range(300, 420), 5000))
-    return [None, StepPlan([(7, 0), (8, 2)], range(3), []), *(StepPlan([], range(1, 3), [each]) for each in prompts)]
+    prompts = (
+        Prefill([1] * length, 0, [], [0, 3], [4, 5], [2], [-0.5], 2**63, CUT) for length in (*range(300, 420), 5000)
+    )
+    return [
+        None,
+        StepPlan([(7, 0), (8, 2)], [(1, 2, 3)], range(3), []),
+        *(StepPlan([], [], range(1, 3), [each]) for each in prompts),
+    ]
 
 
 def broadcast(rank: int, world: int) -> list[StepPlan | None]:

@@ -292,7 +292,7 @@ CURES = {
     "start": "raise tp",
     "logits": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",
     "inference weights": "give placement.inference the sizes of placement.training",
-    "KV cache": "lower inference.max_batch or training.sequence_length",
+    "KV cache": "lower inference.max_batch or training.sequence_length, or set inference.cache_tokens",
     "prefill": "lower inference.prefill_tokens",
     "context": "use larger GPUs",
 }

@@ -15,7 +15,9 @@ from megatron_rl.inference import model_runner
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.model_runner import ModelRunner
-from megatron_rl.inference.scheduler import Scheduler, StepPlan
+from megatron_rl.inference.pages import Pages
+from megatron_rl.inference.plans import StepPlan
+from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
@@ -25,6 +27,7 @@ TOKENS_PER_WAIT = 8
 """The promise of platform/cuda.py."""
 
 LONGEST = 400
+PAGE_TOKENS = 64
 TOKENIZER = CharacterTokenizer(ALPHABET)
 SAMPLINGS = [
     Sampling(max_new_tokens=200),
@@ -61,10 +64,9 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
         config = InferenceConfig(max_batch=3)
-        scheduler, runner = (
-            Scheduler(config, {END}, TOKENIZER.decode),
-            ModelRunner(policy, model, config, {END}, LONGEST),
-        )
+        pages = Pages(3 * -(-LONGEST // PAGE_TOKENS), PAGE_TOKENS)
+        scheduler = Scheduler(config, pages, {END}, TOKENIZER.decode)
+        runner = ModelRunner(policy, model, config, (pages.count, PAGE_TOKENS), {END}, LONGEST)
         for key, sampling in enumerate(SAMPLINGS):
             request = GenerationRequest([1, 2, 3 + key], 1 + key // 2, sampling, key, top_logprobs=key)
             scheduler.submit(request, streamed=key == 1)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Beginning, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling
-from megatron_rl.inference.scheduler import Scheduler, StepPlan
+from megatron_rl.inference.pages import Pages
+from megatron_rl.inference.plans import StepPlan
+from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.transcript import RowAnswer
 
 END = 0
@@ -85,7 +87,7 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
     max_batch: int, prefill_tokens: int, sizes: list[tuple[int, int]], cancelled: dict[int, int]
 ) -> None:
     """cancelled: number of a step, and which request is cancelled before it."""
-    scheduler = Scheduler(InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), {END})
+    scheduler = Scheduler(InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), Pages(64, 16), {END})
     runner = FakeRunner()
     requests = [request(key, samples, limit) for key, (samples, limit) in enumerate(sizes)]
     for each in requests:
@@ -117,7 +119,7 @@ def test_every_request_that_is_not_cancelled_is_answered_and_no_row_is_left(
 
 
 def test_a_known_beginning_waits_by_itself_and_a_known_answer_not_at_all() -> None:
-    scheduler, runner = Scheduler(InferenceConfig(max_batch=8), {END}), FakeRunner()
+    scheduler, runner = Scheduler(InferenceConfig(max_batch=8), Pages(64, 16), {END}), FakeRunner()
     known = {0: Beginning([1, END], [-1.0, -1.0], [4, 4]), 2: Beginning([1, 2], [-2.0, -2.0], [3, 4])}
     asked = request(1, 3, 4, known)
     scheduler.submit(asked)

@@ -1,0 +1,122 @@
+"""Attention of one new token a sequence to keys and values that lie in pages: what is asked for, and by gathering.
+
+A kernel that reads pages itself is a GPU's: see paged_kernels.py. Elsewhere what a sequence has is gathered, layer by
+layer, and attended to by torch's dense kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_rl.platform.dense_attention import bucket_length
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Sequences in pages, each with one new token, its last."""
+
+    table: Tensor
+    """[rows, pages] int32, on the device: the pages of each, from its first token on; more than it has are any."""
+    lengths: Tensor
+    """[rows] on the device: tokens of each."""
+    bounds: NDArray[np.int64]
+    """[rows] the most that `lengths` can be, as far as the host knows without looking."""
+    page_tokens: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest, at most."""
+        return min(int(self.bounds.max()), self.table.shape[1] * self.page_tokens)
+
+
+class PagedAttention(Protocol):
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one layer.
+
+        query [rows, heads, head_size], keys and values [pages, page_tokens, kv_heads, head_size] of all pages, the
+        new tokens' among them -> [rows, heads * head_size]
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows that are gathered up to the same length."""
+
+    rows: Tensor | None
+    """[members] which; all where None."""
+    places: Tensor
+    """[members * length] page * page_tokens + place of each token."""
+    length: int
+    visible: Tensor | None
+    """[members, 1, 1, length] which of them each row sees; all where None."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `PagedAttention.attend`; of the members."""
+        if self.rows is not None:
+            query = query.index_select(0, self.rows)
+        members, heads, head_size = query.shape
+        keys, values = (
+            each.flatten(0, 1).index_select(0, self.places).view(members, self.length, -1, head_size).transpose(1, 2)
+            for each in (keys, values)
+        )
+        # The query heads that share a key/value head stand in for query positions: grouped-query attention
+        # without repeating keys and values.
+        out = scaled_dot_product_attention(
+            query.view(members, keys.shape[1], heads // keys.shape[1], head_size), keys, values, attn_mask=self.visible
+        )
+        return out.reshape(members, heads * head_size)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredAttention:
+    """Implements `PagedAttention`."""
+
+    buckets: tuple[Bucket, ...]
+    order: Tensor | None
+    """[rows] where in the buckets each row is; as they are where None."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `PagedAttention.attend`."""
+        attended = [bucket.attend(query, keys, values) for bucket in self.buckets]
+        return attended[0] if self.order is None else torch.cat(attended).index_select(0, self.order)
+
+
+def gathered_attention(rows: PagedRows) -> GatheredAttention:
+    """All rows up to the longest: the host need not know how long each is."""
+    return GatheredAttention((_bucket(rows, None, rows.longest, masked=True),), None)
+
+
+def bucketed_attention(rows: PagedRows) -> GatheredAttention:
+    """Rows of about one length together, on a device whose `bounds` are exact: short ones do not wait for long ones,
+    and what a row's attention is summed up from does not depend on the others."""
+    width = rows.table.shape[1] * rows.page_tokens
+    padded = [min(bucket_length(length), width) for length in rows.bounds.tolist()]
+    members: dict[int, list[int]] = {}
+    for row, length in enumerate(padded):
+        members.setdefault(length, []).append(row)
+    if len(members) == 1:
+        return GatheredAttention((_bucket(rows, None, padded[0], masked=bool((rows.bounds < padded[0]).any())),), None)
+    buckets = []
+    for length, of_length in members.items():
+        masked = bool((rows.bounds[of_length] < length).any())
+        buckets.append(_bucket(rows, torch.tensor(of_length), length, masked))
+    order = torch.tensor([row for of_length in members.values() for row in of_length]).argsort()
+    return GatheredAttention(tuple(buckets), order)
+
+
+def _bucket(rows: PagedRows, members: Tensor | None, length: int, masked: bool) -> Bucket:
+    table, lengths = rows.table, rows.lengths
+    if members is not None:
+        table, lengths = table.index_select(0, members), lengths.index_select(0, members)
+    place = torch.arange(length, device=table.device)
+    places = table.index_select(1, place // rows.page_tokens) * rows.page_tokens + place % rows.page_tokens
+    visible = (place < lengths[:, None])[:, None, None] if masked else None
+    return Bucket(members, places.flatten(), length, visible)

@@ -1,0 +1,159 @@
+"""Answers are those of the model however small the pages and the cache, whatever is found again, in whatever pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import END, answer_logprobs, tiny_model, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
+from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy
+from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.cuda import CudaPlatform
+
+SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+PROMPTS = [
+    [*SYSTEM, 7],
+    [7],
+    [*SYSTEM, 9, 7, 9, 3],
+    [5, 11, 5],
+    SYSTEM,
+    [*SYSTEM, 7, 2],
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+]
+PLAIN = Sampling(temperature=0.9, max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, groups: Any) -> Policy:
+    return tiny_policy(platform, scale=0.15)
+
+
+def engine_of(policy: Policy, **config: Any) -> Engine:
+    return Engine(policy, tiny_model(), InferenceConfig(**({"max_batch": 16, "page_tokens": 4} | config)), {END})
+
+
+def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        engine.step()
+    return [engine.take(request.id) or [] for request in requests]
+
+
+def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], found: list[list[Completion]]) -> None:
+    """Each token is the one that its random number draws from the model's distribution, with that one's log-prob."""
+    reference = answers(engine_of(policy, page_tokens=64, max_batch=64, share_prefixes=False), requests)
+    for request, ours, theirs in zip(requests, found, reference, strict=True):
+        assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+        assert [each.finish_reason for each in ours] == [each.finish_reason for each in theirs]
+        for each in ours:
+            expected = answer_logprobs(policy, request.prompt_tokens, each.tokens, request.sampling.temperature)
+            torch.testing.assert_close(torch.tensor(each.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    page_tokens=st.integers(1, 20),
+    spare_tokens=st.integers(0, 60),
+    prefill_tokens=st.integers(1, 30),
+    max_batch=st.integers(1, 12),
+    samples=st.lists(st.integers(1, 4), min_size=len(PROMPTS), max_size=len(PROMPTS)),
+    shares=st.booleans(),
+)
+def test_neither_pages_nor_pressure_nor_pieces_nor_shared_beginnings_change_an_answer(
+    policy: Policy,
+    page_tokens: int,
+    spare_tokens: int,
+    prefill_tokens: int,
+    max_batch: int,
+    samples: list[int],
+    shares: bool,
+) -> None:
+    longest = -(-(max(map(len, PROMPTS)) + PLAIN.max_new_tokens) // page_tokens) * page_tokens
+    engine = engine_of(
+        policy,
+        page_tokens=page_tokens,
+        cache_tokens=longest + spare_tokens,
+        prefill_tokens=prefill_tokens,
+        max_batch=max_batch,
+        share_prefixes=shares,
+    )
+    requests = [GenerationRequest(prompt, samples[i], PLAIN, i) for i, prompt in enumerate(PROMPTS)]
+    assert_the_models(policy, requests, answers(engine, requests))
+    assert engine.load.free_pages == engine.load.pages
+
+
+def test_an_answer_that_gave_way_goes_on_to_the_same_tokens(policy: Policy) -> None:
+    """Those that it had are not sampled again: they come back with the log-probs that they had, bit for bit."""
+    engine = engine_of(policy, cache_tokens=64, max_batch=8)
+    longer = PLAIN.model_copy(update={"max_new_tokens": 30})
+    requests = [GenerationRequest(prompt, 2, longer, i) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        engine.submit(request)
+    seen: dict[tuple[str, int], list[float]] = {}
+    gave_way = 0
+    while engine.busy:
+        before = {(each.request_id, each.sample): each.beginning for each in engine.partial_answers()}
+        engine.step()
+        after = {(each.request_id, each.sample) for each in engine.partial_answers()}
+        for name in before.keys() - after:
+            if name[0] not in engine._scheduler.answered:
+                seen[name] = before[name].logprobs
+                gave_way += 1
+    assert gave_way >= 2
+    found = [engine.take(request.id) or [] for request in requests]
+    assert_the_models(policy, requests, found)
+    for (name, sample), logprobs in seen.items():
+        number = next(i for i, request in enumerate(requests) if request.id == name)
+        assert found[number][sample].logprobs[: len(logprobs)] == logprobs
+
+
+def test_a_beginning_that_is_found_is_not_computed_again(policy: Policy) -> None:
+    def prefilled(**config: Any) -> int:
+        engine = engine_of(policy, **config)
+        for key in range(3):  # one after the other, and two at once
+            answers(
+                engine, [GenerationRequest([*SYSTEM, key, 1], 2, PLAIN, key), GenerationRequest(SYSTEM, 1, PLAIN, 9)]
+            )
+        return engine.prefilled_tokens
+
+    whole = 3 * (len(SYSTEM) + 2) + 3 * len(SYSTEM)
+    assert prefilled(share_prefixes=False) == whole
+    assert prefilled() == len(SYSTEM) + 3 * 2 + 3 * 4  # of one that is found whole, its last page is computed again
+    assert prefilled(page_tokens=16) == whole
+
+
+def test_a_request_that_has_no_room_in_the_whole_cache_is_refused(policy: Policy) -> None:
+    engine = engine_of(policy, cache_tokens=24)
+    answers(engine, [GenerationRequest([1] * 12, 1, PLAIN, 0)])
+    with pytest.raises(
+        PromptTooLong, match=r"13 tokens and .*max_new_tokens 12 .* 24 tokens \(inference.cache_tokens\)"
+    ):
+        engine.submit(GenerationRequest([1] * 13, 1, PLAIN, 0))
+    assert not engine.busy
+
+
+def test_the_next_phase_finds_nothing_of_the_last(policy: Policy) -> None:
+    """What it computes would else depend on what was evaluated in between, and a resumed run would differ."""
+    engine = engine_of(policy)
+    request = GenerationRequest(SYSTEM, 1, PLAIN, 0)
+    answers(engine, [request])
+    engine.end_phase()
+    before = engine.prefilled_tokens
+    answers(engine, [GenerationRequest(SYSTEM, 1, PLAIN, 0)])
+    assert engine.prefilled_tokens - before == len(SYSTEM)
+
+
+def test_the_cache_is_as_large_as_is_said() -> None:
+    assert pages_of(InferenceConfig(max_batch=3), 16, 40) == (9, 16)
+    assert pages_of(InferenceConfig(max_batch=3), 256, 40) == (3, 40)
+    assert pages_of(InferenceConfig(max_batch=3, cache_tokens=100), 16, 40) == (6, 16)
+    assert {"cpu": CpuPlatform.page_tokens, "cuda": CudaPlatform.page_tokens} == PAGE_TOKENS

@@ -1,0 +1,99 @@
+"""Attention to keys and values in pages, beside a formula in fp64 that knows of none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.paged_attention import GatheredAttention, PagedRows, bucketed_attention, gathered_attention
+from megatron_rl.platform.paged_kernels import KernelAttention, PagedKernel
+from megatron_rl.platform.phantom import PhantomDevice
+
+HEADS, KV_HEADS, HEAD = 4, 2, 8
+
+
+def by_formula(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+    """[rows, heads * head_size] in fp64, row by row and head by head."""
+    out = torch.empty(*query.shape, dtype=torch.float64)
+    for row, length in enumerate(rows.lengths.tolist()):
+        places = [(int(rows.table[row, i // rows.page_tokens]), i % rows.page_tokens) for i in range(length)]
+        key, value = (torch.stack([each[page, place] for page, place in places]).double() for each in (keys, values))
+        for head in range(HEADS):
+            of_head = head // (HEADS // KV_HEADS)
+            scores = key[:, of_head] @ query[row, head].double() / HEAD**0.5
+            out[row, head] = scores.softmax(0) @ value[:, of_head]
+    return out.flatten(1)
+
+
+def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
+    """Query, keys, values, and rows whose pages lie anywhere, the first of them everybody's."""
+    draw = torch.Generator().manual_seed(seed)
+    width = -(-max(lengths) // page_tokens)
+    table = torch.randperm(1 + len(lengths) * width, generator=draw)[: len(lengths) * width].view(len(lengths), width)
+    if min(lengths) > page_tokens:
+        table[:, 0] = table[0, 0]
+    query = torch.randn(len(lengths), HEADS, HEAD, generator=draw)
+    keys, values = torch.randn(2, 1 + len(lengths) * width, page_tokens, KV_HEADS, HEAD, generator=draw)
+    rows = PagedRows(table.int(), torch.tensor(lengths), np.array(lengths), page_tokens)
+    return query, keys, values, rows
+
+
+@pytest.mark.parametrize("attention", [bucketed_attention, gathered_attention])
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
+    page_tokens=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
+def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], page_tokens: int, seed: int) -> None:
+    query, keys, values, rows = pages_of(lengths, page_tokens, seed)
+    out = attention(rows).attend(query, keys, values)
+    torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(lengths=st.lists(st.integers(1, 300), min_size=2, max_size=12), seed=st.integers(0, 99))
+def test_on_a_cpu_a_row_is_the_same_bit_for_bit_whatever_the_others(lengths: list[int], seed: int) -> None:
+    query, keys, values, rows = pages_of(lengths, 16, seed)
+    together = bucketed_attention(rows).attend(query, keys, values)
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = PagedRows(rows.table[one], rows.lengths[one], rows.bounds[one], 16)
+        assert torch.equal(bucketed_attention(alone).attend(query[one], keys, values), together[one])
+
+
+def test_a_gpu_reads_pages_where_a_kernel_takes_them_and_gathers_them_elsewhere() -> None:
+    _, _, _, small = pages_of([5, 3], 16, 0)
+    _, _, _, rows = pages_of([500, 300], 256, 0)
+    kernel = PagedKernel("one", lambda query, *_: query)
+    assert isinstance(CudaAttention(None, pages=kernel).paged(rows, torch.bfloat16), KernelAttention)
+    for attention, of, dtype in (
+        (CudaAttention(None, pages=kernel), rows, torch.float32),
+        (CudaAttention(None, pages=kernel), small, torch.bfloat16),
+        (CudaAttention(None), rows, torch.bfloat16),
+    ):
+        assert isinstance(attention.paged(of, dtype), GatheredAttention)
+
+
+def test_torchs_kernel_takes_what_it_is_given() -> None:
+    """As far as its signature, types and devices go: on fake tensors of a GPU."""
+    from megatron_rl.platform.paged_kernels import _torch
+
+    kernel = _torch()
+    if kernel is None:
+        pytest.skip("torch's kernel reads pages from 2.12 on")
+    gpu = torch.device("cuda", 0)
+    with PhantomDevice(gpu):
+        cache = torch.zeros(9, 256, KV_HEADS, 64, dtype=torch.bfloat16, device=gpu)
+        table, lengths = torch.zeros(3, 4, dtype=torch.int32, device=gpu), torch.ones(3, dtype=torch.int32, device=gpu)
+        query = torch.zeros(3, HEADS, 64, dtype=torch.bfloat16, device=gpu)
+        attention = KernelAttention(kernel.attend, table, lengths, 1000)
+        out = attention.attend(query, cache, cache)
+        assert (out.shape, out.dtype, out.device) == ((3, HEADS * 64), torch.bfloat16, gpu)
