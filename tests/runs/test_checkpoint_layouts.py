@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from checkpoint_helpers import checkpointer, load, run_ranks
 from core_helpers import stir, tiny_model
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
@@ -57,6 +58,13 @@ LAYOUTS = {
     "dp3-plain": Layout(3, distributed=False),
     "tp2-dp2-plain": Layout(4, tp=2, distributed=False),
 }
+
+EVERY_KIND = ("tp2", "cp2", "dp3", "tp2-pp2", "dp2-plain", "tp2-dp2-plain")
+"""Layouts that between them cut in each way; the others are combinations of these."""
+
+
+def slow_unless(quick: bool, *values: object, id: str) -> ParameterSet:
+    return pytest.param(*values, id=id, marks=() if quick else pytest.mark.slow)
 
 
 def a_model(dtype: str, tied: bool = False) -> ModelConfig:
@@ -224,14 +232,17 @@ def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.parametrize(
     ("of_one_rank", "layout"),
-    [("bf16", name) for name in LAYOUTS] + [("fp32", name) for name in ("tp2", "dp3", "tp2-pp2")],
+    [slow_unless(name in EVERY_KIND, "bf16", name, id=f"bf16-{name}") for name in LAYOUTS]
+    + [slow_unless(name == "tp2-pp2", "fp32", name, id=f"fp32-{name}") for name in ("tp2", "dp3", "tp2-pp2")],
     indirect=["of_one_rank"],
 )
 def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: str) -> None:
     assert ends(of_one_rank.folder, LAYOUTS[layout], of_one_rank.model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [slow_unless(name in EVERY_KIND, layout, id=name) for name, layout in LAYOUTS.items()]
+)
 def test_another_layout_goes_on_on_one_rank(tmp_path: Path, layout: Layout) -> None:
     goes_on_on_one_rank(tmp_path, layout, BF16)
 
@@ -292,8 +303,11 @@ def test_embeddings_that_are_tied_go_along(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(2, ep=2), Layout(4, tp=2, ep=2), Layout(4, ep=2, distributed=False)],
-    ids=["ep2", "tp2-ep2", "dp4-ep2-plain"],
+    [
+        slow_unless(False, Layout(2, ep=2), id="ep2"),
+        slow_unless(True, Layout(4, tp=2, ep=2), id="tp2-ep2"),
+        slow_unless(False, Layout(4, ep=2, distributed=False), id="dp4-ep2-plain"),
+    ],
 )
 def test_experts_that_are_shared_out_come_together_and_part_again(tmp_path: Path, layout: Layout) -> None:
     goes_on_on_one_rank(tmp_path, layout, EXPERTS)

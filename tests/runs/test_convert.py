@@ -96,7 +96,14 @@ def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "TERM", "KILL"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, id="TERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, id="KILL"),
+    ],
+)
 def test_what_is_interrupted_is_not_there(tmp_path: Path, large: Path, published: Path, number: signal.Signals) -> None:
     process = start("hf-to-megatron", large, tmp_path / "m", "--shard-size", "50MB")
     wait_for_writing(tmp_path, process)

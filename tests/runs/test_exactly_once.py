@@ -75,7 +75,13 @@ def test_an_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Re
 # Deaths
 
 
-@DYNAMIC
+@pytest.mark.parametrize(
+    "dynamic",
+    [
+        pytest.param(False, id="all prompts", marks=pytest.mark.slow),  # the other one has all that can go wrong in it
+        pytest.param(True, id="dynamic sampling"),
+    ],
+)
 def test_a_run_that_dies_at_any_moment_ends_as_if_it_had_not(
     make_run: MakeRun, undisturbed: dict[bool, Record], dynamic: bool
 ) -> None:
@@ -127,7 +133,12 @@ def test_a_run_may_die_again_and_again(
 
 
 @pytest.mark.parametrize(
-    "left_s", [None, 100.0, 0.0], ids=["time to finish the step", "time to save, not to finish the step", "no time"]
+    "left_s",
+    [
+        pytest.param(None, id="time to finish the step"),
+        pytest.param(100.0, id="time to save, not to finish the step", marks=pytest.mark.slow),
+        pytest.param(0.0, id="no time"),
+    ],
 )
 def test_a_run_may_be_asked_to_leave_whenever_it_looks(
     make_run: MakeRun, undisturbed: dict[bool, Record], left_s: float | None
