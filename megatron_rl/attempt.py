@@ -126,9 +126,10 @@ def finish(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
 
 
 def finish_export(run: Run) -> None:
-    """See the exports of a finished run through, which have until save.timeout_s each, unless asked to leave. One that
-    fails is said, and the run is finished all the same. Collective: nobody waits for rank 0 in another collective,
-    which has a limit."""
+    """See the exports of a finished run through, which have until save.timeout_s each, unless asked to leave. What had
+    failed is tried once more; one that fails is said, and the run is finished all the same. Collective: nobody waits
+    for rank 0 in another collective, which has a limit."""
+    run.exporter.retry()
     flag = torch.ones(1, dtype=torch.int32)
     with run.safe_points.phase("save"):
         while flag.item():

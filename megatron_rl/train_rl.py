@@ -25,8 +25,14 @@ logger = logging.getLogger("megatron_rl")
 
 
 def train(run: Run) -> str:
-    """Train to the last step, or until asked to leave. Returns FINISHED or DRAINED."""
+    """Train to the last step, or until asked to leave. Returns FINISHED or DRAINED. A run that is beyond its last step,
+    which was changed to an earlier one, has finished."""
     last = run.config.training.steps
+    if run.step > last:
+        logger.warning(
+            "the checkpoint is of step %d and training.steps is %d: nothing is left to train", run.step, last
+        )
+        return FINISHED
     schedule = SaveSchedule(run.checkpointer, run.step, last)
     with garbage.collected_between_steps(), suppress(LeaveAgreed):
         while True:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -134,12 +135,14 @@ def _first(problems: Iterable[str | None]) -> str | None:
 
 def _find_wrong_size(path: Path, record: FileRecord) -> str | None:
     try:
-        size = path.stat().st_size
+        found = path.stat()
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return _unreadable(path, error)
-    return None if size == record.bytes else f"{path} has {size} bytes, {record.bytes} were written"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{path} is no regular file"
+    return None if found.st_size == record.bytes else f"{path} has {found.st_size} bytes, {record.bytes} were written"
 
 
 def _find_wrong_content(path: Path, record: FileRecord) -> str | None:

@@ -123,6 +123,8 @@ class Requeued(NamedTuple):
     at: float
     avoided: Optional[List[str]] = None  # nodes that the job stays away from; None: undecided
     problem: Optional[str] = None  # what Slurm or the disk refused
+    queued: bool = True  # whether Slurm has the job, or its successor, in its queue
+    postponed: bool = True  # whether it waits there until the ledger's `not_before`, where that is given
 
 
 @record()

@@ -109,6 +109,12 @@ def read_bytes(path: AnyPath) -> bytes:
     return _again_if_stale(lambda: _read_bytes(str(path)))
 
 
+def check_regular(path: AnyPath) -> None:
+    """For what only a library can open, which would wait at a pipe for ever. Raises OSError where `path` is no regular
+    file, nor a link to one."""
+    _refuse_irregular(os.stat(str(path)), str(path))
+
+
 def names_in(folder: AnyPath) -> List[str]:
     """The names in a folder; none where there is no such folder. Raises OSError."""
     try:
@@ -120,12 +126,16 @@ def names_in(folder: AnyPath) -> List[str]:
 def _read_bytes(path: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or the open of a pipe would wait for its writer
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", path)
+        _refuse_irregular(os.fstat(descriptor), path)
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+def _refuse_irregular(found: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", path)
 
 
 def _again_if_stale(read: Callable[[], T]) -> T:

@@ -216,7 +216,7 @@ STEP_METRICS: dict[str, Metric] = {
     "time/save_s": Metric("seconds from its begin until it was published"),
     "system/failed_saves": Metric("checkpoints that could not be written"),
     "time/export_s": Metric("seconds that the newest export to Hugging Face's format took, beside the training"),
-    "system/failed_exports": Metric("checkpoints that could not be exported"),
+    "system/failed_exports": Metric("exports of checkpoints that failed; each is tried again"),
     "system/refit_bytes": Metric(
         "bytes that ranks sent one another until the engine had the new weights; absent where it has the trainer's",
         lambda step: step.refit_bytes or None,

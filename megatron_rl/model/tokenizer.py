@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_rl.contract.files import check_regular, read_bytes
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.hub import local_folder
 
@@ -157,14 +158,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
-    try:
-        # Imported here because it takes seconds, and a character tokenizer must not need it installed.
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ValueError(f"tokenizer.type huggingface needs `pip install mrl[huggingface]`: {error}") from error
     folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = load_pretrained_tokenizer(folder)
+    except ImportError as error:
+        raise ValueError(f"tokenizer.type huggingface needs `pip install mrl[huggingface]`: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
     return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)))
@@ -176,7 +174,7 @@ def _end_ids(folder: Path, vocab_size: int) -> list[int]:
     if not file.exists():
         return []
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        found = json.loads(read_bytes(file)).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: not a generation config: {error}") from error
     ids = [] if found is None else found if isinstance(found, list) else [found]
@@ -184,3 +182,24 @@ def _end_ids(folder: Path, vocab_size: int) -> list[int]:
         if type(each) is not int or not 0 <= each < vocab_size:
             raise ValueError(f"{file}: eos_token_id {each!r} is none of the tokenizer's {vocab_size} tokens")
     return ids
+
+
+def load_pretrained_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory of Hugging Face's.
+
+    Raises:
+        ImportError: `transformers` is not installed.
+        OSError, ValueError: there is none that can be used, or a pipe or a device among its files, which would be
+            waited for.
+    """
+    # Imported here because it takes seconds, and a character tokenizer must not need it installed.
+    from transformers import AutoTokenizer
+
+    for path in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
+        if path.exists() and not path.is_dir():
+            check_regular(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of many kinds, by what is wrong with its files
+        raise ValueError(error) from error
+    return tokenizer

@@ -67,6 +67,13 @@ class Platform(Protocol):
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         """How this device's kernels for queries of this type attend to what lies in pages."""
 
+    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
+        """Whether such layouts may hold what the branches of a tree share once for each of them, in memory that packing
+        has to count.
+
+        in_parts: whether they are of parts of the packed tokens.
+        """
+
     @property
     def attention_kernels(self) -> str:
         """By what, in words."""

@@ -66,6 +66,9 @@ class CpuPlatform:
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return bucketed_attention(rows)
 
+    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
+        return True
+
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return tokens.index_select(0, rows)
 

@@ -67,6 +67,9 @@ class CudaPlatform:
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
 
+    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
+        return self.attention.gathers_branches(dtype, in_parts=in_parts)
+
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)
 

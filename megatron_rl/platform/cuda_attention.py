@@ -39,9 +39,9 @@ class CudaAttention:
         torch's own attention falls to a kernel that holds all scores, where key/value heads are shared. So it is for a
         part of the tokens, see `Platform.attention_layout`: a flash kernel would have to be given the chunks of each
         tree apart, and the keys before them again for each."""
-        if part is not None:
+        if self.varlen is None or not self.gathers_branches(dtype, in_parts=part is not None):
             return tree_layout(packed, device, self.tree, part)
-        if self.varlen is None or dtype is torch.float32 or tree_is_faster(packed.subtree_ends.numpy()):
+        if tree_is_faster(packed.subtree_ends.numpy()):
             return tree_layout(packed, device, self.tree)
         return varlen_layout(packed, device, self.varlen.attend)
 
@@ -50,6 +50,11 @@ class CudaAttention:
         if self.pages is None or dtype is torch.float32 or rows.page_tokens % PAGE_MULTIPLE:
             return gathered_attention(rows)
         return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), rows.longest)
+
+    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
+        """Whether a micro-batch may go by a flash kernel, which the branches of trees are gathered for. Which one does
+        is known once it is packed: until then each counts as if it did."""
+        return self.varlen is not None and dtype is not torch.float32 and not in_parts
 
     @property
     def description(self) -> str:

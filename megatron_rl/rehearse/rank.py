@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from torch import Tensor
 
@@ -58,9 +57,17 @@ class Failure:
         return cls(phase, f"{type(error).__name__}: {error}".strip().partition("\n")[0], _where(error.__traceback__))
 
 
-@dataclass(slots=True)
+class PhaseFailed(Exception):
+    """A phase of a step has failed, as it would in a run."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.phase}: {failure.error}")
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a rank has done so far."""
+    """What a rank has done."""
 
     parameters: int = 0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -68,56 +75,60 @@ class Rehearsal:
     failure: Failure | None = None
 
 
-class Phase(Protocol):
-    """Begins a phase of this name, which lasts as long as the `with` block."""
+class Phases:
+    """The phases of a step: what held memory at the peak of each."""
 
-    def __call__(self, name: str) -> AbstractContextManager[None]: ...
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.peaks: dict[str, dict[str, int]] = {}
+        """As `Rehearsal.phases`."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase that lasts as long as the `with` block; others may be within it.
+
+        Raises PhaseFailed where the block raises anything else: of the innermost phase that did.
+        """
+        try:
+            with self._memory.watched() as peak:
+                yield
+        except PhaseFailed:
+            raise
+        except Exception as error:  # whatever a step of a run may raise is what a rehearsal is to tell
+            raise PhaseFailed(Failure.of(name, error)) from error
+        if peak.bytes > sum(self.peaks.get(name, {}).values()):
+            self.peaks[name] = {holder: size for holder, size in peak.held_by.items() if size}
 
 
-def rehearse_rank(
-    config: RunConfig, vocab: int, role: str, groups: Groups, device: PhantomDevice, done: Rehearsal
-) -> None:
-    """Build a rank, generate and train where its role is to. What it did and how it failed goes into `done`.
+def rehearse_rank(config: RunConfig, vocab: int, role: str, groups: Groups, device: PhantomDevice) -> Rehearsal:
+    """Build a rank, generate and train where its role is to.
 
     Args:
         vocab: tokens of the tokenizer.
         role: colocated, training or inference.
         device: that has been entered.
+
+    Raises PhaseFailed. Any other exception is a fault of the rehearsal itself.
     """
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        try:
-            with device.memory.watched() as peak:
-                yield
-        except Exception as error:  # whatever a step of a run may raise is what a rehearsal is to tell
-            done.failure = done.failure or Failure.of(name, error)
-            raise
-        if peak.bytes > sum(done.phases.get(name, {}).values()):
-            done.phases[name] = {holder: size for holder, size in peak.held_by.items() if size}
-
-    try:
-        rank = _Rank(config, vocab, groups, device, phase)
-        with phase("build"):
-            engine, trainer = rank.build(role)
-            done.parameters = rank.parameters
-        if engine:
-            with phase("generate"):
-                generate(engine, config, device.memory)
-        if trainer:
-            with phase("score"):
-                score(trainer)
-            with phase("train"):
-                trainer.train(rollouts(config, trainer.groups.pipeline.size()), step=1)
-    except Exception:
-        if done.failure is None:  # no phase's: a fault of the rehearsal itself
-            raise
+    phases = Phases(device.memory)
+    rank = _Rank(config, vocab, groups, device, phases)
+    with phases.phase("build"):
+        engine, trainer = rank.build(role)
+    if engine:
+        with phases.phase("generate"):
+            generate(engine, config, device.memory)
+    if trainer:
+        with phases.phase("score"):
+            score(trainer)
+        with phases.phase("train"):
+            trainer.train(rollouts(config, trainer.groups.pipeline.size()), step=1)
+    return Rehearsal(rank.parameters, phases.peaks)
 
 
 class _Rank:
     """Makes what a rank consists of, each part of its memory under its name."""
 
-    def __init__(self, config: RunConfig, vocab: int, groups: Groups, device: PhantomDevice, phase: Phase) -> None:
+    def __init__(self, config: RunConfig, vocab: int, groups: Groups, device: PhantomDevice, phases: Phases) -> None:
         self.parameters = 0
         self._config = config
         self._vocab = vocab
@@ -125,7 +136,7 @@ class _Rank:
         self._memory = device.memory
         self._platform = PhantomPlatform(device)
         self._platform.seed(0)
-        self._phase = phase
+        self._phases = phases
 
     def build(self, role: str) -> tuple[Engine | None, Trainer | None]:
         config = self._config
@@ -151,10 +162,10 @@ class _Rank:
         if config.grpo.kl_beta > 0:
             reference = self._policy("reference").requires_grad_(False)
         with self._memory.held_by("optimizer"):
-            optimizer = _Optimizer(policy, config, self._phase)
+            optimizer = _Optimizer(policy, config, self._phases)
         self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])
         self._memory.assign("weights", policy.parameters())  # which are in buffers of the optimizer's now
-        safe_points = _SafePoints(self._phase)
+        safe_points = _SafePoints(self._phases)
         return Trainer(policy, optimizer, reference, config, self._platform, self._groups, safe_points)
 
     def _policy(self, holder: str, recompute: Recompute = "none") -> Policy:
@@ -192,8 +203,8 @@ def score(trainer: Trainer) -> None:
     """Log-probs of the fullest micro-batch."""
     config, policy = trainer.config, trainer.policy
     batch = training_batch(rollouts(config, 1).groups, config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.trajectories)), config)
-    (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser), config).microbatches
+    part = update_part(batch, range(len(batch.trajectories)), config, trainer.platform)
+    (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser)).microbatches
     trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
 
 
@@ -221,27 +232,27 @@ def rollouts(config: RunConfig, microbatches: int) -> RolloutBatch:
 class _Optimizer(PolicyOptimizer):
     """Its update is a phase of its own."""
 
-    def __init__(self, policy: Policy, config: RunConfig, phase: Phase) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, phases: Phases) -> None:
         super().__init__(policy, config.model, config.optimizer, total_updates=1, offload=config.offload)
         self.buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
-        self._phase = phase
+        self._phases = phases
 
     def update(self, updates_done: int) -> Update:
-        with self._phase("update"):
+        with self._phases.phase("update"):
             return super().update(updates_done)
 
 
 class _SafePoints(SafePoints):
     """The phases of a step are those of the rehearsal; nobody asks this rank to leave."""
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phases: Phases) -> None:
         attempt = RunDir(tempfile.gettempdir()).attempt(1)
         super().__init__(Activity(attempt, published=False), DrainListener(attempt), Timeline())
-        self._phase = phase
+        self._phases = phases
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        with self._phase({"wait": "train", "log-probs": "score", "offload": "update"}.get(category, category)):
+        with self._phases.phase({"wait": "train", "log-probs": "score", "offload": "update"}.get(category, category)):
             yield
 
 

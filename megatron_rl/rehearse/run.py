@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl.config import RunConfig
 from megatron_rl.platform.phantom import PhantomDevice
 from megatron_rl.rank.config import TrainingLayout
-from megatron_rl.rehearse.rank import Rehearsal, rehearse_rank
+from megatron_rl.rehearse.rank import PhaseFailed, Rehearsal, rehearse_rank
 from megatron_rl.rehearse.world import alone_in
 
 DEPTHS = (2, 4)
@@ -42,13 +42,14 @@ def rehearse(
     def built(depth: int, width: int | None) -> Rehearsal:
         return _of_size(config, world, rank, role, vocab, depth, width)
 
-    base, rises = built(depth, width), []
-    if depth < layers:
-        rises.append((built(depths[1], width), Fraction(layers - depth, depths[1] - depth)))
-    if width and experts and width < experts:  # a layer's experts are in every layer
-        rises.append((built(depth, 2 * width), Fraction((experts - width) * layers, width * depth)))
-    if failed := base.failure or next((one.failure for one, _ in rises if one.failure), None):
-        return asdict(Rehearsal(failure=failed))
+    try:
+        base, rises = built(depth, width), []
+        if depth < layers:
+            rises.append((built(depths[1], width), Fraction(layers - depth, depths[1] - depth)))
+        if width and experts and width < experts:  # a layer's experts are in every layer
+            rises.append((built(depth, 2 * width), Fraction((experts - width) * layers, width * depth)))
+    except PhaseFailed as failed:
+        return asdict(Rehearsal(failure=failed.failure))
     whole: dict[str, Any] = _extrapolated(asdict(base), [(asdict(one), steps) for one, steps in rises])
     return whole
 
@@ -69,10 +70,8 @@ def _of_size(
     layers = depth * config.placement.training.pp
     model = config.model.model_copy(update={"num_layers": layers, "num_experts": experts})
     config = config.model_copy(update={"model": model})
-    done = Rehearsal()
     with alone_in(world, rank, config.placement.training) as groups, PhantomDevice(reads_ones=True) as device:
-        rehearse_rank(config, vocab, role, groups, device, done)
-    return done
+        return rehearse_rank(config, vocab, role, groups, device)
 
 
 def _extrapolated(base: Any, rises: Sequence[tuple[Any, Fraction]]) -> Any:

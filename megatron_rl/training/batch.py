@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
-from megatron_rl.algorithms.bins import Room
+from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import BatchStats
 from megatron_rl.model.flops import rows_per_token
+from megatron_rl.model.policy import DTYPES
+from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.driver import RolloutBatch
 
@@ -122,19 +124,23 @@ class UpdatePart:
     """Of the chosen trajectories but those without a gradient, which are in the mean as zeros."""
     bins: Sequence[Sequence[int]]
     """Fewest that were found for them: see `Packing.bins`."""
+    room: Room
+    """Of a micro-batch."""
     normaliser: float
     """This rank's part, see `local_normaliser`: of all chosen trajectories, also those that are not packed."""
 
 
-def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig) -> UpdatePart:
+def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, platform: Platform) -> UpdatePart:
     """The chosen trajectories' part of an update."""
     tokens = [trajectory.tokens for trajectory in batch.trajectories]
     masks = [trajectory.loss_mask for trajectory in batch.trajectories]
     packing = Packing(tokens, masks, (each for each in chosen if batch.has_gradient[each]))
     index = torch.tensor(chosen, dtype=torch.long)
+    room = microbatch_room(config, platform)
     return UpdatePart(
         packing,
-        packing.bins(_room(config)),
+        packing.bins(room),
+        room,
         local_normaliser(batch.lengths[index], batch.carries_loss[index], config.grpo.reduction),
     )
 
@@ -175,16 +181,17 @@ class UpdateBatch:
         return sum(len(micro.tokens) for micro in self.microbatches if len(micro.targets))
 
 
-def update_batch(part: UpdatePart, agreed: Agreed, config: RunConfig) -> UpdateBatch:
+def update_batch(part: UpdatePart, agreed: Agreed) -> UpdateBatch:
     """A rank that needs fewer micro-batches than another spreads its part evenly over as many."""
     bins = part.bins
     if len(bins) < agreed.microbatches:
-        bins = part.packing.bins(_room(config), agreed.microbatches)
+        bins = part.packing.bins(part.room, agreed.microbatches)
     empty = [MicroBatch.empty()] * (agreed.microbatches - len(bins))
     return UpdateBatch([*map(part.packing.microbatch, bins), *empty], agreed.normaliser)
 
 
-def _room(config: RunConfig) -> Room:
-    """Of a micro-batch, which context-parallel ranks share out."""
-    tokens = config.placement.training.cp * config.training.tokens_per_microbatch
-    return Room(tokens, rows_per_token(config.model))
+def microbatch_room(config: RunConfig, platform: Platform) -> Room:
+    """Of a micro-batch, which context-parallel ranks share out. What attention gathers counts where it does."""
+    cp = config.placement.training.cp
+    gathers = platform.gathers_branches(DTYPES[config.model.dtype], in_parts=cp > 1)
+    return Room(cp * config.training.tokens_per_microbatch, rows_per_token(config.model) if gathers else ROWS_ARE_FREE)

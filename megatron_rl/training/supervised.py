@@ -27,6 +27,7 @@ from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
+from megatron_rl.contract.files import check_regular
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
@@ -124,6 +125,7 @@ def cache_path(config: RunConfig) -> Path:
 
 def _read(path: Path) -> dict[str, torch.Tensor] | None:
     try:
+        check_regular(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return None

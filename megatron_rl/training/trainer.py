@@ -78,10 +78,10 @@ class Trainer:
         grpo = self.config.grpo
         batch = training_batch(rollouts.groups, self.config, self.policy_version, self.platform.device)
         chosen = self._chosen(batch, rollouts.positions, step)
-        parts = [update_part(batch, each, self.config) for each in chosen]
+        parts = [update_part(batch, each, self.config, self.platform) for each in chosen]
         with self.safe_points.phase("wait"):
             agreed = agree(parts, self.groups)
-        mine = [update_batch(part, of_all, self.config) for part, of_all in zip(parts, agreed, strict=True)]
+        mine = [update_batch(part, of_all) for part, of_all in zip(parts, agreed, strict=True)]
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
         seen = batch_stats(batch, rollouts, self.policy_version, packed_tokens)
         if not self.groups.reports:  # what a driver has lost or dropped is its own, whoever trains on the rest

@@ -230,8 +230,9 @@ class FaultyFiles:
             if path is not None and fault in ERRORS:
                 code = getattr(errno, fault)
                 raise OSError(code, os.strerror(code), path)
-            shown = self._as_it_was(path) if path is not None and fault == OLDER else file
-            return look(shown, *args, **({} if shown is not file else options))
+            if path is not None and fault == OLDER and (shown := self._as_it_was(path)) != path:
+                return look(shown, *args)
+            return look(file, *args, **options)
 
         return looked
 

@@ -157,9 +157,9 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
 def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
     config = trainer.config
     batch = training_batch(rollouts.groups, config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.trajectories)), config)
+    part = update_part(batch, range(len(batch.trajectories)), config, trainer.platform)
     (agreed,) = agree([part], trainer.groups)
-    return batch, trainer._input(batch, update_batch(part, agreed, config))
+    return batch, trainer._input(batch, update_batch(part, agreed))
 
 
 def layouts_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:

@@ -59,24 +59,29 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
     make_checkpoints(run)
 
 
-def begin_attempt(context: JobContext) -> Attempt:
-    """Begin the next attempt. Raises OSError, and none has begun."""
-    run = context.run
-    attempt = run.attempt(run.last_attempt() + 1)
+def next_attempt(context: JobContext) -> Attempt:
+    """Make the folder of the attempt that comes next. Raises OSError."""
+    attempt = context.run.attempt(context.run.last_attempt() + 1)
     attempt.folder.mkdir(parents=True)
-    try:
-        attempt.logs.mkdir(parents=True, exist_ok=True)
-        _take_over_request(context, attempt)
-        write_line(run, _start(context, attempt))
-    except OSError:
-        shutil.rmtree(str(attempt.folder), ignore_errors=True)  # it has not begun
-        shutil.rmtree(str(attempt.logs), ignore_errors=True)
-        raise
+    return attempt
+
+
+def begin_attempt(context: JobContext, attempt: Attempt) -> None:
+    """Enter an attempt in the ledger, and get its logs a place. Raises OSError, after which it may be tried again: of
+    several lines the last counts, and the disk may have kept one although it said that it had not."""
+    attempt.logs.mkdir(parents=True, exist_ok=True)
+    _take_over_request(context, attempt)
+    write_line(context.run, _start(context, attempt))
     try:
         point_latest(attempt, context.job_id)
     except OSError as error:
         print("{}: {}".format(attempt.latest_logs, error), file=sys.stderr)
-    return attempt
+
+
+def forget_attempt(attempt: Attempt) -> None:
+    """Delete the folders of an attempt that could not begin."""
+    shutil.rmtree(str(attempt.folder), ignore_errors=True)
+    shutil.rmtree(str(attempt.logs), ignore_errors=True)
 
 
 class CodePaths(NamedTuple):

@@ -37,7 +37,7 @@ from megatron_rl.contract.run_records import Done
 
 UNSEEN = "its batch script was killed: its node died, it had no memory left, or it did not leave in time"
 
-DONE_PATIENCE_S = 120.0  # over which it is tried to record that a run is done
+RECORD_PATIENCE_S = 120.0  # over which it is tried to record an end that no next start would conclude
 RECORD_AGAIN_S = 5.0  # between tries
 
 
@@ -100,8 +100,9 @@ def conclude(
 
 def _record(run: RunDir, end: AttemptEnd, done: Optional[Done]) -> None:
     """Write down the end of an attempt and, of the last one, that the run is done: after that one nothing starts that
-    could do it later."""
-    give_up = time.monotonic() + (DONE_PATIENCE_S if done is not None else 0.0)
+    could do it later. Nor where this process goes on with another attempt, whose lines are to follow."""
+    waits = done is not None or end.then == policy.STAYS
+    give_up = time.monotonic() + (RECORD_PATIENCE_S if waits else 0.0)
     while True:
         try:
             if done is not None:

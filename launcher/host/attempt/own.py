@@ -105,8 +105,7 @@ def _conclude_earlier_starts(context: JobContext) -> None:
     if end.then == OVER:
         raise NothingToDo("{}: was stopped on request; mrl resume goes on with it".format(run.root))
     attempt = run.attempt(end.attempt)
-    if is_too_early(context, attempt, end):
-        bring_back(context, attempt, end)
+    if is_too_early(context, attempt, end) and bring_back(context, attempt, end):
         raise NothingToDo("{}: its pause is not over, the job waits in the queue".format(run.root))
 
 

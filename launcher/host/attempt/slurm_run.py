@@ -5,7 +5,7 @@ import time
 import traceback
 from typing import Callable, NamedTuple, TypeVar
 
-from launcher.host.attempt.begin import begin_attempt, code_paths, create
+from launcher.host.attempt.begin import begin_attempt, code_paths, create, forget_attempt, next_attempt
 from launcher.host.attempt.conclude import close
 from launcher.host.attempt.host_fault import come_back
 from launcher.host.attempt.job_context import JobContext, Refused
@@ -89,7 +89,12 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
     Args:
         lock: descriptor of the run's lock.
     """
-    attempt = _retried(lambda: begin_attempt(context))
+    attempt = _retried(lambda: next_attempt(context))
+    try:
+        _retried(lambda: begin_attempt(context, attempt))
+    except OSError:
+        forget_attempt(attempt)
+        raise
     began, code, unready = time.time(), None, None
     job = SlurmJob(context, settings.notice, settings.backoff, settings.outlives_nodes)
     steps = SlurmSteps(context, settings.script, attempt, lock)

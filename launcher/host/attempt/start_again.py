@@ -30,20 +30,23 @@ SOON_S = 5.0  # for which nobody is sent back into the queue
 T = TypeVar("T")
 
 
-def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False) -> None:
+def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False) -> bool:
     """Start the job again if the end of its attempt says that this is ours to do, and note what came of it. Never
-    raises for Slurm or the disk: this process has to end either way.
+    raises for Slurm or the disk: a process that has closed an attempt has to end either way.
 
     Args:
         returning: Slurm has requeued the job already, which can be kept from nodes then.
+
+    Returns whether the job is in Slurm's queue again, or its successor.
     """
     if end.then not in (BY_US, SUCCESSOR) and not (end.then == BY_SLURM and returning):
-        return
+        return returning
     requeued = start_again(context, end)
     try:
         write(attempt.requeued, requeued)
     except OSError as error:
         print(error, file=sys.stderr)
+    return requeued.queued
 
 
 def start_again(
@@ -57,12 +60,14 @@ def start_again(
     """
     avoid: Optional[List[str]] = None
     problems: List[Optional[str]] = []
+    queued, postponed = end.then == BY_SLURM, end.not_before is None
     try:
         if end.then == SUCCESSOR:
             if script is None:
                 script = str(context.run.script)
                 environment = {PREPARED_VARIABLE: str(context.run.root), FAULTS_VARIABLE: "0"}
             _submit_successor(context, end, script, environment or {})
+            queued = postponed = True
         else:
             # First, for once the job is requeued this process has seconds: Slurm sends SIGTERM to everything here,
             # which we ignore, and then SIGKILL.
@@ -72,10 +77,13 @@ def start_again(
                 problems.append(str(error))
             if end.then == BY_US:
                 patiently(lambda: tell.requeue(context.job_id), OUTAGE_S)
+                queued = True
             limit = time.monotonic() + LIMIT_S
             start, hosts = end.not_before, avoid
             if start:
-                problems.append(_until(limit, lambda: tell.postpone(context.job_id, float(start or 0.0))))
+                refusal = _until(limit, lambda: tell.postpone(context.job_id, float(start or 0.0)))
+                postponed = refusal is None
+                problems.append(refusal)
             if hosts is not None and set(hosts) != set(listed):
                 problems.append(_until(limit, lambda: tell.exclude(context.job_id, hosts or [])))
     except (SlurmRefused, OSError) as error:
@@ -83,7 +91,7 @@ def start_again(
     refused = [problem for problem in problems if problem]
     for problem in refused:
         print("the job could not be sent back as intended: {}".format(problem), file=sys.stderr)
-    return Requeued(time.time(), avoid, "; ".join(refused) or None)
+    return Requeued(time.time(), avoid, "; ".join(refused) or None, queued, postponed)
 
 
 def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> Tuple[List[str], List[str]]:
@@ -162,7 +170,21 @@ def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succee
 
 
 def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool:
-    """Whether this job started before its back-off was over because its last start was killed before it could say so.
-    Not when it did say so, and somebody then wanted it sooner."""
-    waits = end.then == BY_US and end.job_id == context.job_id and end.not_before
-    return bool(waits and float(waits) > time.time() + SOON_S and read(Requeued, attempt.requeued) is ABSENT)
+    """Whether this job started before its back-off was over because Slurm was never told of it: the process that should
+    have was killed before it could say that it had, or Slurm refused it. Not when Slurm was told, and somebody then
+    wanted the job sooner.
+
+    Slurm itself shows too little to tell these apart: of a job that runs, StartTime is when it started, and
+    EligibleTime is that of the last wish, whoever had it. A job that Slurm requeued (BY_SLURM) is not sent away again:
+    it has waited in the queue since, for as long as Slurm holds what it requeues. A record that cannot be read may be
+    one of a pause that Slurm was told of.
+    """
+    if (
+        end.then != BY_US
+        or end.job_id != context.job_id
+        or not end.not_before
+        or end.not_before <= time.time() + SOON_S
+    ):
+        return False
+    told = read(Requeued, attempt.requeued)
+    return told is ABSENT or (isinstance(told, Requeued) and told.queued and not told.postponed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.mapping import HF_OUTPUT, Source
-from megatron_rl.contract.files import read_bytes
+from megatron_rl.contract.files import check_regular, read_bytes
 from megatron_rl.model.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
 
 INDEX = "model.safetensors.index.json"
@@ -108,7 +108,7 @@ class WeightsFolder:
     def digest(self) -> str:
         """Of config.json and the names, sizes and heads of all files; not of the weights, which take minutes to read.
         In the hub's cache a file is a link to one that is named by its content, which then counts."""
-        content = hashlib.sha256((self.folder / CONFIG_FILE).read_bytes())
+        content = hashlib.sha256(read_bytes(self.folder / CONFIG_FILE))
         for file in sorted({stored.file for stored in self.tensors.values()}):
             path = (self.folder / file).resolve()
             content.update(f"{file} {path.name} {path.stat().st_size}\n".encode())
@@ -124,11 +124,12 @@ class WeightsFolder:
             self._mapped = 0
             path = self.folder / file
             try:
+                check_regular(path)
                 self._open = file, safe_open(path, framework="pt")
             except FileNotFoundError:
                 raise UnusableWeights(f"{self.folder} is incomplete: {file} is missing") from None
             except OSError as error:
-                raise UnusableWeights(f"{path} cannot be read: {error}") from error
+                raise UnusableWeights(f"{path} cannot be read: {error.strerror or error}") from error
             except SafetensorError as error:
                 raise UnusableWeights(f"{path} is cut short or damaged ({error}): fetch it again") from error
         return self._open[1]

@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.hf.load import fill
 from megatron_rl.checkpoint.hf.mapping import EMBEDDING, OUTPUT, Weight, pieces
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.shards import RecordedFile
+from megatron_rl.contract.files import check_regular
 from megatron_rl.model.config import ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -156,6 +157,7 @@ class MegatronLMReader:
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
+        check_regular(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         model: dict[str, Tensor] = content["model"]

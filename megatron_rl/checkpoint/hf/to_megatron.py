@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, shape
+from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.api import Platform
 
 CARRIED = "huggingface"
@@ -141,11 +142,9 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Raises UnusableWeights where there is none, or one with more tokens than the embedding has rows."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UnusableWeights(f"{folder} is incomplete: it holds no tokenizer (tokenizer.json)")
-    from transformers import AutoTokenizer  # seconds
-
     try:
-        tokens = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except Exception as error:  # of many kinds, by what is wrong with its files
+        tokens = len(load_pretrained_tokenizer(folder))
+    except (OSError, ValueError) as error:
         raise UnusableWeights(f"{folder} holds no tokenizer that can be used: {error}") from error
     if tokens > vocab_size:
         raise UnusableWeights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,10 +57,33 @@ def test_only_rank_0_exports_and_only_where_it_is_asked_for(run: RunDir, monkeyp
     assert outcomes(exporter(run, WRITES, monkeypatch, export_hf_every=0)) == []
 
 
-def test_one_that_fails_is_said_once_and_the_next_one_tried(run: RunDir, monkeypatch: Any) -> None:
+def test_one_that_fails_is_said_and_the_next_one_tried_meanwhile(run: RunDir, monkeypatch: Any) -> None:
     found = outcomes(exporter(run, REFUSES, monkeypatch))
-    assert found == [ExportFailed(20, "no room"), ExportFailed(40, "no room")]
-    assert str(found[0]).startswith("the checkpoint of step 20 was not exported: no room. ")
+    assert found == [ExportFailed(20, "no room", 60.0), ExportFailed(40, "no room", 60.0)]
+    assert str(found[0]) == (
+        "the checkpoint of step 20 was not exported: no room. The checkpoint is untouched; it is tried again after 60 s"
+    )
+
+
+def test_one_that_fails_is_tried_again_after_longer_and_longer_pauses(run: RunDir, monkeypatch: Any) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(export, "time", clock)
+    one = exporter(run, REFUSES, monkeypatch, export_hf_every=40, timeout_s=10**6)
+    tries = {}
+    for clock.now in (0, 59, 60, 179, 180, 419, 420, 10_000):
+        tries[clock.now] = [outcome.again_s for outcome in outcomes(one)]
+    assert tries == {0: [60.0], 59: [], 60: [120.0], 179: [], 180: [240.0], 419: [], 420: [None], 10_000: []}
+
+
+def test_a_run_that_ends_tries_at_once_and_a_try_that_succeeds_is_the_last(run: RunDir, monkeypatch: Any) -> None:
+    one = exporter(run, REFUSES, monkeypatch, export_hf_every=40)
+    outcomes(one)
+    monkeypatch.setattr(export, "CONVERTER", [sys.executable, "-c", WRITES])
+    assert outcomes(one) == [], "its pause is not over"
+    one.retry()
+    assert outcomes(one) == [Exported(40, 1.5)]
+    one.retry()
+    assert outcomes(one) == []
 
 
 def test_one_that_hangs_is_given_up_in_time(run: RunDir, monkeypatch: Any) -> None:

@@ -81,7 +81,7 @@ def test_a_number_that_is_not_finite_is_absent(tmp_path: Path) -> None:
 def test_a_record_is_cut_back_to_the_checkpoint_and_its_torn_line_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 8)) + '{"step": 8, "lo')
-    cut_back(path, next_step=6)
+    cut_back(path, last_step=5)
     assert path.read_text() == "".join(json.dumps({"step": step}) + "\n" for step in range(1, 6))
 
 
@@ -90,11 +90,29 @@ def test_a_record_that_cannot_be_read_is_not_cut_back(tmp_path: Path, monkeypatc
     monkeypatch.setattr(writer_module, "PATIENCE_S", 0.0)
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OSError, match="cannot be used"):
-        cut_back(tmp_path / "metrics.jsonl", next_step=6)
+        cut_back(tmp_path / "metrics.jsonl", last_step=5)
+
+
+@pytest.mark.parametrize("damage", [slice(None), slice(100, 110)], ids=["all of it", "the end of what is kept"])
+def test_a_record_that_shows_garbage_for_a_moment_is_not_cut_back(tmp_path: Path, damage: slice) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 6)).encode()
+    path.write_bytes(good[: damage.start or 0] + bytes(len(good[damage])) + good[damage][:0])
+    before = path.read_bytes()
+    with pytest.raises(OSError, match=r"metrics.jsonl: line \d is torn or no JSON .*, and that of step 5 is missing"):
+        cut_back(path, last_step=5)
+    assert path.read_bytes() == before
+
+
+def test_a_line_that_was_torn_in_the_middle_and_written_again_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
+    cut_back(path, last_step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_cutting_back_what_does_not_exist_makes_nothing(tmp_path: Path) -> None:
-    cut_back(tmp_path / "metrics.jsonl", next_step=6)
+    cut_back(tmp_path / "metrics.jsonl", last_step=5)
     assert list(tmp_path.iterdir()) == []
 
 

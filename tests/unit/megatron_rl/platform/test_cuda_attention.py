@@ -422,6 +422,17 @@ def test_the_kernel_follows_from_type_and_sharing() -> None:
         (False, torch.float32): TreeLayout,
     }
     assert attention.description.startswith("one; FlexAttention where")
+    part = torch.arange(2624)
+    assert type(attention.layout(alone, CPU, torch.bfloat16, torch.arange(20))) is TreeLayout
+    assert type(attention.layout(shared, CPU, torch.bfloat16, part)) is TreeLayout
+
+
+def test_branches_are_gathered_for_a_flash_kernel_alone() -> None:
+    attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
+    assert attention.gathers_branches(torch.bfloat16, in_parts=False)
+    assert not attention.gathers_branches(torch.bfloat16, in_parts=True)
+    assert not attention.gathers_branches(torch.float32, in_parts=False)
+    assert not CudaAttention(None).gathers_branches(torch.bfloat16, in_parts=False)
 
 
 def test_an_empty_micro_batch_goes_through() -> None:

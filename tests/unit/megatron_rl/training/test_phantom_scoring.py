@@ -35,7 +35,7 @@ def test_scoring_keeps_to_the_gpu_and_looks_at_no_number(platform: Any, groups: 
         optimizer: Any = None
         trainer = Trainer(policy, optimizer, None, config, platform, groups, quiet_safe_points())
         batch = training_batch(rollouts.groups, config, 0, GPU)
-        part = update_part(batch, range(len(batch.trajectories)), config)
+        part = update_part(batch, range(len(batch.trajectories)), config, platform)
         inputs = [ModelInput.of(policy, part.packing.microbatch(names)) for names in part.bins]
         scores = trainer.score(policy, batch, inputs)
     assert (scores.device, scores.dtype) == (GPU, torch.float32)

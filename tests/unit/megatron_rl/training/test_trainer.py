@@ -23,9 +23,12 @@ from core_helpers import (
     tiny_run,
     witness,
 )
+from core_helpers import (
+    trajectory as scored,
+)
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms import credit as credit_module
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
@@ -446,7 +449,7 @@ def poisoned(run: Run) -> StepStats:
 
 
 def test_an_update_counts_what_all_ranks_train_on_and_is_as_long_on_each(
-    groups: Any, monkeypatch: pytest.MonkeyPatch
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the gradient would depend on the number of ranks, and one would wait for another in vain."""
 
@@ -459,23 +462,37 @@ def test_an_update_counts_what_all_ranks_train_on_and_is_as_long_on_each(
     of_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 2), data=None)
     config = tiny_run(training={"tokens_per_microbatch": 1000})
     batch = training_batch(GROUPS, config, 0, CPU)
-    part = update_part(batch, range(len(batch.trajectories)), config)
+    part = update_part(batch, range(len(batch.trajectories)), config, platform)
     (agreed,) = agree([part], of_two)
     assert len(part.bins) == 1
     assert agreed.normaliser == 4 * part.normaliser > 0
-    update = update_batch(part, agreed, config)
+    update = update_batch(part, agreed)
     assert update.normaliser == agreed.normaliser
-    whole, *_ = update_batch(part, replace(agreed, microbatches=1), config).microbatches
+    whole, *_ = update_batch(part, replace(agreed, microbatches=1)).microbatches
     sizes = [len(micro.tokens) for micro in update.microbatches]
     assert len(sizes) == 3
     assert max(sizes) < len(whole.tokens) / 2, "spread evenly over those that are run anyway, none left empty"
 
 
-def test_a_rank_with_too_little_to_spread_runs_empty_ones(groups: Any) -> None:
+def test_micro_batches_are_larger_where_attention_gathers_nothing(platform: Any) -> None:
+    """64 answers of 12 tokens to a prompt of 500: 1,268 packed tokens, and 32,768 gathered."""
+    trajectories = [scored([1] * 500, [2 + answer % 3, answer] * 6, float(answer % 2)) for answer in range(64)]
+    config = tiny_run(training={"tokens_per_microbatch": 2048}, sampling={"max_new_tokens": 12})
+    batch = training_batch([TrajectoryGroup(0, Problem("", {}), trajectories, {})], config, 0, CPU)
+
+    def microbatches(*, gathers: bool) -> int:
+        device: Any = SimpleNamespace(gathers_branches=lambda dtype, in_parts: gathers)
+        return len(update_part(batch, range(64), config, device).bins)
+
+    assert microbatches(gathers=False) == 1 < microbatches(gathers=True)
+    assert microbatches(gathers=True) == len(update_part(batch, range(64), config, platform).bins)
+
+
+def test_a_rank_with_too_little_to_spread_runs_empty_ones(platform: Any, groups: Any) -> None:
     config = tiny_run()
     batch = training_batch(GROUPS[:1], config, 0, CPU)
-    part = update_part(batch, [index for index, run in enumerate(batch.has_gradient) if run][:2], config)
+    part = update_part(batch, [index for index, run in enumerate(batch.has_gradient) if run][:2], config, platform)
     (agreed,) = agree([part], groups)
-    update = update_batch(part, replace(agreed, microbatches=5), config)
+    update = update_batch(part, replace(agreed, microbatches=5))
     assert [len(micro.targets) > 0 for micro in update.microbatches] == [True, True, False, False, False]
     assert update.packed_tokens == sum(len(micro.tokens) for micro in update.microbatches[:2])

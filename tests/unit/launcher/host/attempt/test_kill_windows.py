@@ -18,6 +18,8 @@ from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_run import JobSettings, run_job
+from launcher.host.judge.policy import Facts
+from launcher.host.judge.verdict import Verdict
 from launcher.host.process.signals import Signals
 from launcher.host.record.evidence import Observed
 from launcher.host.record.ledger import ends_in, read_ledger
@@ -85,7 +87,8 @@ class World:
         return JobContext(self.run, "lab", job_id, ["n1"], restarts=restarts, batch_host="n1", **more)
 
     def begin(self, restarts: int = 0) -> None:
-        begin_module.begin_attempt(self.context(restarts))
+        context = self.context(restarts)
+        begin_module.begin_attempt(context, begin_module.next_attempt(context))
 
     def end(self, cut: int, by: BaseException | None = None, code: int = 1) -> None:
         """The host side closes its attempt, and is killed before the effect number `cut`."""
@@ -223,6 +226,58 @@ def test_a_pause_that_the_script_could_not_ask_for_is_asked_for_at_the_next_star
     assert world.start() == NOTHING_TO_DO, "it is too early, and nodes are not for sleeping in"
     assert world.told[2:] == ["requeue", "postpone", "confirm"]
     assert world.start(restarts=2) == GOES_ON, "Slurm was told: who starts it sooner wants it sooner"
+
+
+def test_a_pause_that_slurm_refused_is_asked_for_at_the_next_start(world, monkeypatch):
+    postpone = tell.postpone
+
+    def refuse(job_id: str, start: float) -> None:
+        raise SlurmRefused("scontrol update: Job is no longer pending execution")
+
+    monkeypatch.setattr(start_again, "LIMIT_S", 0.0)
+    monkeypatch.setattr(tell, "postpone", refuse)
+    world.failed()
+    world.end(NEVER)
+    assert world.told == ["ledger", "requeue", "confirm"]
+    assert world.start() == NOTHING_TO_DO, "as often as Slurm refuses, until the pause is over"
+    monkeypatch.setattr(tell, "postpone", postpone)
+    assert world.start(restarts=2) == NOTHING_TO_DO
+    assert world.told[3:] == ["requeue", "confirm", "requeue", "postpone", "confirm"]
+    assert world.start(restarts=3) == GOES_ON, "Slurm was told: who starts it sooner wants it sooner"
+
+
+def test_an_end_is_on_record_before_the_same_process_goes_on_with_another_attempt(world, monkeypatch):
+    """Else its line would stand behind theirs, where the last line is what is gone by."""
+    written, errors = conclude.write_line, [STALE, STALE]
+
+    def fail_at_first(run: RunDir, line: Any) -> None:
+        if errors:
+            raise errors.pop()
+        written(run, line)
+
+    monkeypatch.setattr(conclude, "write_line", fail_at_first)
+    dead = Facts(dead=["n1"], suffice=True)
+    conclude.conclude(world.run, world.run.attempt(1), Verdict("lost"), None, dead, time.time())
+    assert world.ends() == [("lost", "node failure", "stays")]
+
+
+def test_a_job_that_slurm_does_not_take_back_goes_on_without_its_pause(world, monkeypatch):
+    """Its end would be that of the run."""
+
+    def refuse(job_id: str) -> None:
+        raise SlurmRefused("scontrol requeue 7: Requested operation is presently disabled")
+
+    world.failed()
+    world.end(2)
+    monkeypatch.setattr(tell, "requeue", refuse)
+    assert world.start() == GOES_ON
+
+
+def test_a_job_that_slurm_requeued_is_not_sent_away_for_the_rest_of_its_pause(world):
+    world.end(0)  # a dead script has written no end: the next start does, of a crash without a word
+    assert world.start() == GOES_ON
+    (end,) = world.all_ends()
+    assert end.then == "slurm" and end.not_before > time.time()
 
 
 def test_a_crash_that_is_held_is_not_started_by_a_requeue_of_its_job(world):
@@ -373,13 +428,15 @@ class TestFaultBeforeAnAttempt:
         world.end(NEVER)
         world.told.clear()
 
-        def run(owner: Any, name: str, error: Exception = FULL, restarts: int = 1, **context: Any) -> int:
+        def run(
+            owner: Any, name: str, error: Exception = FULL, restarts: int = 1, act: Any = None, **context: Any
+        ) -> int:
             def refuse(*given: Any, **facts: Any) -> None:
                 raise error
 
             settings = JobSettings(SimpleNamespace(path="spool", document=lambda name: "[]"), 60.0, 30.0, False, None)
             with monkeypatch.context() as patch:
-                patch.setattr(owner, name, refuse)
+                patch.setattr(owner, name, act or refuse)
                 patch.setattr(slurm_run, "create", lambda context, document: None)
                 return run_job(world.context(restarts, **context), settings, Signals(()))
 
@@ -400,6 +457,25 @@ class TestFaultBeforeAnAttempt:
         assert world.run.last_attempt() == 1
         assert {path.name for path in world.run.attempt(1).logs.parent.iterdir()} == {"attempt-001", "latest"}
         assert world.run.attempt(1).latest_logs.resolve() == world.run.attempt(1).logs.resolve()
+
+    def test_a_start_that_the_disk_kept_although_it_said_that_it_had_not_is_that_of_one_attempt(
+        self, world, fails, monkeypatch
+    ):
+        """And not an attempt by itself, that nobody ends and that would count as a crash."""
+        errors = [STALE]
+
+        def keep_and_fail(run: RunDir, line: Any) -> None:
+            conclude.write_line(run, line)
+            if errors:
+                raise errors.pop()
+
+        monkeypatch.setattr(slurm_run, "RETRY_S", 60.0)
+        monkeypatch.setattr(slurm_run, "PAUSE_S", 0.0)
+        monkeypatch.setattr(begin_module.shutil, "rmtree", lambda *given, **options: None)  # it fails as well
+        fails(begin_module, "write_line", act=keep_and_fail)
+        lines = read_ledger(world.run)
+        assert [line.attempt for line in lines] == [1, 1, 2, 2]
+        assert isinstance(lines[-1], AttemptEnd)
 
     def test_a_job_that_cannot_enter_itself_as_the_owner_is_sent_back_too(self, world, fails):
         assert fails(own, "write_owner", job_id="8") == 75

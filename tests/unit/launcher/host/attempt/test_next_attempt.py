@@ -9,7 +9,7 @@ import pytest
 
 from launcher.host.attempt import own
 from launcher.host.attempt import runner as runner_module
-from launcher.host.attempt.begin import begin_attempt
+from launcher.host.attempt.begin import begin_attempt, next_attempt
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.prepare import Checks, Preparation
 from launcher.host.attempt.runner import AttemptRunner
@@ -44,6 +44,12 @@ def end(context: JobContext, then: str, **more: Any) -> None:
     append(context.run.attempts_ledger, line)
 
 
+def begun(context: JobContext) -> Attempt:
+    attempt = next_attempt(context)
+    begin_attempt(context, attempt)
+    return attempt
+
+
 @pytest.mark.parametrize(
     ("asked_at", "then", "leaves"), [(21.0, STAYS, True), (19.0, STAYS, False), (21.0, BY_US, False)]
 )
@@ -52,7 +58,7 @@ def test_a_request_between_two_attempts_of_an_allocation_is_for_the_second(
 ) -> None:
     end(context, then)
     write(context.run.attempt(1).drain, Drain("cancelled", "you", asked_at))
-    request = if_readable(read(Drain, begin_attempt(context).drain))
+    request = if_readable(read(Drain, begun(context).drain))
     assert (request is not None) is leaves
     assert request is None or (request.cause, request.by) == ("cancelled", "you")
 
@@ -70,7 +76,7 @@ def prepare(context: JobContext, attempt: Attempt, **checks: bool) -> tuple[Atte
 
 
 def assigned(context: JobContext, **checks: bool) -> NodeAssignment:
-    attempt = begin_attempt(context)
+    attempt = begun(context)
     _, assignment = prepare(context, attempt, **checks)
     assert assignment is not None
     assert read(NodeAssignment, attempt.nodes) == assignment
@@ -98,7 +104,7 @@ def test_one_that_the_run_cannot_do_without_is_used_though_slurm_refused_somethi
 
 def test_too_many_of_them_send_the_job_back(context: JobContext) -> None:
     end(context, BY_US, excluded=["n1", "n2"])
-    runner, assignment = prepare(context, begin_attempt(context))
+    runner, assignment = prepare(context, begun(context))
     assert assignment is None
     assert runner.request is not None and runner.request.cause == "bad nodes"
 
@@ -115,7 +121,7 @@ def test_reports_of_the_health_check_decide_and_none_at_all_blames_nobody(
     context: JobContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "SIGNAL_S", 0.0)
-    attempt = begin_attempt(context)
+    attempt = begun(context)
     runner, assignment = prepare(context, attempt, health=True)
     assert (assignment, read(NodeAssignment, attempt.nodes).bad) == (None, {})
     assert runner.request is not None and runner.request.cause == "bad nodes"

@@ -1,0 +1,108 @@
+"""What stands in the place of a file and is none, as a pipe that whoever opens it would wait at, is refused by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_helpers import PUBLISHED, publish
+
+from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import build_tokenizer
+
+SHARD = 20_000  # bytes: several files
+WEIGHTS = "model-00001-of-00005.safetensors"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    publish(folder, PUBLISHED["Qwen2"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(published: Path, platform: Any, groups: Any) -> Path:
+    to_megatron(published, published.parent / "m", platform, shard_bytes=SHARD)
+    return published.parent / "m"
+
+
+IRREGULAR: dict[str, Callable[[Path], Any]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "directory": Path.mkdir,
+}
+"""What is put in the place of a file; the first byte of a pipe never comes, the last one of that device neither."""
+
+
+@pytest.fixture(params=IRREGULAR)
+def replace(request: pytest.FixtureRequest) -> Callable[[Path], Path]:
+    def replace(file: Path) -> Path:
+        file.unlink()
+        IRREGULAR[request.param](file)
+        return file
+
+    return replace
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "model.safetensors.index.json", "config.json", "tokenizer.json"])
+def test_what_is_no_file_is_no_weights(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, name: str, replace: Callable[[Path], Path]
+) -> None:
+    source = shutil.copytree(published, tmp_path / "hf")
+    replace(source / name)
+    with pytest.raises(ConfigurationError, match=str(source)) as refused:
+        to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
+    assert name in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/a.jinja"])
+def test_no_pipe_is_waited_for_among_what_belongs_to_a_tokenizer(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, name: str
+) -> None:
+    """transformers would open it."""
+    source = shutil.copytree(published, tmp_path / "hf")
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    with pytest.raises(ConfigurationError, match=f"is no regular file: '{source / name}'"):
+        to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
+    with pytest.raises(ValueError, match=f"tokenizer.path .*{name}"):
+        build_tokenizer(TokenizerConfig(path=str(source)))
+
+
+def test_links_to_files_are_files(tmp_path: Path, published: Path, platform: Any, groups: Any) -> None:
+    """As the hub's cache is made of."""
+    linked = tmp_path / "hf"
+    linked.mkdir()
+    for file in published.iterdir():
+        (linked / file.name).symlink_to(file)
+    to_megatron(linked, tmp_path / "m", platform, shard_bytes=SHARD)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "huggingface/config.json", "manifest.json"])
+def test_what_is_no_file_is_no_checkpoint(
+    tmp_path: Path, converted: Path, platform: Any, groups: Any, name: str, replace: Callable[[Path], Path]
+) -> None:
+    checkpoint = shutil.copytree(converted, tmp_path / "m")
+    file = replace(checkpoint / name)
+    with pytest.raises((ConfigurationError, CheckpointError), match=f"{file}.* no regular file"):
+        to_hugging_face(checkpoint, tmp_path / "hf", platform, shard_bytes=SHARD)
+
+
+def test_a_pipe_is_no_shard_of_megatron_lm(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, replace: Callable[[Path], Path]
+) -> None:
+    to_megatron(published, tmp_path / "m", platform, kind="torch", shard_bytes=SHARD)
+    shard = replace(tmp_path / "m" / "release" / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match=f"{shard} .*no regular file"):
+        to_hugging_face(tmp_path / "m", tmp_path / "hf", platform, shard_bytes=SHARD)

@@ -1,0 +1,28 @@
+"""What a phase of a rehearsed step raises is what a rehearsal tells; all else is a fault of the rehearsal."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.platform.phantom import Memory, PhantomDevice
+from megatron_rl.rehearse import rank
+from megatron_rl.rehearse.rank import PhaseFailed, Phases
+from megatron_rl.training.pipeline import Pipeline
+
+
+def test_the_innermost_phase_has_failed() -> None:
+    phases = Phases(Memory())
+    with pytest.raises(PhaseFailed) as failed, phases.phase("train"), phases.phase("update"):
+        Pipeline().not_there  # noqa: B018
+    assert failed.value.failure.phase == "update"
+    assert failed.value.failure.error.startswith("AttributeError: ")
+    assert phases.peaks == {}
+
+
+def test_a_fault_between_the_phases_is_no_failure_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*given: object) -> None:
+        raise ValueError("of ours")
+
+    monkeypatch.setattr(rank, "_Rank", faulty)
+    with pytest.raises(ValueError, match="of ours"):
+        rank.rehearse_rank(None, 8, "colocated", None, PhantomDevice())
