@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
@@ -47,6 +47,8 @@ class EvaluationRequest:
 class EvaluationResponse:
     trajectories: list[list[Trajectory]]
     """One list per problem, in the order of the request."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Answers lost, by reason."""
 
     @property
     def rewards(self) -> list[float]:
@@ -71,6 +73,13 @@ class EvaluationAgent(ABC):
     prompt_format: str = ""
     """How answers are asked for, where a recipe can choose: recorded with every evaluation, because scores in
     different formats do not compare."""
+
+    compares_answers: bool = False
+    """Whether `final_answer` can tell that two answers to a problem say the same, for majority votes."""
+
+    def final_answer(self, response: str) -> str | None:
+        """What a response comes to, the same text for answers that say the same; None where it comes to nothing."""
+        raise NotImplementedError(f"{type(self).__name__} does not compare answers")
 
     @abstractmethod
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:

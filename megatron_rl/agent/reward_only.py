@@ -65,16 +65,21 @@ class RewardOnlyAgent(Environment):
         """All problems are handed to the engine at once; it decides how many it answers together."""
         import asyncio  # slow, and the launcher imports this module to check a recipe
 
+        failures: Counter[str] = Counter()
+
         async def answer(index: int, problem: Problem) -> list[Trajectory]:
             prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
             asked = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
             try:
-                return (await self._answer(problem, asked, request.inference, request.reward_timeout_s))[0]
+                answers, lost = await self._answer(problem, asked, request.inference, request.reward_timeout_s)
             except PromptTooLong as error:
                 logger.warning("problem %d of an evaluation counts as lost: %s", index, error)
-                return []
+                answers, lost = [], Counter({"the prompt is too long": request.samples_per_problem})
+            failures.update(lost)
+            return answers
 
-        return EvaluationResponse(await asyncio.gather(*map(answer, count(), request.problems)))
+        answers = await asyncio.gather(*map(answer, count(), request.problems))
+        return EvaluationResponse(answers, failures)
 
     async def _answer(
         self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, timeout_s: float

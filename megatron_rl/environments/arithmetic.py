@@ -60,6 +60,7 @@ class ArithmeticEnvironment(DrawnProblems, Demonstrator):
     """
 
     Config = ArithmeticConfig
+    compares_answers = True
 
     def __init__(self, config: ArithmeticConfig, tokenizer: Tokenizer) -> None:
         problems = list(_render(_tasks(config), config.template))
@@ -71,6 +72,9 @@ class ArithmeticEnvironment(DrawnProblems, Demonstrator):
 
     def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
         return float(finish_reason == "stop" and response == golden["answer"])
+
+    def final_answer(self, response: str) -> str | None:
+        return response
 
 
 def _tasks(config: ArithmeticConfig) -> Any:

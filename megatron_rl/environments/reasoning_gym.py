@@ -70,6 +70,7 @@ class ReasoningGymEnvironment(DrawnProblems):
         """Raises ValueError for a dataset or arguments that reasoning-gym does not have."""
         self._dataset = _dataset(config)
         self._scoring = config.scoring
+        self.compares_answers = config.scoring == "last_number"
         super().__init__(config, tokenizer, _problems(self._dataset, config, tokenizer))
         if in_chat(tokenizer, config.chat):
             self.prompt_format = "chat template"
@@ -79,6 +80,13 @@ class ReasoningGymEnvironment(DrawnProblems):
             return float(self._dataset.score_answer(response.strip(), golden))
         said = last_number(response)
         return float(said is not None and said == last_number(golden["answer"]))
+
+    def final_answer(self, response: str) -> str | None:
+        """The last number, however it is written: 3, 3.0 and 03 are one."""
+        if not self.compares_answers:
+            return super().final_answer(response)
+        said = last_number(response)
+        return None if said is None else str(said.normalize() + 0)
 
 
 def last_number(text: str) -> Decimal | None:

@@ -73,6 +73,7 @@ class MathEnvironment(RewardOnlyAgent):
     """Problems of `train`, but for those of `evaluate`; both without repeats, in the order of the data sets."""
 
     Config = MathConfig
+    compares_answers = True
 
     def __init__(self, config: MathConfig, tokenizer: Tokenizer) -> None:
         from megatron_rl.environments.math.verifier import Verifier  # the launcher checks a recipe without it
@@ -106,6 +107,11 @@ class MathEnvironment(RewardOnlyAgent):
         if finish_reason == "length" or not await self._verifier.equal(golden["answer"], found.text):
             return float(self.config.format_reward)
         return float(self.config.partial_end_reward) if found.talks_on else 1.0
+
+    def final_answer(self, response: str) -> str | None:
+        """The answer in its format, without blanks. As text: 1/2 and 0.5 are two, though both may be right."""
+        found = self._format.find(response)
+        return None if found is None else "".join(found.text.split())
 
     def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:
         problems = [Problem(self._prompt(question.text), {"answer": question.answer}) for question in questions]
