@@ -17,6 +17,7 @@ from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.evaluate.config import EvaluateConfig
 from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
@@ -66,6 +67,8 @@ class RunConfig(Section):
     save: SaveConfig = SaveConfig()
     resume: ResumeConfig = ResumeConfig()
     logging: LoggingConfig = LoggingConfig()
+    evaluate: EvaluateConfig | None = None
+    """Given: the job evaluates and trains nothing. `mrl evaluate --cluster` writes it."""
 
     @property
     def sequence_length(self) -> int:

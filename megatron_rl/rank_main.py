@@ -68,8 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from megatron_rl.config import read_config
         from megatron_rl.platform.implementation import choose_implementation
 
-        choose_implementation(read_config(run_dir))  # before megatron-core is imported, with what a run does
-        from megatron_rl.attempt import run_attempt
+        config = read_config(run_dir)
+        choose_implementation(config)  # before megatron-core is imported, with what a run does
+        if config.evaluate:
+            from megatron_rl.evaluate.attempt import run_attempt
+        else:
+            from megatron_rl.attempt import run_attempt
 
         gc.freeze()
         gc.enable()

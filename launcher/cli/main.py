@@ -14,6 +14,7 @@ COMMANDS = (
     "convert",
     "doctor",
     "environments",
+    "evaluate",
     "fork",
     "help",
     "logs",

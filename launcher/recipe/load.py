@@ -137,7 +137,8 @@ def _exists(path: Path) -> bool:
 
 
 def _locator_of(recipe: Recipe) -> Locate:
-    file, _ = _read_text(recipe.asked)
+    shipped = recipe.asked in shipped_recipes() and not _exists(Path(recipe.asked))
+    file = f"{recipe.asked}.yaml" if shipped else recipe.asked
     return _locator(file, read_mapping(file, recipe.text, _SECTIONS), _parse_overrides(recipe.overrides))
 
 

@@ -9,6 +9,8 @@ from typing import List
 
 from megatron_rl.contract.files import AnyPath, names_in
 
+CARRIED = "huggingface"  # folder in a converted checkpoint: config.json, tokenizer and what else came with the weights
+
 
 class RunDir:
     """Paths of one run."""
@@ -110,6 +112,16 @@ class RunDir:
     def evaluations(self) -> Path:
         """MetricsLine, one an evaluation; step 0 is the model before training."""
         return self.root / "evaluations.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        """EvaluationResult of a job that evaluates another run's checkpoint, with its answers beside it."""
+        return self.root / "evaluation.json"
+
+    @property
+    def evaluation_results(self) -> Path:
+        """Folder of what `mrl evaluate` found of this run, an EvaluationResult each with its answers beside it."""
+        return self.root / "evaluations"
 
     def samples(self, step: int) -> Path:
         """Sample rollouts of one step, as text."""

@@ -21,14 +21,13 @@ from megatron_rl.checkpoint.hf.mapping import HF_EMBEDDING, HF_OUTPUT, Weight, s
 from megatron_rl.checkpoint.hf.staging import carry, staged, sync
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
 from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest
+from megatron_rl.contract.paths import CARRIED
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, shape
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.api import Platform
 
-CARRIED = "huggingface"
-"""Folder in a converted checkpoint: config.json, tokenizer and what else came with the weights."""
 NOTES = "conversion.json"
 """File in that folder: what only the weights said."""
 VOCAB_MULTIPLE = 128

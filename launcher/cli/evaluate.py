@@ -1,0 +1,146 @@
+"""mrl evaluate: how good a checkpoint is, here by a process of its own, or as a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.cli.completion import complete_run
+from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.errors import BadInput
+from launcher.job.evaluation import Origin, job_recipe, origin_of, requested
+from launcher.runs.policy import prepare_policy
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.shapes import to_json
+from megatron_rl.evaluate.config import Evaluation
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
+
+
+@click.command("evaluate", short_help="Answer an environment's problems k times each, and score the answers.")
+@click.argument("checkpoint", shell_complete=complete_run)
+@click.option("--env", help="Environment (`mrl environments`). Default: the run's.")
+@click.option(
+    "--env-args",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Argument of it, over the run's, as in YAML: dataset_args.max_terms=3; or a mapping of several. Repeatable.",
+)
+@click.option("--set", "sets", multiple=True, metavar="NAME", help="Set of problems. Repeatable. Default: all.")
+@click.option("--k", type=click.IntRange(min=1), default=32, show_default=True, help="Answers to each problem.")
+@click.option("--prompts", type=click.IntRange(min=1), help="Problems of each set at most, the first ones.")
+@click.option("--greedy/--no-greedy", default=True, show_default=True, help="Also answer once at temperature 0.")
+@click.option("--temperature", type=float, help="Default of these five: the run's; of no run: 1, 1, 0, 0, 512.")
+@click.option("--top-p", type=float)
+@click.option("--top-k", type=int)
+@click.option("--min-p", type=float)
+@click.option("--max-new-tokens", type=int, help="Longest answer.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the answers.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the run's, or that of the weights.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the run's; of no run: cpu, in a job cuda.")
+@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU. Default: one for each processor.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of the result, with the answers beside it. Default: in evaluations/ of the run, or of this directory.",
+)
+@click.option("--cluster", help="Submit a job of one rank to this cluster, instead of evaluating here.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="With --cluster: directory of the job.")
+@click.option("--dry-run", is_flag=True, help="With --cluster: show the script, submit and write nothing.")
+@click.option("--script", is_flag=True, help="With --dry-run: the sbatch script alone.")
+@click.option("--follow", is_flag=True, help="With --cluster: stay and watch the job.")
+@click.option("--trust", is_flag=True, help="Also what is another user's: what is in a checkpoint can act as you.")
+@click.option("--json", "as_json", is_flag=True, help="The result as one JSON object, as in its file.")
+@click.pass_context
+def command(ctx: click.Context, **options: Any) -> None:
+    """Score CHECKPOINT: a run directory (its newest checkpoint), a checkpoint, or Hugging Face weights: a directory, a
+    name in the cache of the hub, or package:NAME.
+
+    pass@1, pass@2, ... pass@K without bias (Chen et al. 2021), avg@K, maj@K where the environment can tell that two
+    answers say the same (arithmetic; math, as text; reasoning-gym with scoring: last_number), greedy accuracy, mean
+    reward and length, each with its standard error over the problems. A lost answer counts nowhere but among the lost.
+
+    Answers are kept as they come: the same command goes on where one was interrupted, and with --out refuses to mix
+    settings. On a CPU the result is then the same bit for bit.
+
+    \b
+    Exit codes:
+      0    done; submitted
+      1    it failed; what was answered is kept
+      2    CHECKPOINT or an option cannot be used
+      130  interrupted; what was answered is kept
+    """
+    checkpoint = options["checkpoint"]
+    prepare_policy(checkpoint, options["trust"])
+    origin = origin_of(checkpoint)
+    clusters = load_clusters()
+    cluster = clusters.choose(options["cluster"], None) if options["cluster"] else LOCAL
+    if cluster == LOCAL:
+        if given := [f"--{name.replace('_', '-')}" for name in JOB_ONLY if options[name]]:
+            raise BadInput(f"{given[0]}: is for jobs; name one's --cluster")
+        ctx.exit(_here(_evaluation(options, origin, device="cpu"), options["as_json"]))
+    ctx.exit(_as_job(_evaluation(options, _pinned(origin, options), device="cuda"), origin, cluster, options))
+
+
+def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> Evaluation:
+    """device: where neither the user nor a run says which."""
+    sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
+    asked = {name: options[name] for name in ("checkpoint", "k", "prompts", "greedy", "seed", "dtype", "threads")}
+    asked["sets"] = tuple(options["sets"]) or None
+    asked["device"] = options["device"] or (origin.config.job.device if origin else device)
+    asked["out"] = options["out"] and str(options["out"].absolute())
+    return requested(origin, options["env"], options["env_args"], sampling, asked)
+
+
+def _here(evaluation: Evaluation, as_json: bool) -> int:
+    from launcher.backends.evaluation import Interrupted, evaluate  # what a job needs not
+    from launcher.cli.show.evaluation import ProgressLine, lines
+
+    progress = ProgressLine()
+    try:
+        done = evaluate(evaluation, progress.report)
+    except Interrupted:
+        click.echo("interrupted; what was answered is kept, and the same command goes on", err=True)
+        return EXIT_INTERRUPTED
+    finally:
+        progress.end()
+    if as_json:
+        click.echo(json.dumps({**to_json(done.result), "out": done.out}))
+    else:
+        click.echo("\n".join(lines(done)))
+    return EXIT_FINISHED
+
+
+def _pinned(origin: Origin | None, options: dict[str, Any]) -> Origin | None:
+    """Have the job evaluate what is the newest checkpoint now, also where the run goes on meanwhile."""
+    checkpoint = Path(options["checkpoint"])
+    if origin and origin.run.root == checkpoint.absolute():
+        options["checkpoint"] = str(origin.run.checkpoint(origin.run.checkpoint_steps()[0]))
+    elif checkpoint.exists():
+        options["checkpoint"] = str(checkpoint.absolute())
+    return origin
+
+
+def _as_job(evaluation: Evaluation, origin: Origin | None, cluster: str, options: dict[str, Any]) -> int:
+    from launcher.cli.submit.request import PlannedRun, Request
+    from launcher.cli.submit.slurm import run_on_slurm
+    from launcher.fetch.prefetch import known_caches
+    from launcher.job.directories import refuse_unusable, run_name
+    from launcher.runs.trust import refuse_others
+
+    clusters = load_clusters()
+    recipe = job_recipe(evaluation, origin, cluster, known_caches(clusters))
+    given = options["run_dir"]
+    if given is not None:
+        refuse_unusable(given)
+        refuse_others(RunDir(given), options["trust"])
+    name = run_name(recipe.config.name, time.localtime())
+    flags = {name: options[name] for name in ("dry_run", "script", "follow", "as_json")}
+    request = Request(recipe=recipe.asked, run_dir=given, cluster=cluster, **flags)
+    return run_on_slurm([PlannedRun(recipe, name, given, cluster)], request, clusters.profile(cluster))

@@ -1,0 +1,65 @@
+"""How an evaluation looks in the terminal: a line that says how far it is, and a table of scores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from launcher.backends.evaluation import Done
+from megatron_rl.contract.evaluation_records import Score, SetResult
+
+SHARES = ("greedy", "pass@", "avg@", "maj@", "cut_off")
+"""Scores that are shares of 1."""
+NAMES = {"mean_reward": "mean reward", "tokens": "tokens an answer", "cut_off": "cut off at the limit"}
+
+
+class ProgressLine:
+    """One line on stderr, written over; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def report(self, progress: Mapping[str, Any]) -> None:
+        if self._shown:
+            what = " ".join(filter(None, (progress["set"], progress["mode"])))
+            click.echo(f"\r\033[K{progress['done']} of {progress['of']} problems answered  {what}", err=True, nl=False)
+
+    def end(self) -> None:
+        if self._shown:
+            click.echo("\r\033[K", err=True, nl=False)
+
+
+def lines(done: Done) -> Iterator[str]:
+    """The table, set by set, and where the record is."""
+    settings = done.result.settings
+    weights, sampling = settings["checkpoint"], settings["sampling"]
+    step = "" if weights["step"] is None else f" after step {weights['step']}"
+    asked = f", {settings['prompt_format']}" if settings["prompt_format"] else ""
+    name = weights["path"] if weights["step"] is None else weights["name"]
+    yield f"{name}{step} on {settings['environment']['name']}{asked}"
+    limits = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    cuts = "".join(f", {key} {sampling[key]:g}" for key, none in limits.items() if sampling[key] != none)
+    yield (
+        f"temperature {sampling['temperature']:g}{cuts}, at most {sampling['max_new_tokens']} tokens, "
+        f"{settings['k']} answers a problem, seed {settings['seed']}"
+    )
+    for set_name, found in done.result.sets.items():
+        yield ""
+        yield f"{set_name}: {found.problems} problems, {found.answers} answers"
+        for score_name, score in found.scores.items():
+            yield f"  {NAMES.get(score_name, score_name):<22} {_said(score_name, score, found)}"
+        for what, failures in (("", found.failures), ("greedy ", found.greedy_failures)):
+            for reason, count in failures.items():
+                yield f"  {count} {what}answers lost: {reason}"
+    yield ""
+    yield done.out
+
+
+def _said(name: str, score: Score, found: SetResult) -> str:
+    digits = 3 if name.startswith((*SHARES, "mean_reward")) else 1
+    spread = "" if score.standard_error is None else f" ± {score.standard_error:.{digits}f}"
+    fewer = "" if score.problems == found.problems else f"  of {score.problems} problems"
+    return f"{score.value:.{digits}f}{spread}{fewer}"

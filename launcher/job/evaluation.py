@@ -1,0 +1,189 @@
+"""What `mrl evaluate` asks for: defaults from the run that a checkpoint is of, and the recipe of a job for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from launcher.errors import BadInput
+from launcher.host.code.git import GitError, dirty, work_tree
+from launcher.recipe.load import Recipe, dump_resolved, read_resolved
+from launcher.recipe.located_yaml import YamlProblems, read
+from launcher.recipe.problems import validation_problems
+from launcher.recipe.published import find_published
+from megatron_rl.agent.registry import environment_class, registered
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import CARRIED, RunDir
+from megatron_rl.evaluate.config import Evaluation
+
+MAX_NEW_TOKENS = 512
+"""Of an answer, where no run says how long they may be."""
+
+OPTIONS = {"evaluate.sets": "--set", "evaluate.checkpoint": "CHECKPOINT"}
+"""Keys whose option is not called like them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a checkpoint's run says."""
+
+    run: RunDir
+    config: RunConfig
+
+
+def origin_of(checkpoint: str) -> Origin | None:
+    """The run that a path is the directory or a checkpoint of; None: of none. Raises BadInput."""
+    path = Path(checkpoint).absolute()
+    for root in (path, path.parent.parent):
+        run = RunDir(root)
+        if run.resolved.is_file() and (root == path or path.parent == run.checkpoints):
+            return Origin(run, read_resolved(run.resolved))
+    return None
+
+
+def requested(
+    origin: Origin | None,
+    environment: str | None,
+    environment_args: Sequence[str],
+    sampling: Mapping[str, Any],
+    asked: Mapping[str, Any],
+) -> Evaluation:
+    """An evaluation in full.
+
+    Args:
+        environment: None: the run's. Its arguments are the run's too, unless it is another one.
+        environment_args: laid over these, see `parse_args`.
+        sampling: what was given, laid over the run's.
+        asked: of EvaluateConfig.
+
+    Raises BadInput.
+    """
+    config = origin.config if origin else None
+    if environment is None and config is None:
+        raise BadInput("--env: is needed where CHECKPOINT is of no run; `mrl environments` lists them")
+    same = config is not None and environment in (None, config.environment.name)
+    given: dict[str, Any] = config.environment.model_dump() if config and same else {"name": environment}
+    given["args"] = {**given.get("args", {}), **parse_args(environment_args)}
+    drawn: dict[str, Any] = config.sampling.model_dump() if config else {"max_new_tokens": MAX_NEW_TOKENS}
+    values = {
+        "evaluate": {**asked, "code": code_version(given["name"])},
+        "environment": given,
+        "sampling": {**drawn, **sampling},
+    }
+    evaluation = _validated(Evaluation, values, _option)
+    try:
+        arguments = environment_class(evaluation.environment.name).Config
+    except ValueError as error:
+        raise BadInput(f"--env: {error}") from error
+    _validated(arguments, evaluation.environment.args, lambda path: f"--env-args {'.'.join(path)}")
+    return evaluation
+
+
+def parse_args(texts: Sequence[str]) -> dict[str, Any]:
+    """`dataset=chain_sum`, `dataset_args.max_terms=3`, or a whole mapping in YAML; later ones win. Raises BadInput."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        path = key.split(".") if equals and re.fullmatch(r"\w+(\.\w+)*", key) else []
+        try:
+            parsed = read(value if path else text).value
+        except YamlProblems as error:
+            raise BadInput(f"--env-args {text!r}: {error}") from error
+        if path:
+            for name in reversed(path):
+                parsed = {name: parsed}
+        if not isinstance(parsed, Mapping):
+            raise BadInput(f"--env-args {text!r}: expected KEY=VALUE, for example seed=3, or a mapping in YAML")
+        found = _laid_over(found, parsed)
+    return found
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        before = merged.get(key)
+        merged[key] = _laid_over(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _option(path: tuple[str, ...]) -> str:
+    if not path:  # several that do not fit together
+        return "mrl evaluate"
+    return OPTIONS.get(".".join(path[:2]), f"--{path[-1].replace('_', '-')}")
+
+
+def _validated(kind: Any, values: Mapping[str, Any], name: Any) -> Any:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        assert issubclass(kind, BaseModel)
+        raise BadInput(validation_problems(error, kind, lambda path: (name(path), True))) from error
+
+
+def code_version(environment: str) -> str:
+    """The commits of mrl and of the environment's package, as far as there are any."""
+    packages = {"megatron_rl", *(entry.module.partition(".")[0] for entry in registered(environment))}
+    said = []
+    for name in sorted(packages):
+        spec = find_spec(name)
+        places = list(spec.submodule_search_locations or ()) if spec else []
+        try:
+            tree = work_tree(places[0]) if places else None
+            if tree and tree.commit:
+                said.append(f"{name} {tree.commit[:12]}{' with changes' if dirty(places[0]) else ''}")
+        except GitError:
+            continue  # for the record only
+    return ", ".join(said)
+
+
+# The job
+
+
+def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, caches: Sequence[Path]) -> Recipe:
+    """The recipe of a job of one rank that evaluates. Raises BadInput.
+
+    caches: of the Hugging Face libraries, where the shape of published weights may be.
+    """
+    asked = evaluation.evaluate
+    device = {"device": asked.device}
+    if origin:
+        values = origin.config.model_dump()
+        values["job"] |= device
+    else:
+        folder = _published(asked.checkpoint)
+        values = {
+            "model": {"init": "huggingface", "huggingface": folder, "dtype": asked.dtype or "bf16"},
+            "tokenizer": {"type": "huggingface", "path": folder},
+            "optimizer": {"learning_rate": 1e-6},
+            "training": {"steps": 1},
+            "job": device,
+        }
+    values["job"] |= {"nodes": 1, "gpus_per_node": 1, "spare_nodes": 0}
+    values["training"] |= {"sequence_length": None}
+    of = origin.run.root.name if origin else Path(asked.checkpoint).name
+    values |= {
+        "name": f"evaluate-{re.sub('[^A-Za-z0-9._-]', '-', of)}",
+        "cluster": cluster,
+        "placement": {},
+        "grpo": {},
+        "save": {},
+        "logging": {},
+        "environment": evaluation.environment.model_dump(),
+        "sampling": evaluation.sampling.model_dump(),
+        "evaluate": asked.model_dump(),
+    }
+    published = find_published(values, caches, lambda path: (_option(path), True))
+    config: RunConfig = _validated(RunConfig, published.fill(values) if published else values, _option)
+    return Recipe("mrl evaluate", dump_resolved(config), (), config)
+
+
+def _published(checkpoint: str) -> str:
+    """Where the config.json of published or converted weights is."""
+    carried = Path(checkpoint) / CARRIED
+    return str(carried if carried.is_dir() else checkpoint)

@@ -1,0 +1,87 @@
+"""The file of answers of an evaluation: appended as they come, read again where it goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.contract.evaluation_records import EvaluationSettings, ProblemAnswers
+from megatron_rl.contract.files import append_line
+from megatron_rl.contract.records import Unreadable, encode_line, read_lines
+from megatron_rl.errors import ConfigurationError
+
+Place = tuple[str, str, int]
+"""Set, mode and problem."""
+
+
+class Answers:
+    """What has been answered so far."""
+
+    def __init__(self, path: Path, known: Mapping[Place, ProblemAnswers]) -> None:
+        self.path = path
+        self.known = dict(known)
+
+    def add(self, lines: Sequence[ProblemAnswers]) -> None:
+        """Keep answers for good. Raises OSError, with the file as it was."""
+        append_line(self.path, "\n".join(map(encode_line, lines)), durable=True)
+        self.known |= {(line.set, line.mode, line.problem): line for line in lines}
+
+
+@contextmanager
+def kept_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[Answers]:
+    """The answers in a file, which is made where there is none, for this process alone.
+
+    Raises:
+        ConfigurationError: the file is of other settings, of something else, or in use.
+        OSError: it cannot be read or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(descriptor, path)
+        yield Answers(path, _read(path, settings))
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigurationError(f"{path} is in use by another evaluation; wait for it, or give --out") from error
+    except OSError:
+        pass  # a file system without locks
+
+
+def _read(path: Path, settings: Mapping[str, Any]) -> dict[Place, ProblemAnswers]:
+    found = read_lines((EvaluationSettings, ProblemAnswers), path)
+    if isinstance(found, Unreadable):
+        raise ConfigurationError(str(found))
+    headers = [line for line in found.records if isinstance(line, EvaluationSettings)]
+    if not headers:
+        if found.records or len(found.damaged) > 1:
+            raise ConfigurationError(f"{path} is not a file of an evaluation's answers; give another --out")
+        append_line(path, encode_line(EvaluationSettings(dict(settings))), durable=True)
+        return {}
+    if different := differences(headers[0].settings, settings):
+        raise ConfigurationError(
+            f"{path} holds answers of other settings: {'; '.join(different)}. Ask for those, or give another --out"
+        )
+    answered = [line for line in found.records if isinstance(line, ProblemAnswers)]
+    return {(line.set, line.mode, line.problem): line for line in answered}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
+    """`sampling.temperature was 0.6 and is 1.0`, for each value that differs."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        there, here = before.get(key), now.get(key)
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            found += differences(there, here, f"{name}{key}.")
+        elif there != here:
+            found.append(f"{name}{key} was {there} and is {here}")
+    return found

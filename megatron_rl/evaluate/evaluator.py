@@ -1,0 +1,220 @@
+"""An evaluation from its request to its result, in a process that has the whole model.
+
+Problems are answered a block at a time, whole blocks are kept, and one that was cut short is answered again. So every
+answer is made beside the same others however often the evaluation is interrupted, and on a CPU, where the sums of a
+matrix product depend on how many rows it has, the result is the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.registry import build_environment
+from megatron_rl.agent.trajectories import Problem, Trajectory
+from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, EvaluationResult, ProblemAnswers, ScoredAnswer
+from megatron_rl.contract.records import write
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.evaluate.answers import Answers, kept_answers
+from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.evaluate.result import result
+from megatron_rl.evaluate.settings import default_out, settings_of
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.standalone import ROWS, Source, find_source, open_policy
+
+logger = logging.getLogger(__name__)
+
+UNEXPLAINED = "the environment does not say why"
+
+Run = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], Engine], list[EvaluationResponse] | None]
+"""Drives a block to its end; None where it was given up because the process was asked to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an evaluation is."""
+
+    set: str
+    mode: str
+    done: int
+    """Problems answered, of all sets and modes together."""
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Problems that are answered together."""
+
+    set: str
+    mode: str
+    problems: range
+
+
+def evaluate(
+    evaluation: Evaluation, run: Run, report: Callable[[Progress], None]
+) -> tuple[EvaluationResult, Path] | None:
+    """Answer what is not answered yet, and write the result; it and its file. None where it was given up: what has been
+    answered is kept.
+
+    Raises:
+        ConfigurationError: it cannot be asked so, or its file holds something else.
+        CheckpointError: the checkpoint is damaged or cannot be read.
+        OSError: the files cannot be written.
+    """
+    asked = evaluation.evaluate
+    source = find_source(asked.checkpoint, asked.dtype)
+    try:
+        environment = build_environment(evaluation.environment, source.tokenizer)
+        sets = choose_sets(environment.evaluation_problems(), asked.sets, asked.prompts)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    inference = source.recipe.inference if source.recipe else InferenceConfig(max_batch=ROWS)
+    # A block must not depend on what the blocks before it have left in the cache.
+    inference = inference.model_copy(update={"share_prefixes": False})
+    with open_policy(
+        asked.checkpoint,
+        device=asked.device,
+        threads=asked.threads,
+        dtype=asked.dtype,
+        max_length=_longest(sets, source, evaluation.sampling),
+        inference=inference,
+    ) as opened:
+        settings = settings_of(evaluation, opened, environment, sets, inference.max_batch)
+        out = Path(asked.out) if asked.out else default_out(source, evaluation, sets, settings)
+        with kept_answers(out.with_suffix(".answers.jsonl"), settings) as answers:
+            if not _answer_all(evaluation, environment, opened.engine, sets, inference.max_batch, answers, run, report):
+                return None
+            sizes = {name: len(problems) for name, problems in sets.items()}
+            found = result(settings, sizes, answers.known, str(answers.path))
+            write(out, found)
+            return found, out
+
+
+def choose_sets(
+    there: Mapping[str, Sequence[Problem]], names: Sequence[str] | None, prompts: int | None
+) -> dict[str, Sequence[Problem]]:
+    """The problems of the sets that were asked for. Raises ValueError where there is no such set, or none at all."""
+    if not there:
+        raise ValueError("the environment has no evaluation problems")
+    if missing := sorted(set(names or ()) - there.keys()):
+        raise ValueError(f"--set {missing[0]}: the environment has no such set; there are {', '.join(sorted(there))}")
+    chosen = there.keys() if names is None else dict.fromkeys(names)
+    return {name: there[name][:prompts] for name in chosen}
+
+
+def _longest(sets: Mapping[str, Sequence[Problem]], source: Source, sampling: Sampling) -> int:
+    """Tokens that the cache has room for: the longest prompt and answer, but no more than the model knows. A prompt
+    that leaves no room for an answer is lost, and counted so."""
+    positions = source.model.max_position_embeddings
+    if sampling.max_new_tokens >= positions:
+        raise ConfigurationError(
+            f"sampling.max_new_tokens {sampling.max_new_tokens}: the model knows {positions} positions, so there is no "
+            "room for a prompt"
+        )
+    prompts = (source.tokenizer.encode(problem.prompt) for problems in sets.values() for problem in problems)
+    return min(positions, max(map(len, prompts)) + sampling.max_new_tokens)
+
+
+# Answering
+
+
+def blocks(sizes: Mapping[str, int], modes: Mapping[str, int], rows: int) -> Iterator[_Block]:
+    """What is answered together, in its order.
+
+    Args:
+        sizes: problems of each set.
+        modes: answers to each problem.
+        rows: answers that the engine decodes at once: a block is twice as large, so that few rows stay empty.
+    """
+    for name, size in sizes.items():
+        for mode, samples in modes.items():
+            problems = max(1, -(-2 * rows // samples))
+            for first in range(0, size, problems):
+                yield _Block(name, mode, range(first, min(size, first + problems)))
+
+
+def _answer_all(
+    evaluation: Evaluation,
+    environment: Environment,
+    engine: Engine,
+    sets: Mapping[str, Sequence[Problem]],
+    rows: int,
+    answers: Answers,
+    run: Run,
+    report: Callable[[Progress], None],
+) -> bool:
+    """Whether all is answered now."""
+    asked = evaluation.evaluate
+    modes = {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
+    sizes = {name: len(problems) for name, problems in sets.items()}
+    total = len(modes) * sum(sizes.values())
+    for block in blocks(sizes, modes, rows):
+        report(Progress(block.set, block.mode, len(answers.known), total))
+        places = [(block.set, block.mode, problem) for problem in block.problems]
+        if all(place in answers.known for place in places):
+            continue
+        problems = [sets[block.set][problem] for problem in block.problems]
+        responses = run(_answer(evaluation, environment, engine, block, problems, modes[block.mode]), engine)
+        if responses is None:
+            return False
+        answers.add(
+            [
+                _line(place, response, modes[block.mode], environment)
+                for place, response in zip(places, responses, strict=True)
+            ]
+        )
+    report(Progress("", "", len(answers.known), total))
+    return True
+
+
+async def _answer(
+    evaluation: Evaluation,
+    environment: Environment,
+    engine: Engine,
+    block: _Block,
+    problems: Sequence[Problem],
+    samples: int,
+) -> list[EvaluationResponse]:
+    """A request for each problem, so that its random numbers depend on its place in the set alone."""
+    sampling = evaluation.sampling
+    if block.mode == GREEDY:
+        sampling = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
+    requests = [
+        EvaluationRequest(
+            problems=[problem],
+            sampling=sampling,
+            samples_per_problem=samples,
+            key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.evaluate.seed, place),
+            inference=engine,
+            reward_timeout_s=evaluation.environment.reward_timeout_s,
+        )
+        for place, problem in zip(block.problems, problems, strict=True)
+    ]
+    return await asyncio.gather(*map(environment.evaluate, requests))
+
+
+def _line(
+    place: tuple[str, str, int], response: EvaluationResponse, samples: int, environment: Environment
+) -> ProblemAnswers:
+    (trajectories,) = response.trajectories
+    failures = dict(response.failures)
+    if unexplained := samples - len(trajectories) - sum(failures.values()):
+        failures[UNEXPLAINED] = unexplained
+    return ProblemAnswers(*place, [_scored(answer, environment) for answer in trajectories], failures)
+
+
+def _scored(answer: Trajectory, environment: Environment) -> ScoredAnswer:
+    return ScoredAnswer(
+        reward=answer.reward,
+        tokens=answer.answer_length,
+        finish_reason=answer.finish_reason,
+        text=answer.text,
+        vote=environment.final_answer(answer.text) if environment.compares_answers else None,
+    )

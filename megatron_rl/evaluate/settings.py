@@ -1,0 +1,71 @@
+"""What scores depend on, written down beside them, and the file that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.agent.api import Environment
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.standalone import OpenedPolicy, Source
+
+
+def settings_of(
+    evaluation: Evaluation,
+    opened: OpenedPolicy,
+    environment: Environment,
+    sets: Mapping[str, Sequence[Problem]],
+    rows: int,
+) -> dict[str, Any]:
+    """All that the scores depend on, as JSON."""
+    asked, source = evaluation.evaluate, opened.source
+    return {
+        "checkpoint": {
+            "path": str(source.folder),
+            "name": source.name,
+            "kind": source.kind,
+            "step": source.step,
+            "policy_version": opened.engine.policy_version,
+            "digest": opened.digest,
+            "dtype": source.model.dtype,
+        },
+        "environment": evaluation.environment.model_dump(mode="json"),
+        "prompt_format": environment.prompt_format,
+        "compares_answers": environment.compares_answers,
+        "sets": {name: {"problems": len(problems), "digest": _digest(problems)} for name, problems in sets.items()},
+        "sampling": evaluation.sampling.model_dump(mode="json"),
+        "k": asked.k,
+        "greedy": asked.greedy,
+        "seed": asked.seed,
+        "device": asked.device,
+        "rows": rows,
+        "version": version("mrl"),
+        "code": asked.code,
+    }
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    """Of the prompts: sets with the same one ask the same."""
+    hashed = hashlib.sha256()
+    for problem in problems:
+        text = problem.prompt.encode("utf-8", "surrogatepass")
+        hashed.update(len(text).to_bytes(8, "little") + text)
+    return hashed.hexdigest()[:16]
+
+
+def default_out(
+    source: Source, evaluation: Evaluation, sets: Mapping[str, Sequence[Problem]], settings: Mapping[str, Any]
+) -> Path:
+    """The same place for the same settings, and another one for others."""
+    folder, name = Path("evaluations"), source.name
+    if source.step is not None:
+        run = RunDir(source.folder.parent.parent)
+        folder, name = run.evaluation_results, source.folder.name
+    of = f"{stable_key(repr(settings)):016x}"[:8]
+    return folder / f"{name.replace('/', '-')}.{evaluation.environment.name}.{'-'.join(sets)}.{of}.json"

@@ -1,0 +1,209 @@
+"""mrl evaluate: killed at any moment it goes on, and finds what an undisturbed one does; here and as a job."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+from checkpoint_helpers import ended
+from hf_helpers import PUBLISHED, publish
+from loop_helpers import Attempt, loop_recipe, outcome_of, prepare
+
+from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, FINISHED
+from megatron_rl.contract.paths import RunDir
+
+ALONE = {"gpus_per_node": 1, "device": "cpu"}
+LIMIT_S = 120.0
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of two steps with a checkpoint after them."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    recipe = loop_recipe(
+        job=ALONE,
+        training={"steps": 2},
+        save={"every": 2},
+        evaluation={"every": 0},
+        inference={"max_batch": ROWS},
+        environment={"args": {"evaluation_problems": 64}},
+    )
+    run_dir = prepare(folder / "run", recipe)
+    attempt = Attempt(run_dir, folder, ranks=1)
+    assert attempt.exit_codes() == [EXIT_FINISHED], attempt.logs()
+    return run_dir
+
+
+class Evaluating:
+    """`python -m megatron_rl.evaluate`, forked from a process that has imported what it needs."""
+
+    def __init__(self, request: dict[str, Any], folder: Path) -> None:
+        self.said = folder / "said"
+        asked = folder / "asked"
+        asked.write_text(json.dumps(request))
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=_evaluate, args=(asked, self.said), daemon=True)
+        self.process.start()
+
+    def code(self) -> int | None:
+        (code,) = ended([self.process], LIMIT_S)
+        return code
+
+
+def _evaluate(asked: Path, said: Path) -> None:
+    os.environ["MRL_PARENT_PID"] = str(os.getppid())
+    sys.stdin = asked.open()
+    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    from megatron_rl.evaluate.__main__ import main
+
+    sys.exit(main())
+
+
+def wait_until(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}"
+        time.sleep(0.002)
+
+
+def lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def request(checkpoint: Path, out: Path) -> dict[str, Any]:
+    return {
+        "evaluate": {"checkpoint": str(checkpoint), "k": 4, "out": str(out), "threads": 1},
+        "environment": {"name": "arithmetic", "args": {"evaluation_problems": 64}},
+        "sampling": {"max_new_tokens": 3},
+    }
+
+
+def found(out: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(out.read_text())
+    del result["answers"]
+    return result
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    evaluating = Evaluating(request(run.root, folder / "r.json"), folder)
+    assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
+    return found(folder / "r.json")
+
+
+def test_what_is_found_says_under_which_settings(run: RunDir, undisturbed: dict[str, Any]) -> None:
+    settings = undisturbed["settings"]
+    checkpoint = settings["checkpoint"]
+    assert (checkpoint["step"], checkpoint["policy_version"]) == (2, 4), "two updates a step"
+    assert checkpoint["path"] == str(run.checkpoint(2)) and len(checkpoint["digest"]) > 8
+    assert settings["sampling"]["temperature"] == 1.0 and settings["environment"]["name"] == "arithmetic"
+    assert set(undisturbed["sets"]) == {"trained", "held_out"}
+    for scores in undisturbed["sets"].values():
+        assert (scores["problems"], scores["answers"], scores["failures"]) == (
+            scores["problems"],
+            4 * scores["problems"],
+            {},
+        )
+        assert scores["scores"].keys() >= {"greedy", "pass@1", "pass@2", "pass@4", "avg@4", "maj@4"}
+        assert 0 < scores["scores"]["pass@4"]["value"] < 1, "else the comparison below shows nothing"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_one_that_was_ended_goes_on_and_finds_the_same(
+    run: RunDir, undisturbed: dict[str, Any], tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "r.json"
+    kept = out.with_suffix(".answers.jsonl")
+    evaluating = Evaluating(request(run.root, out), tmp_path)
+    wait_until(lambda: lines(kept) > 1, "the first answers")
+    os.kill(evaluating.process.pid or 0, number)
+    assert evaluating.code() == (EXIT_INTERRUPTED if number == signal.SIGTERM else -number), evaluating.said.read_text()
+    assert not out.exists()
+    before = kept.read_bytes()
+    with kept.open("ab") as file:
+        file.write(b'{"torn')
+    evaluating = Evaluating(request(run.root, out), tmp_path)
+    assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
+    assert kept.read_bytes().startswith(before), "what was answered is not answered again"
+    assert found(out) == undisturbed
+
+
+def test_a_job_leaves_when_it_is_asked_to_and_its_next_attempt_goes_on(
+    run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = loop_recipe(job=ALONE, environment={"args": {"evaluation_problems": 64}})
+    recipe["evaluate"] = request(run.root, tmp_path)["evaluate"] | {"out": None}
+    job = prepare(tmp_path / "job", recipe)
+    kept = job.evaluation.with_suffix(".answers.jsonl")
+    attempt = Attempt(job, tmp_path, ranks=1)
+    wait_until(lambda: lines(kept) > 1, "the first answers")
+    os.kill(attempt.processes[0].pid or 0, signal.SIGUSR1)
+    assert attempt.exit_codes() == [EXIT_DRAINED], attempt.logs()
+    outcome = outcome_of(attempt.files)
+    assert outcome and outcome.outcome == DRAINED and outcome.step == lines(kept) - 1
+    attempt = Attempt(job, tmp_path, ranks=1)
+    assert attempt.exit_codes() == [EXIT_FINISHED], attempt.logs()
+    outcome = outcome_of(attempt.files)
+    assert outcome and outcome.outcome == FINISHED
+    assert found(job.evaluation) == undisturbed
+
+
+def test_what_only_the_weights_or_the_environment_can_tell_is_one_line_too(run: RunDir, tmp_path: Path) -> None:
+    for changed, said in (
+        ({"checkpoint": str(tmp_path / "none")}, "no such directory"),
+        ({"sets": ["tested"]}, "--set tested: the environment has no such set; there are held_out, trained"),
+    ):
+        asked = request(run.root, tmp_path / "r.json")
+        evaluating = Evaluating({**asked, "evaluate": asked["evaluate"] | changed}, tmp_path)
+        assert evaluating.code() == EXIT_USAGE
+        assert said in evaluating.said.read_text().splitlines()[-1]
+
+
+def mrl(*words: str | Path, cwd: Path) -> tuple[int, str, str]:
+    done = commands.run(["mrl", "evaluate", *words], LIMIT_S, cwd=cwd, env={**os.environ, "MRL_CLUSTER": "local"})
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_published_weights_are_evaluated_with_a_table(tmp_path: Path) -> None:
+    publish(tmp_path / "hf", PUBLISHED["Qwen2"])
+    asked = ("hf", "--env", "arithmetic", "--env-args", "held_out=0.5", "--set", "held_out", "--prompts", "3")
+    code, said, errors = mrl(*asked, "--k", "2", "--max-new-tokens", "4", cwd=tmp_path)
+    assert code == EXIT_FINISHED, errors
+    assert "held_out: 3 problems, 6 answers" in said and "pass@2 " in said
+    result = Path(said.splitlines()[-1])
+    assert result.parent == Path("evaluations") and (tmp_path / result).is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN", "--env", "arithmetik"], "did you mean 'arithmetic'?"),
+        (["RUN", "--env-args", "max_term=3"], "--env-args max_term: max_term: unknown key (did you mean max_terms?)"),
+        (["RUN", "--env-args", "3"], "expected KEY=VALUE"),
+        (["RUN", "--temperature", "-1"], "--temperature: sampling.temperature: expected a number >= 0, got -1.0"),
+        (["RUN", "--k", "0"], "'--k': 0"),
+        (["RUN", "--dry-run"], "--dry-run: is for jobs"),
+        (["."], "is neither a run directory"),
+        (["no/where"], "no such directory"),
+    ],
+)
+def test_what_cannot_be_used_is_one_error_with_exit_code_2(
+    run: RunDir, tmp_path: Path, words: list[str], said: str
+) -> None:
+    code, out, errors = mrl(*(run.root if word == "RUN" else word for word in words), cwd=tmp_path)
+    assert (code, out) == (EXIT_USAGE, "")
+    assert errors.startswith("error: ") and said in errors and "Traceback" not in errors
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,69 @@
+"""From answers to a result: what counts where, and what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
+from megatron_rl.contract.shapes import from_json, to_json
+from megatron_rl.evaluate.evaluator import blocks
+from megatron_rl.evaluate.result import EvaluationResult, result, set_result
+
+SETTINGS = {"k": 2, "compares_answers": True}
+
+
+def answered(problem: int, rewards: Sequence[float], mode: str = SAMPLED, **failures: int) -> ProblemAnswers:
+    answers = [ScoredAnswer(reward, 4, "length" if reward == 0.25 else "stop", "", str(reward)) for reward in rewards]
+    return ProblemAnswers("held_out", mode, problem, answers, failures)
+
+
+def test_lost_answers_are_counted_and_never_taken_for_wrong_ones() -> None:
+    found = set_result(
+        [answered(0, [1.0, 0.0]), answered(1, [1.0], timeout=1), answered(2, [], timeout=2)], [], 2, True
+    )
+    assert (found.problems, found.answers, found.failures) == (3, 3, {"timeout": 3})
+    assert found.scores["avg@2"][::2] == (0.75, 2)
+    assert found.scores["pass@2"] == (1.0, None, 1)
+    assert "greedy" not in found.scores
+
+
+def test_a_reward_in_part_is_not_right_but_counts_in_the_mean() -> None:
+    found = set_result([answered(0, [0.25, 0.25])], [answered(0, [1.0], GREEDY)], 2, True)
+    assert {name: score.value for name, score in found.scores.items()} == {
+        "greedy": 1.0,
+        "pass@1": 0.0,
+        "pass@2": 0.0,
+        "avg@2": 0.0,
+        "maj@2": 0.0,
+        "mean_reward": 0.25,
+        "tokens": 4.0,
+        "cut_off": 1.0,
+    }
+
+
+def test_there_is_no_majority_where_answers_cannot_be_compared() -> None:
+    assert "maj@2" not in set_result([answered(0, [1.0, 0.0])], [], 2, False).scores
+
+
+def test_a_result_is_the_same_however_the_answers_came_and_reads_back_as_it_was() -> None:
+    lines = [answered(problem, [1.0, problem / 7], reason=problem) for problem in range(5)]
+    known = {(line.set, line.mode, line.problem): line for line in lines}
+    found = result(SETTINGS, {"held_out": 5}, known, "a.jsonl")
+    assert found == result(SETTINGS, {"held_out": 5}, dict(reversed(known.items())), "a.jsonl")
+    assert from_json(EvaluationResult, to_json(found)) == found
+
+
+@given(st.dictionaries(st.sampled_from("ab"), st.integers(0, 50)), st.integers(1, 40), st.integers(1, 64))
+def test_blocks_hold_each_problem_once_and_fill_the_rows(sizes: dict[str, int], k: int, rows: int) -> None:
+    modes = {SAMPLED: k, GREEDY: 1}
+    found = list(blocks(sizes, modes, rows))
+    places = [(block.set, block.mode, problem) for block in found for problem in block.problems]
+    wanted = [(name, mode, problem) for name, size in sizes.items() for mode in modes for problem in range(size)]
+    assert places == wanted
+    for block, after in pairwise(found):
+        if (block.set, block.mode) == (after.set, after.mode):
+            assert len(block.problems) * modes[block.mode] >= 2 * rows
