@@ -77,8 +77,8 @@ class MetricsWriter(Writer):
         self._timeline = attempt.timeline
         self._config = config
         self._left_out: set[str] = set()
-        cut_back(run_dir.metrics, last_step)
-        cut_back(run_dir.evaluations, evaluated)
+        cut_back(run_dir.metrics, last_step if last_step > 0 else None)
+        cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
         self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1)
         self._mirror = Mirror(run_dir, attempt) if config.wandb else None
 
@@ -153,8 +153,8 @@ def _append(path: Path, line: MetricsLine) -> None:
     once_there_is_room(path, lambda: append(path, line))
 
 
-def cut_back(path: Path, last_step: int) -> None:
-    """Drop the lines after `last_step`, whose steps will be run again, and what is torn.
+def cut_back(path: Path, last_step: int | None) -> None:
+    """Drop the lines after that of `last_step` (None: all), whose steps will be run again, and what is torn.
 
     Raises OSError where it cannot be read, or where lines are damaged and the one of `last_step` is not among the
     others: a file system may show garbage for a moment, and to write back the rest would be to lose it.
@@ -164,8 +164,8 @@ def cut_back(path: Path, last_step: int) -> None:
         raise OSError(str(lines))
     if lines.absent:
         return
-    kept = [line for line in lines.records if line.step <= last_step]
-    if lines.damaged and last_step >= 0 and (kept[-1].step if kept else 0) < last_step:
+    kept = [line for line in lines.records if last_step is not None and line.step <= last_step]
+    if lines.damaged and last_step is not None and not (kept and kept[-1].step == last_step):
         first = lines.damaged[0]
         raise OSError(f"{path}: line {first.line} {first.why}, and that of step {last_step} is missing")
     write_atomic(path, "".join(encode_line(line) + "\n" for line in kept))

@@ -104,6 +104,15 @@ def test_a_record_that_shows_garbage_for_a_moment_is_not_cut_back(tmp_path: Path
     assert path.read_bytes() == before
 
 
+def test_an_evaluation_before_the_first_step_is_kept_too(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    path.write_bytes(bytes(30))
+    with pytest.raises(OSError, match="that of step 0 is missing"):
+        cut_back(path, last_step=0)
+    cut_back(path, last_step=None)
+    assert path.read_bytes() == b"", "of what nothing is kept of, nothing can be lost"
+
+
 def test_a_line_that_was_torn_in_the_middle_and_written_again_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
