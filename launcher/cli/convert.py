@@ -122,8 +122,12 @@ def _convert(
     if code == EXIT_INTERRUPTED:
         raise click.Abort
     for left in _left_beside(target):
-        said = "was left by a conversion that was killed: delete it, unless one is under way elsewhere"
-        click.echo(f"warning: {click.format_filename(left)} {said}", err=True)
+        what, then = "was left by a conversion that was killed", "delete it"
+        if left.name.endswith(".old.tmp"):
+            what, then = f"is what {click.format_filename(target)} was before a conversion that was killed", "rename it"
+        click.echo(
+            f"warning: {click.format_filename(left)} {what}: {then}, unless one is under way elsewhere", err=True
+        )
     if code != EXIT_FINISHED:
         lines = err.strip().splitlines() or [f"the conversion ended with exit code {code}"]
         raise (BadInput if code == EXIT_USAGE else Failed)(lines[-1])

@@ -25,17 +25,18 @@ WRITER = ".writer"
 def staged(target: Path, needed_bytes: int, *, replace: bool) -> Iterator[Path]:
     """A new directory beside `target` that takes its place once all is written, and is deleted where that fails.
 
-    What a kill leaves behind is called .NAME.ID.tmp. The next one for the same place on the same host deletes it.
+    .NAME.ID.tmp        being written; after a kill debris, which the next one for that place on the same host deletes
+    .NAME.ID.old.tmp    what `target` was, between two renames; after a kill between them the next one puts it back
 
     Raises:
         ConfigurationError: `target` exists and is not to be replaced, cannot be made, or does not fit on its disk.
     """
     if target.name in ("", ".."):
         raise ConfigurationError(f"{target} names no directory that could be made: give one with a name of its own")
+    clean_up(target)
     if os.path.lexists(target) and not replace:
         raise ConfigurationError(f"{target} exists: give another place, or --force to replace it")
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    _delete_abandoned(target)
     try:
         folder.mkdir(parents=True)
         with _locked(folder):
@@ -46,25 +47,45 @@ def staged(target: Path, needed_bytes: int, *, replace: bool) -> Iterator[Path]:
                 )
             yield folder
             sync(folder)
-            (folder / WRITER).unlink()
             _put_in_place(folder, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    _finish(target, _replaced_by(folder))
 
 
 def _put_in_place(folder: Path, target: Path) -> None:
-    old = folder.with_suffix(".old.tmp")
-    if os.path.lexists(target):
-        target.rename(old)
+    """Rename `folder`, which is locked until after that: nobody takes what was there before for left behind."""
+    old = _replaced_by(folder)
     try:
+        if os.path.lexists(target):
+            target.rename(old)
         folder.rename(target)
     except BaseException:
         with suppress(OSError):  # there may have been none
             old.rename(target)
         raise
-    _sync_names(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _finish(target: Path, old: Path) -> None:
+    """Delete what the new `target` has no more use for. What cannot be deleted now the next one deletes."""
+    with suppress(OSError):
+        (target / WRITER).unlink(missing_ok=True)
+        _sync_names(target.parent)
+        _delete(old)
+
+
+def _replaced_by(folder: Path) -> Path:
+    """Where what a new directory replaces is, until that one is in its place."""
+    return folder.with_suffix(".old.tmp")
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory or a file, as far as that goes."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -80,13 +101,23 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(writer)
 
 
-def _delete_abandoned(target: Path) -> None:
-    """Delete what was to become `target` and whose writer was killed."""
-    unfinished = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.tmp")
+def clean_up(target: Path) -> None:
+    """Finish or undo what those were at that were to become `target` and whose writers were killed: put back what they
+    had taken away and not replaced, delete the rest."""
+    mine = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(old\.)?tmp")
     with suppress(OSError):  # whoever cannot look there will not write there either
-        for path in target.parent.iterdir():
-            if unfinished.fullmatch(path.name) and _is_abandoned(path):
-                shutil.rmtree(path, ignore_errors=True)
+        left = sorted(path for path in target.parent.iterdir() if mine.fullmatch(path.name))
+        for old in (path for path in left if path.name.endswith(".old.tmp")):
+            folder = old.with_name(old.name.removesuffix(".old.tmp") + ".tmp")
+            if folder in left and not _is_abandoned(folder):
+                continue
+            if not os.path.lexists(target):
+                old.rename(target)
+            elif folder not in left:  # it has taken its place
+                _finish(target, old)
+        for folder in (path for path in left if not path.name.endswith(".old.tmp")):
+            if _is_abandoned(folder) and not os.path.lexists(_replaced_by(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_abandoned(folder: Path) -> bool:
