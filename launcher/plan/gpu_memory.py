@@ -19,8 +19,6 @@ from megatron_rl.rank.config import Offload
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4
-GRADIENT_BYTES = 4
-"""Gradients are summed in fp32."""
 ADAM_BYTES = {"bf16": 12, "fp32": 8}
 """fp32 weights, first and second moment; the weights are their own where the model is fp32."""
 CHECKPOINT_ADAM_BYTES = 12
@@ -125,7 +123,9 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
     parameters = f"{_count(held.all)} parameters"
     own = Term("weights", size * held.all, f"{size} bytes x {parameters}")
-    gradients = Term("gradients", GRADIENT_BYTES * held.all, f"{GRADIENT_BYTES} bytes x {parameters}")
+    each = FP32_BYTES if config.optimizer.grad_reduce_in_fp32 else size
+    gradients = Term("gradients", each * held.all, f"{each} bytes x {parameters}")
+    widened = () if each == FP32_BYTES else (_of_shard(config, sizes, held, "widened gradients", FP32_BYTES),)
     adam, cache = _adam(config, sizes, held), _cache(config, sizes)
     models = [own]
     if config.grpo.kl_beta > 0:
@@ -141,7 +141,11 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     of_layer = _layer_backward(config, sizes, vocab * (last and model.tied_embeddings))
     of_loss = _loss(config, sizes, vocab) if last else of_layer
     train = (gradients, _activations(config, sizes, stage), max(of_layer, of_loss, key=lambda term: term.bytes))
-    phases: dict[str, list[tuple[Term, ...]]] = {"build": built, "train": [train], "update": [(gradients, adam)]}
+    phases: dict[str, list[tuple[Term, ...]]] = {
+        "build": built,
+        "train": [train],
+        "update": [(gradients, adam, *widened)],
+    }
     if not sizes.partitioned:
         built += [(*models, *stays, engine) for engine in _start(config, sizes, held)]
         models += _engine_weights(config, sizes, vocab, held)
@@ -170,14 +174,18 @@ def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) 
 
 
 def _adam(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
-    each = ADAM_BYTES[config.model.dtype]
+    return _of_shard(config, sizes, held, "optimizer", ADAM_BYTES[config.model.dtype])
+
+
+def _of_shard(config: RunConfig, sizes: Sizes, held: Weights, name: str, each: int) -> Term:
+    """So many bytes for each parameter that a rank updates."""
     if not config.optimizer.distributed:
-        return Term("optimizer", each * held.all, f"{each} bytes x {_count(held.all)} parameters, not sharded")
+        return Term(name, each * held.all, f"{each} bytes x {_count(held.all)} parameters, not sharded")
     replicas = sizes.dp * sizes.cp
     formula = f"{each} bytes x {_count(held.dense)} parameters / {replicas} data-parallel ranks"
     if held.experts:
         formula += f" + {each} bytes x {_count(held.experts)} of experts / {sizes.expert_dp}"
-    return Term("optimizer", each * held.dense // replicas + each * held.experts // sizes.expert_dp, formula)
+    return Term(name, each * held.dense // replicas + each * held.experts // sizes.expert_dp, formula)
 
 
 def _activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:

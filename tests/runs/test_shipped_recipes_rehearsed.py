@@ -29,6 +29,7 @@ LAYOUTS = {
     "3b: norms on all ranks": ("qwen2.5-3b-dapo", "placement.training.sequence_parallel=false"),
     "3b: a reference": ("qwen2.5-3b-dapo", "grpo.kl_beta=0.1"),
     "3b: nothing leaves": ("qwen2.5-3b-dapo", "placement.offload=none"),
+    "32b: gradients in bf16": ("qwen2.5-32b-dapo", "optimizer.grad_reduce_in_fp32=false"),
     "3b: Adam's state leaves": ("qwen2.5-3b-dapo", "placement.offload=optimizer"),
 }
 NORMAL = ("qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned", "smollm2-135m-chain-sum")
