@@ -1,0 +1,83 @@
+"""An engine without a model, for tests of agents and servers: what it answers is given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from megatron_rl.inference.api import Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.inference.transcript import RowAnswer, Transcript
+from megatron_rl.model.tokenizer import Tokenizer
+
+LOGPROB = -1.0
+"""Of every token that it answers."""
+
+Answers = Sequence[str] | Callable[[str, int], str]
+"""Texts, of which sample i gets number i, over and over; or what gives one for the prompt's text and the sample."""
+
+
+class ScriptedInference:
+    """Implements `StreamingInference`.
+
+    A given text ends with the end token, unless a limit, a stop string or a stop token ends it before. Temperature,
+    cuts and key decide nothing, for nothing is drawn; what would have to be drawn is refused.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, answers: Answers, max_length: int | None = None) -> None:
+        """max_length: of a prompt and its answer together, in tokens."""
+        self.requests: list[GenerationRequest] = []
+        """All that were asked, in their order."""
+        self.under_way = 0
+        """Requests that are being answered."""
+        self.policy_version = 0
+        """That the tokens are said to be of."""
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._max_length = max_length
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """See `InferenceInterface.generate`."""
+        samples = self._begin(request)
+        async for _ in self._work(samples):
+            pass
+        return [answer.completion() for answer, _ in samples]
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """See `StreamingInference.stream`: a token of each sample in turn."""
+        return self._work(self._begin(request))
+
+    def _begin(self, request: GenerationRequest) -> list[tuple[Transcript, list[int]]]:
+        """The samples of a request, and the tokens of each that are still to come."""
+        self.requests.append(request)
+        sampling = request.sampling
+        if request.top_logprobs:
+            raise Unsupported("top_logprobs: a scripted engine has no other tokens")
+        if sampling.min_new_tokens:
+            raise Unsupported("sampling.min_new_tokens: a scripted engine cannot go on with an answer that has ended")
+        needed = len(request.prompt_tokens) + sampling.max_new_tokens
+        if self._max_length is not None and needed > self._max_length:
+            raise PromptTooLong(f"a prompt and its answer of {needed} tokens exceed {self._max_length}")
+        prompt = self._tokenizer.decode(request.prompt_tokens)
+        end_ids = self._tokenizer.end_ids.union(sampling.stop_tokens)
+        samples = []
+        for sample in range(request.num_samples):
+            given = self._answers
+            text = given(prompt, sample) if callable(given) else given[sample % len(given)]
+            answer = Transcript.begin(request, sample, end_ids, self._tokenizer.decode)
+            tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_id]
+            samples.append((answer, tokens[len(answer.tokens) :]))
+        return samples
+
+    async def _work(self, samples: list[tuple[Transcript, list[int]]]) -> AsyncIterator[Delta]:
+        self.under_way += 1
+        try:
+            unfinished = list(samples)
+            while unfinished:
+                await asyncio.sleep(0)
+                for answer, tokens in unfinished:
+                    if answer.finish_reason is None:
+                        answer.extend(RowAnswer(0, [tokens.pop(0)], [LOGPROB]), self.policy_version)
+                    yield answer.delta()
+                unfinished = [(answer, tokens) for answer, tokens in unfinished if answer.finish_reason is None]
+        finally:
+            self.under_way -= 1
