@@ -2,6 +2,7 @@
 
     submit(request) -> id    step()    take(id) -> completions      for a caller that drives it
     generate(request)    stream(request)                            from an asyncio loop, which then drives it
+    update_weights(version, tensors)                                between two tokens, where the weights are its own
     follow()                                                        on the other ranks of a replica
 
 No loop owns it: whichever asks drives it until nothing is left to do, and agents run between two steps. Where a replica
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+
+from torch import Tensor
 
 from megatron_rl.inference.api import (
     Completion,
@@ -24,7 +27,7 @@ from megatron_rl.inference.api import (
     PromptTooLong,
     Unsupported,
 )
-from megatron_rl.inference.broadcast import PlanBroadcast
+from megatron_rl.inference.broadcast import PlanBroadcast, TensorPlan
 from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig, pages_of
 from megatron_rl.inference.model_runner import ModelRunner
@@ -33,14 +36,15 @@ from megatron_rl.inference.plans import StepPlan
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.stops import Decode
 from megatron_rl.inference.transcript import RowAnswer
+from megatron_rl.inference.weights import IncomingWeights
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 
 
 class Engine:
-    """Implements `ResumableInference` and `StreamingInference` over a policy of this process, or of the ranks of a
-    replica together."""
+    """Implements `ResumableInference`, `StreamingInference` and `UpdatableInference` over a policy of this process, or
+    of the ranks of a replica together."""
 
     def __init__(
         self,
@@ -71,6 +75,8 @@ class Engine:
         self._scheduler = Scheduler(config, self._pages, end_ids, decode)
         self._runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)
         self._keeps_cache = keeps_cache
+        self._model = model
+        self._half_updated = False
         self._finds_stops = decode is not None
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast(ranks.control)
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
@@ -95,6 +101,10 @@ class Engine:
 
     def _check(self, request: GenerationRequest) -> None:
         """Raise where the request cannot be answered: a GPU that is asked for a token that is not there is lost."""
+        if self._half_updated:
+            raise RuntimeError(
+                "the weights were not replaced as a whole: update_weights must be called with all of them"
+            )
         vocabulary = self.policy.vocabulary
         for name, tokens in ("prompt", request.prompt_tokens), ("sampling.stop_tokens", request.sampling.stop_tokens):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
@@ -168,13 +178,19 @@ class Engine:
         waits: what to enter while this rank waits for the next plan.
         """
         assert self._plans, "a rank that has all of the policy has nobody to follow"
+        incoming: IncomingWeights | None = None
         while True:
             with waits():
                 plan = self._plans.receive()
             if plan is None:
                 return
             started = time.perf_counter()
-            self._runner.execute(plan)
+            if isinstance(plan, TensorPlan):
+                incoming = incoming or IncomingWeights(self.policy, self._model)
+                incoming.put(plan.name, self._plans.receive_tensor(plan))
+            else:
+                incoming = None
+                self._runner.execute(plan)
             self.busy_s += time.perf_counter() - started
 
     @property
@@ -201,6 +217,30 @@ class Engine:
     def partial_answers(self) -> list[PartialAnswer]:
         """See `ResumableInference.partial_answers`."""
         return self._scheduler.partial_answers(self._new_tokens())
+
+    async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See `UpdatableInference.update_weights`. Answers under way go on with the new weights. Where the replica is
+        several ranks, the others follow this one.
+
+        Raises Unsupported where the weights are the trainer's own, and WrongWeights where the tensors are not those of
+        the model. What was asked has then failed, and nothing is answered before all of them have come.
+        """
+        incoming = IncomingWeights(self.policy, self._model)
+        sampled = self._new_tokens()
+        self._half_updated = True
+        try:
+            for name, tensor in tensors:
+                if incoming.check(name, tensor):
+                    if self._plans:
+                        self._plans.send_tensor(name, tensor)
+                    incoming.put(name, tensor)
+            incoming.finish()
+        except BaseException as error:
+            self._scheduler.clear()
+            self._fail(error if isinstance(error, Exception) else RuntimeError("new weights did not come to their end"))
+            raise
+        self._half_updated = False
+        self._scheduler.publish(version, sampled)
 
     # Asked from an asyncio loop
 
@@ -250,13 +290,16 @@ class Engine:
             try:
                 self.step()
             except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller raises it
-                for answer in self._callers.values():
-                    if not answer.done():
-                        answer.set_exception(error)
-                for stream in self._streams.values():
-                    stream.put_nowait(error)
+                self._fail(error)
                 return
             self._deliver()
+
+    def _fail(self, error: Exception) -> None:
+        for answer in self._callers.values():
+            if not answer.done():
+                answer.set_exception(error)
+        for stream in self._streams.values():
+            stream.put_nowait(error)
 
     def _deliver(self) -> None:
         for request_id in [each for each in self._scheduler.answered if each in self._callers]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.checkpoint.hf.mapping import HF_OUTPUT, Source
 from megatron_rl.contract.files import check_regular, read_bytes
 from megatron_rl.model.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
+from megatron_rl.model.hf_mapping import HF_OUTPUT, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import MOST_MAPPED, WeightsFolder
 from megatron_rl.checkpoint.hf.load import fill
-from megatron_rl.checkpoint.hf.mapping import EMBEDDING, OUTPUT, Weight, pieces
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.shards import RecordedFile
 from megatron_rl.contract.files import check_regular
 from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_mapping import EMBEDDING, OUTPUT, Weight, pieces
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Says `release`: of no iteration of a training run."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
-from megatron_rl.checkpoint.hf.mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
 from megatron_rl.checkpoint.hf.megatron_lm import MegatronLMReader
 from megatron_rl.checkpoint.hf.origin import Origin, origin_of
 from megatron_rl.checkpoint.hf.staging import carry, staged
@@ -23,6 +22,7 @@ from megatron_rl.checkpoint.publish import MANIFEST, find_corruption, find_defec
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, to_hf_config
+from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
 from megatron_rl.platform.api import Platform
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron_rl.checkpoint.hf import megatron_lm
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.load import fill
-from megatron_rl.checkpoint.hf.mapping import HF_EMBEDDING, HF_OUTPUT, Weight, sources, weights
 from megatron_rl.checkpoint.hf.staging import carry, staged, sync
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
 from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest
@@ -25,6 +24,7 @@ from megatron_rl.contract.paths import CARRIED
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, shape
+from megatron_rl.model.hf_mapping import HF_EMBEDDING, HF_OUTPUT, Weight, sources, weights
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.api import Platform
 

@@ -147,7 +147,7 @@ def test_a_directory_that_is_not_whole_is_refused(
     harm(folder)
     with pytest.raises(ConfigurationError, match=said):
         files = WeightsFolder(folder)
-        from megatron_rl.checkpoint.hf.mapping import sources, weights
+        from megatron_rl.model.hf_mapping import sources, weights
 
         files.check(sources(weights(model_of(folder))).values(), tied=False)
 
