@@ -67,6 +67,8 @@ class GenerationRequest:
             raise ValueError("the prompt is empty: there is nothing to answer")
         if self.num_samples < 1:
             raise ValueError(f"num_samples is {self.num_samples}: ask for one answer or more")
+        if not 0 <= self.key < 2**64:
+            raise ValueError(f"key is {self.key}: 64 bits, from 0 on")
         if not 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs is {self.top_logprobs}: between 0 and {MOST_TOP_LOGPROBS}")
 

@@ -57,7 +57,7 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "seed": request.key - 2**64 if request.key >= 2**63 else request.key,
+        "seed": request.key - 2**64 if kind != "mrl" and request.key >= 2**63 else request.key,
     }
     if sampling.stop:
         asked["stop"] = list(sampling.stop)

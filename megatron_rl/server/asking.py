@@ -147,7 +147,7 @@ class ServedModel:
             )
         for name, tokens in [*((param, prompt) for prompt in prompts), ("stop_token_ids", body.stop_token_ids)]:
             self.check_tokens(tokens, name)
-        key = secrets.randbits(64) if body.seed is None else body.seed
+        key = secrets.randbits(64) if body.seed is None else body.seed % 2**64
         requests = []
         for number, prompt in enumerate(prompts):
             room = self.max_length - len(prompt)
