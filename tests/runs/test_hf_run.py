@@ -81,6 +81,7 @@ def test_a_tensor_parallel_run_that_learns_nothing_exports_what_it_began_with(tm
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_is_counted_and_costs_nothing_else(tmp_path: Path, published: Path) -> None:
     run = run_from(published, tmp_path / "run", save={"every": 0, "export_hf_every": 6}, training={"steps": 6})
     run.exports.write_text("in the way")
