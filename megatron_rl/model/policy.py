@@ -42,23 +42,26 @@ class Policy(GPTModel):
         tokens, positions [tokens], select [selected] -> [selected, len(output().tokens)] in the model's dtype: of this
         rank's part of the vocabulary.
         """
-        hidden = self.hidden(tokens, positions, layout)
-        if select is None:
-            return self.output().logits(self._whole(hidden)[: len(tokens), 0])
-        return self.output().logits(self.predictors(hidden, select))
+        multiple = self._platform.rows_multiple
+        hidden = self.hidden(tokens, positions, layout, multiple=multiple)
+        predictors = self._whole(hidden)[:, 0] if select is None else self.predictors(hidden, select)
+        count = len(tokens) if select is None else len(select)
+        return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1
+    ) -> Tensor:
         """What this stage of the pipeline makes of packed tokens, for the next one or for `predictors`.
 
         tokens, positions [tokens] -> `hidden_shape`: [tokens, 1, hidden], or this rank's part of them.
 
-        received: the same of the stage before; None on the first.
+        received: the same of the stage before; None on the first. multiple: of the rows that are computed.
         """
         embedded = None
         if received is not None:
             self.decoder.set_input_tensor(received)
         else:
-            if padding := self._padding(len(tokens)):
+            if padding := self._padding(len(tokens), multiple):
                 tokens = pad(tokens, (0, padding))
             embedded = self.embedding(tokens[None], positions[None])
         rotation = Rotation(self._cosines[positions], self._sines[positions])
@@ -105,11 +108,11 @@ class Policy(GPTModel):
             return copy_to_tensor_model_parallel_region(hidden, group=self._tensor)
         return hidden
 
-    def _padding(self, tokens: int) -> int:
+    def _padding(self, tokens: int, multiple: int = 1) -> int:
         """Tokens to add so that all tensor-parallel ranks have as many, where they share them out, and products in FP8
         what their kernels need."""
         parts = self._tensor.size() if self.config.sequence_parallel else 1
-        return -tokens % (parts * (FP8_ROWS if self.config.fp8 else 1))
+        return -tokens % (parts * (FP8_ROWS if self.config.fp8 else multiple))
 
     @property
     def vocabulary(self) -> int:

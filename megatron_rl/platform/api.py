@@ -54,6 +54,9 @@ class Platform(Protocol):
     tokens_between_looks: int
     """Tokens that the engine decodes until the host looks which answers have ended: to look is to wait until the device
     has done all it was told."""
+    rows_multiple: int
+    """A multiple up to which the rows of matrix products are filled in generation, so that one of them does not depend
+    on how many others there are."""
     page_tokens: int
     """Places of a page of the key/value cache, where the recipe says nothing else."""
 

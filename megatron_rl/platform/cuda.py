@@ -39,6 +39,7 @@ class CudaPlatform:
     # A look reads twice, which rows ended and what they sampled: at most one wait per 8 tokens. The last row of a batch
     # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
     tokens_between_looks = 16
+    rows_multiple = 1  # cuBLAS chooses another kernel every few rows
     page_tokens = 256
 
     def __init__(self, *, local_rank: int, threads: int, made_of: Implementation = UNASKED) -> None:

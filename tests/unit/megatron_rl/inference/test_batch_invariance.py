@@ -1,0 +1,79 @@
+"""On a CPU an answer is the same bit for bit, log-probs included, whatever else is answered at the same time.
+
+As long as it is computed in the same pieces: one that gives way, finds its beginning in the cache or has a prompt
+longer than a prefill attends to the same tokens by another kernel, and its log-probs differ by rounding. Experts get as
+many tokens as there happen to be for them, and four ranks add up what they send in an order that depends on how much it
+is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import END, tiny_model, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy
+
+MODEL = tiny_model(hidden_size=64, ffn_hidden_size=96, max_position_embeddings=64)
+REQUESTS = st.builds(
+    lambda prompt, samples, limit, temperature, top_k, key: GenerationRequest(
+        prompt, samples, Sampling(max_new_tokens=limit, temperature=temperature, top_k=top_k), key
+    ),
+    prompt=st.lists(st.integers(0, 12), min_size=1, max_size=30),
+    samples=st.integers(1, 5),
+    limit=st.integers(1, 30),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 3]),
+    key=st.integers(0, 1000),
+)
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, groups: Any) -> Policy:
+    return tiny_policy(platform, MODEL, scale=0.1)
+
+
+def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[int], **config: Any) -> list[Completion]:
+    """Of the first request; `arriving`: steps after which the next one comes."""
+    engine = Engine(policy, MODEL, InferenceConfig(share_prefixes=False, **config), {END})
+    gaps = iter(arriving)
+    for request in requests:
+        engine.submit(request)
+        for _ in range(next(gaps, 0)):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    return engine.take(requests[0].id) or []
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    request=REQUESTS,
+    others=st.lists(REQUESTS, max_size=6),
+    arriving=st.lists(st.integers(0, 4), max_size=6),
+    max_batch=st.integers(1, 12),
+    threads=st.sampled_from([1, 2]),
+)
+def test_an_answer_is_the_same_whatever_its_neighbours(
+    policy: Policy,
+    request: GenerationRequest,
+    others: list[GenerationRequest],
+    arriving: list[int],
+    max_batch: int,
+    threads: int,
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = answers(policy, [request], [])
+        together = answers(policy, [request, *others], arriving, max_batch=max_batch, page_tokens=8)
+    finally:
+        torch.set_num_threads(before)
+    assert together == alone
