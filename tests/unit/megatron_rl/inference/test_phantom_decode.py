@@ -86,6 +86,25 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
     assert 8 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
 
 
+def test_pieces_of_prompts_and_beginnings_that_are_found_are_computed_on_the_device(platform: Any, groups: Any) -> None:
+    model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
+    with PhantomDevice(GPU) as gpu:
+        policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
+        config = InferenceConfig(max_batch=4, prefill_tokens=2 * PAGE_TOKENS)
+        scheduler = Scheduler(config, Pages(20, PAGE_TOKENS), {END})
+        runner = ModelRunner(policy, model, config, (20, PAGE_TOKENS), {END}, LONGEST)
+        for key in range(2):  # the second one finds what the first one begins with
+            prompt = [1] * (5 * PAGE_TOKENS) + [key] * 9
+            scheduler.submit(GenerationRequest(prompt, 2, SAMPLINGS[0].model_copy(update={"max_new_tokens": 50}), key))
+        plans = []
+        while plan := scheduler.admit():
+            plans.append([(each.start, len(each.tokens)) for each in plan.prefills])
+            assert runner.execute(plan) is None
+    of_page = PAGE_TOKENS
+    assert plans == [[(0, 2 * of_page)], [(2 * of_page, 2 * of_page)], [(4 * of_page, of_page + 9), (5 * of_page, 9)]]
+    assert gpu.waits <= len(plans), "a layout may be waited for, and nothing else"
+
+
 def execute(scheduler: Scheduler, runner: ModelRunner, plan: StepPlan) -> None:
     """As the engine does."""
     ended = runner.execute(plan)
