@@ -11,7 +11,9 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import FrameType
 from typing import Any
 
@@ -92,7 +94,7 @@ def command(
     """
     prepare_policy(path, trust)
     tokens = token_file or default_token_file()
-    _make_token(tokens)
+    make_token_file(tokens)
     options: dict[str, Any] = {
         "--host": host,
         "--port": port,
@@ -109,32 +111,33 @@ def command(
     _serve([*SERVER, *given, "--", path], tokens, as_json)
 
 
-def _make_token(file: Path) -> None:
+def make_token_file(file: Path) -> None:
     """Make the file with a token in it, for this account alone, unless it is there. Raises BadInput."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        if file.is_file() and file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+    if file.is_file():
+        if file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             click.echo(f"warning: others can read {file}: chmod 600 it", err=True)
         return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", encoding="ascii") as made:  # mode 0600
+            made.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+            made.flush()
+            with suppress(FileExistsError):  # made by another server that was started just now
+                os.link(made.name, file)
     except OSError as error:
-        raise BadInput(f"--token-file {file}: {error.strerror}") from error
-    with os.fdopen(descriptor, "w", encoding="ascii") as opened:
-        opened.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+        raise BadInput(f"--token-file {file} cannot be made: {error.strerror}") from error
 
 
 def _serve(words: list[str], tokens: Path, as_json: bool) -> None:
     """Until the server ends. It has a session of its own: each Ctrl-C reaches it once, by us."""
-    heard: list[int] = []
     child: subprocess.Popen[str] | None = None
 
     def forward(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
         if child is not None and child.poll() is None:
             child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the child's too, until it knows what to do about them
     try:
         child = subprocess.Popen(
             words,
@@ -145,13 +148,13 @@ def _serve(words: list[str], tokens: Path, as_json: bool) -> None:
             errors="replace",
             start_new_session=True,
         )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         with child:
-            if heard:  # before there was a child to tell
-                child.send_signal(heard[-1])
             _watch(child, tokens, as_json)
     except OSError as error:
         raise Failed(f"the server cannot be started: {error}") from error
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         for number, handler in before.items():
             signal.signal(number, handler)
 

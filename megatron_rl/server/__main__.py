@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_rl.server.app import Application
     from megatron_rl.standalone import OpenedPolicy
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 2048
 """Connections that wait to be accepted."""
 CUT_S = 2
@@ -45,10 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of this module; the exit code."""
     options = _parser().parse_args(arguments)
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # `mrl serve` starts us with those blocked
         tokens = read_tokens(options.token_file)
         with _listener(options.host, options.port) as listener:
             return _open_and_serve(options, tokens, listener)
@@ -205,7 +207,7 @@ async def _serve(
             os._exit(EXIT_INTERRUPTED)
         leaving.append(asyncio.get_running_loop().create_task(leave()))
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, hear)
     await server.serve(sockets=[listener])
 

@@ -28,11 +28,9 @@ class Service:
         answer = _Answer(self, asked)
         wholes: dict[int, Part] = {}
         try:
-            async for index, part in answer.parts():
-                if index in wholes:
-                    wholes[index].add(part)
-                else:
-                    wholes[index] = part
+            async for batch in answer.batches():
+                for index, part in batch.items():
+                    _add(wholes, index, part)
         finally:
             answer.close()
         choices = [
@@ -49,7 +47,7 @@ class Service:
         try:
             async for batch in answer.batches():
                 chunks = []
-                for index, part in batch:
+                for index, part in batch.items():
                     prompt = None if index in begun else asked.prompts[index // asked.body.n]
                     begun.add(index)
                     sample = answer.samples[index]
@@ -87,48 +85,35 @@ class _Answer:
             for _ in range(len(asked.requests) * asked.body.n)
         ]
         self._first: dict[int, float] = {}
+        self._news = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         try:
             for request in asked.requests:
-                self._subscriptions.append(service.thread.submit(request))
+                self._subscriptions.append(service.thread.submit(request, self._news))
         except EngineGone as error:
             raise _told(error) from error
         service.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, Part]]]:
+    async def batches(self) -> AsyncIterator[dict[int, Part]]:
         """What has become certain of the samples, all that is there at a time. Raises ApiError."""
-        unread = {number: asyncio.ensure_future(one.next()) for number, one in enumerate(self._subscriptions)}
+        unanswered = dict(enumerate(self._subscriptions))
         try:
-            while unread:
-                await asyncio.wait(unread.values(), return_when=asyncio.FIRST_COMPLETED)
-                for number in [number for number, task in unread.items() if task.done()]:
-                    deltas = unread[number].result()
-                    if not deltas:
-                        del unread[number]
-                        continue
-                    unread[number] = asyncio.ensure_future(self._subscriptions[number].next())
-                    first = number * self._asked.body.n
+            while unanswered:
+                await self._news.wait()
+                self._news.clear()
+                for number, subscription in list(unanswered.items()):
                     batch: dict[int, Part] = {}
-                    for delta in deltas:
-                        index = first + delta.sample
+                    for delta in subscription.unread():
+                        index = number * self._asked.body.n + delta.sample
                         part = self.samples[index].part(delta)
                         self._measure(index, part)
-                        if index in batch:
-                            batch[index].add(part)
-                        else:
-                            batch[index] = part
-                    yield list(batch.items())
+                        _add(batch, index, part)
+                    if subscription.answered:
+                        del unanswered[number]
+                    if batch:
+                        yield batch
         except Exception as error:
             raise _told(error) from error
-        finally:
-            for task in unread.values():
-                task.cancel()
-
-    async def parts(self) -> AsyncIterator[tuple[int, Part]]:
-        """The same one by one."""
-        async for batch in self.batches():
-            for one in batch:
-                yield one
 
     def _measure(self, index: int, part: Part) -> None:
         metrics, now = self._service.metrics, time.monotonic()
@@ -147,6 +132,13 @@ class _Answer:
         """Cancel what is not answered."""
         for subscription in self._subscriptions:
             subscription.close()
+
+
+def _add(parts: dict[int, Part], index: int, part: Part) -> None:
+    if index in parts:
+        parts[index].add(part)
+    else:
+        parts[index] = part
 
 
 def _told(error: Exception) -> Exception:

@@ -1,6 +1,6 @@
 """The engine in a thread of its own, so that HTTP is served while it computes.
 
-    HTTP loop:     subscription = thread.submit(request)      async for deltas in subscription
+    HTTP loop:     subscription = thread.submit(request, news)      await news.wait()      subscription.unread()
     engine loop:   async for delta in engine.stream(request): one task a request
 
 What the engine says crosses over in batches: one wake-up of the HTTP loop takes all there is by then, however many
@@ -42,12 +42,12 @@ class ReaderTooSlow(RuntimeError):
 class Subscription:
     """What the engine says about one request, read in the HTTP loop. Whoever has one closes it."""
 
-    def __init__(self, thread: EngineThread, request: GenerationRequest) -> None:
+    def __init__(self, thread: EngineThread, request: GenerationRequest, news: asyncio.Event) -> None:
         self.request = request
         self._thread = thread
         self._unread: list[Delta] = []
-        self._news = asyncio.Event()
-        self._ended: Exception | None = None
+        self._news = news
+        self._end: Exception | None = None
         self._closed = False
         self.heard = False
         """Whether the engine has said anything."""
@@ -56,30 +56,31 @@ class Subscription:
 
     def take(self, news: Delta | Exception) -> None:
         """In the HTTP loop; an exception is the end."""
-        if self._closed or self._ended:
+        if self._closed or self._end:
             return
         if isinstance(news, Exception):
-            self._ended = news
+            self._end = news
         elif len(self._unread) < MOST_UNREAD:
             self._unread.append(news)
         else:
-            self._ended = ReaderTooSlow("the reader was too slow")
+            self._end = ReaderTooSlow("the reader was too slow")
             self._unread.clear()
             self._thread.cancel(self)
         self._news.set()
 
-    async def next(self) -> list[Delta]:
-        """All that was said since; nothing when the request is answered. Raises what the engine did."""
-        while not self._unread and not self._ended:
-            await self._news.wait()
-        self._news.clear()
-        if self._unread:
-            unread, self._unread = self._unread, []
-            return unread
-        if isinstance(self._ended, _Answered):
-            return []
-        assert self._ended is not None
-        raise self._ended
+    def unread(self) -> list[Delta]:
+        """All that was said since this was asked before. Raises what the engine did, when there is no more."""
+        unread, self._unread = self._unread, []
+        if self._end is not None and not self.answered:
+            if not unread:
+                raise self._end
+            self._news.set()  # the error is still to be read
+        return unread
+
+    @property
+    def answered(self) -> bool:
+        """Whether all was said and read."""
+        return isinstance(self._end, _Answered) and not self._unread
 
     def close(self) -> None:
         """Cancel the request, unless it is answered."""
@@ -117,11 +118,14 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and self._stopped is None
 
-    def submit(self, request: GenerationRequest) -> Subscription:
-        """Have the engine answer. Raises EngineGone."""
+    def submit(self, request: GenerationRequest, news: asyncio.Event) -> Subscription:
+        """Have the engine answer. Raises EngineGone.
+
+        news: set whenever the subscription has something to read.
+        """
         if not self.alive:
             raise EngineGone(self._stopped or "the engine has stopped")
-        subscription = Subscription(self, request)
+        subscription = Subscription(self, request, news)
         self._open.add(subscription)
         self.unheard += request.num_samples
         self._there.call_soon_threadsafe(self._begin, subscription)

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import full_forward
+import yaml
+from core_helpers import full_forward, quiet_safe_points, stir, tiny_run
 from hf_helpers import PUBLISHED, SENTENCE, publish
 from run_helpers import make_run
 from transformers import PreTrainedModel
 
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.run import set_up
 from megatron_rl.standalone import find_source, load_policy
 
 
@@ -43,6 +46,30 @@ def test_published_weights_and_a_checkpoint_made_of_them_compute_what_transforme
         assert not any(weight.requires_grad for weight in policy.parameters())
         ours = full_forward(policy, SENTENCE)
         assert torch.allclose(ours, reference[:, : ours.shape[1]], atol=1e-4)
+
+
+def test_a_run_is_its_newest_good_checkpoint_with_its_tokenizer_and_policy_version(
+    tmp_path: Path, platform: Any, groups: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir, config = RunDir(tmp_path / "mine"), tiny_run()
+    attempt = run_dir.attempt(1)
+    attempt.folder.mkdir(parents=True)
+    run_dir.resolved.write_text(yaml.safe_dump(config.model_dump()))
+    run = set_up(run_dir, attempt, config, platform, groups, quiet_safe_points())
+    for step in (2, 4):
+        stir(run.trainer.policy, 0.3, seed=step)
+        run.step, run.trainer.policy_version = step, step + 1
+        run.checkpointer.save(step, run.sharded_state(), run.counters())
+        run.checkpointer.wait(final=True)
+    source = find_source(str(run_dir.root))
+    assert (source.name, source.kind, source.step, source.recipe) == ("mine", "checkpoint", 4, config)
+    policy, _, version = load_policy(source, platform, groups)
+    assert version == 5 and source.tokenizer.encode("1+1") == [1, 10, 1]
+    for ours, trained in zip(policy.parameters(), run.trainer.policy.parameters(), strict=True):
+        assert torch.equal(ours, trained)
+    next(run_dir.checkpoint(4).glob("*.distcp")).unlink()
+    assert find_source(str(run_dir.root)).step == find_source(str(run_dir.checkpoint(2))).step == 2
+    assert "checkpoint of step 4 passed over" in caplog.text
 
 
 def test_the_type_of_the_weights_is_the_published_one_or_what_was_asked_for(

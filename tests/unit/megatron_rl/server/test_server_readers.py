@@ -126,10 +126,10 @@ def test_what_is_left_unread_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
         engine = SayingEngine(LONG)
         thread = EngineThread(engine)
         thread.start()
-        unread = thread.submit(GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=300), 0))
+        unread = thread.submit(GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=300), 0), asyncio.Event())
         await until(lambda: bool(engine.asked) and engine.running == 0)
         with pytest.raises(ReaderTooSlow):
-            await unread.next()
+            unread.unread()
         thread.stop("enough")
         assert await asyncio.to_thread(thread.join)
 

@@ -1,0 +1,74 @@
+"""What a path must be that a policy is to be loaded from, told before a process with torch is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from run_helpers import make_run
+
+from launcher.cli.serve import make_token_file
+from launcher.errors import BadInput
+from launcher.runs.policy import prepare_policy
+
+
+def test_runs_checkpoints_weights_and_names_in_the_cache_may_hold_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    checkpoint = run.checkpoint(40)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "config.json").touch()
+    (tmp_path / "home" / "hub" / "models--Qwen--Tiny").mkdir(parents=True)
+    (tmp_path / "home" / "mrl" / "packages" / "some-package").mkdir(parents=True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for path in (run.root, checkpoint, weights, "Qwen/Tiny", "package:some-package"):
+        prepare_policy(str(path), trusted=False)
+
+
+def test_what_cannot_hold_one_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    file = tmp_path / "file"
+    file.touch()
+    for path, said in (
+        ("", "PATH is empty"),
+        (tmp_path / "nothing", "no such directory"),
+        ("Qwen/Tiny", "nothing of that name in the Hugging Face cache"),
+        (tmp_path, "is neither a run directory"),
+        (file, "is neither a run directory"),
+        (make_run(tmp_path / "young").root, "has no checkpoint yet"),
+        ("x" * 5000, "File name too long"),
+        ("\0", "no such directory"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            prepare_policy(str(path), trusted=False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_run_of_somebody_else_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.checkpoint(40).mkdir(parents=True)
+    (run.checkpoint(40) / "manifest.json").touch()
+    os.chown(run.root, 12345, 12345)
+    for path in (run.root, run.checkpoint(40)):
+        with pytest.raises(BadInput, match="belongs to user 12345"):
+            prepare_policy(str(path), trusted=False)
+        prepare_policy(str(path), trusted=True)
+
+
+def test_a_token_is_made_once_for_this_account_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config" / "token"
+    make_token_file(file)
+    token = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600 and len(token.strip()) > 40
+    make_token_file(file)
+    assert file.read_text() == token and not capsys.readouterr().err
+    file.chmod(0o644)
+    make_token_file(file)
+    assert "others can read" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="cannot be made: "):
+        make_token_file(file / "token")
