@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import EvaluateConfig
-from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling
+from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import JobConfig, Offload, PlacementConfig, data_parallel_size
@@ -126,6 +126,13 @@ class RunConfig(Section):
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"{limit} {self.sequence_length}"
+            )
+        pages, page_tokens = pages_of(self.inference, self.page_tokens, self.sequence_length)
+        if pages * page_tokens < self.sequence_length:
+            raise ValueError(
+                f"inference.cache_tokens {self.inference.cache_tokens} has room for {pages * page_tokens} tokens in "
+                f"pages of {page_tokens}, and the longest sequence has {self.sequence_length}: raise it, or leave it "
+                "out for room for inference.max_batch of them"
             )
         if self.grpo.overlong.buffer > self.sampling.max_new_tokens:
             raise ValueError(

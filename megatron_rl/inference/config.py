@@ -60,7 +60,8 @@ class InferenceConfig(Section):
     """Places of the key/value cache of one replica; null: of max_batch sequences of full length. With fewer the
     youngest answers give way when it is full, and are gone on with later."""
     page_tokens: PositiveInt | None = None
-    """Places of a page, of which the cache consists; only full pages are shared. null: 16 on a CPU, 256 on a GPU."""
+    """Places of a page, of which the cache consists; only full pages are shared. null: 16 on a CPU, 256 on a GPU, whose
+    kernels read pages of a multiple of that."""
     share_prefixes: bool = True
     """Whether the keys and values of a beginning that the cache holds already are used again: of system prompts and
     conversations. Answers to one prompt share it in any case."""
@@ -70,5 +71,5 @@ def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tupl
     """Pages of the cache, and places in each, of an engine whose sequences have `longest` tokens at most."""
     page_tokens = min(page_tokens, longest)
     if inference.cache_tokens is not None:
-        return max(1, inference.cache_tokens // page_tokens), page_tokens
+        return inference.cache_tokens // page_tokens, page_tokens
     return inference.max_batch * -(-longest // page_tokens), page_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, answer_logprobs, tiny_model, tiny_policy
+from core_helpers import END, answer_logprobs, tiny_model, tiny_policy, tiny_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,3 +157,12 @@ def test_the_cache_is_as_large_as_is_said() -> None:
     assert pages_of(InferenceConfig(max_batch=3), 256, 40) == (3, 40)
     assert pages_of(InferenceConfig(max_batch=3, cache_tokens=100), 16, 40) == (6, 16)
     assert {"cpu": CpuPlatform.page_tokens, "cuda": CudaPlatform.page_tokens} == PAGE_TOKENS
+
+
+@pytest.mark.parametrize(("cache_tokens", "fits"), [(48, True), (63, True), (47, False), (7, False)])
+def test_a_recipe_whose_cache_holds_no_sequence_of_full_length_is_refused(cache_tokens: int, fits: bool) -> None:
+    if fits:
+        assert tiny_run(inference={"cache_tokens": cache_tokens}).page_tokens == 16
+    else:
+        with pytest.raises(ValueError, match=f"inference.cache_tokens {cache_tokens} has room for .*longest .* has 48"):
+            tiny_run(inference={"cache_tokens": cache_tokens})
