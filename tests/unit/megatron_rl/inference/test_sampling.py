@@ -133,3 +133,39 @@ def test_each_row_obeys_its_own_parameters() -> None:
         alone: tuple[Tensor, Tensor] = sample(LOGITS[None], rows_of(sampling), uniform[row : row + 1])
         assert together[0][row] == alone[0][0], sampling
         torch.testing.assert_close(together[1][row], alone[1][0])
+
+
+# Answers that may not end yet
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_answer_that_may_not_end_yet_draws_as_if_there_were_no_end_tokens(
+    cut: dict[str, float], temperature: float
+) -> None:
+    """With the log-probs of all tokens; the rows beside it, which may end, draw from all."""
+    ends = [0, 3]  # the likeliest among them
+    sampling = params(temperature=temperature, **cut).model_copy(update={"stop_tokens": (0, 3)})
+    uniform = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    held = torch.arange(400) % 2 == 0
+    tokens, logprobs = sample(LOGITS.expand(400, -1), rows_of(*[sampling] * 400), uniform, held)
+
+    others = [token for token in range(len(LOGITS)) if token not in [*ends, END]]
+    rest = LOGITS[others].double()
+    allowed = cut_by_definition((rest / (temperature or 1.0)).softmax(-1).tolist(), sampling)
+    seen = {*tokens[held].tolist()}
+    assert seen == ({others[0]} if temperature == 0 else {others[index] for index in allowed})
+    free, free_logprobs = sample(LOGITS.expand(400, -1), rows_of(*[sampling] * 400), uniform)
+    assert torch.equal(tokens[~held], free[~held])
+    assert torch.equal(logprobs[~held], free_logprobs[~held])
+    expected = (LOGITS.double() / (temperature or 1.0)).log_softmax(-1)[tokens]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_it_goes_on_where_the_model_is_certain_of_the_end() -> None:
+    """All other probabilities are 0 in fp32."""
+    logits = torch.full((1, 8), -1000.0)
+    logits[0, END], logits[0, 4] = 0.0, -500.0
+    tokens, logprobs = sample(logits, rows_of(params()), torch.tensor([0.5]), torch.tensor([True]))
+    assert tokens.item() == 4
+    assert logprobs.item() == pytest.approx(-500.0)
