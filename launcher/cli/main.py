@@ -10,6 +10,7 @@ import click
 COMMANDS = (
     "attach",
     "cancel",
+    "chat",
     "completion",
     "convert",
     "doctor",

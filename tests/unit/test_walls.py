@@ -17,7 +17,7 @@ ORDER = {
     "megatron_rl": """
         contract errors section CONFIG config supported
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
-        standalone server evaluate fabric rehearse models run train_rl attempt rank_main
+        standalone server evaluate chat fabric rehearse models run train_rl attempt rank_main
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host

@@ -1,0 +1,103 @@
+"""A child process that has torch, which the launcher has not: JSON objects go in and come out, a line each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from launcher.errors import BadInput, Failed
+from megatron_rl.contract.codes import EXIT_USAGE, PARENT_VARIABLE
+
+
+class Child:
+    """`python -m MODULE`. It has a session of its own, so a Ctrl-C reaches it by us alone, and ends when we do."""
+
+    def __init__(self, module: str) -> None:
+        """Raises Failed where it cannot be started."""
+        self._module = module
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Failed(f"python -m {module} cannot be started: {error}") from error
+        self._complaints: list[str] = []
+        self._reader = threading.Thread(target=self._read_complaints, daemon=True)
+        self._reader.start()
+
+    def _read_complaints(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            if line.strip():
+                self._complaints.append(line.strip())
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            try:
+                if stream:
+                    stream.close()
+            except BrokenPipeError:
+                pass  # what was not taken any more
+
+    def send(self, text: str) -> None:
+        """Write one line; nothing where it has ended, which `said` and `wait` tell."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(text + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+
+    def end_input(self) -> None:
+        """Have it see the end of its input."""
+        assert self.process.stdin
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def signal(self, number: int) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def said(self) -> Iterator[dict[str, Any]]:
+        """The objects that it writes, until it ends; what libraries write is passed over."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        code = self.process.wait()
+        self._reader.join()
+        return code
+
+    def failure(self, code: int) -> BadInput:
+        """The error that an exit code means, in its own last words."""
+        last = self._complaints[-1] if self._complaints else ""
+        if code == EXIT_USAGE:
+            return BadInput(last)
+        return Failed(f"{self._module} ended with exit code {code}{': ' if last else ''}{last}")

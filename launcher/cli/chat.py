@@ -1,0 +1,138 @@
+"""mrl chat: a conversation with a policy in the terminal, by a process of its own: here is no torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import click
+
+from launcher.backends.child import Child
+from launcher.cli.completion import complete_run
+from launcher.runs.policy import prepare_policy
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
+
+MODULE = "megatron_rl.chat"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+LEAVE, CLEAR = "/exit", "/clear"
+
+
+@click.command("chat", short_help="Talk to what was trained, in the terminal.")
+@click.argument("path", shell_complete=complete_run)
+@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), help="Default of these five: the run's; else 1, 1, 0, 0, 512."
+)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
+@click.option("--top-k", type=click.IntRange(min=0))
+@click.option("--min-p", type=click.FloatRange(0, 1, max_open=True))
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same says the same again.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the run's, or that of the weights.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--trust", is_flag=True, help="Of another user: what is in a checkpoint can act as you.")
+@click.pass_context
+def command(ctx: click.Context, path: str, **options: Any) -> None:
+    """Talk to PATH: a run directory (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their
+    name in the cache of the hub, or package:NAME.
+
+    In the model's chat template; a model that has none goes on with each line as it stands, and not with those before.
+    Ctrl-C ends an answer; at the prompt it leaves, as do Ctrl-D and /exit. /clear begins a new conversation. From a
+    pipe every line is a message, and its answer a paragraph on stdout.
+
+    \b
+    Exit codes:
+      0    left
+      1    it failed
+      2    PATH or an option cannot be used
+      130  left by Ctrl-C
+    """
+    prepare_policy(path, options["trust"])
+    sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
+    asked = {name: options[name] for name in ("system", "dtype", "device", "seed")}
+    with Child(MODULE) as child:
+        child.send(json.dumps({"path": path, "sampling": sampling, **asked}))
+        ctx.exit(_Conversation(child, options["system"]).run())
+
+
+class _Conversation:
+    def __init__(self, child: Child, system: str | None) -> None:
+        self._child = child
+        self._said = child.said()
+        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._beginning)
+        self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def run(self) -> int:
+        """Until the user leaves; the exit code. Raises BadInput or Failed where the child ends before."""
+        try:
+            ready = self._next()["ready"]
+            if self._terminal:
+                step = "" if ready["step"] is None else f" after step {ready['step']}"
+                how = "" if ready["chat"] else ", which knows no conversations and goes on with what you type"
+                click.echo(f"{ready['name']}{step}{how}; {CLEAR} begins anew, {LEAVE} or Ctrl-D leaves", err=True)
+            for line in self._lines():
+                if line.strip() == LEAVE:
+                    break
+                if line.strip() == CLEAR:
+                    self._messages = list(self._beginning)
+                elif line.strip():
+                    self._ask(line, ready["chat"])
+        except KeyboardInterrupt:
+            if self._terminal:
+                click.echo(err=True)
+            return EXIT_INTERRUPTED
+        return EXIT_FINISHED
+
+    def _lines(self) -> Iterator[str]:
+        if not self._terminal:
+            yield from (line.rstrip("\n") for line in sys.stdin)
+            return
+        import_module("readline")  # makes input() one that can be edited, with a history
+        while True:
+            try:
+                yield input("> ")
+            except EOFError:
+                click.echo(err=True)
+                return
+
+    def _ask(self, line: str, keeps: bool) -> None:
+        """Show the answer to a line as it comes. keeps: whether the conversation goes on from it."""
+        messages = [*self._messages, {"role": "user", "content": line}]
+        self._child.send(json.dumps({"messages": messages}))
+        pieces: list[str] = []
+        stopped: list[int] = []
+
+        def stop(number: int, frame: object) -> None:
+            stopped.append(number)
+            if len(stopped) > 1:
+                raise KeyboardInterrupt
+            self._child.signal(signal.SIGINT)
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            while True:
+                said = self._next()
+                if "text" in said:
+                    pieces.append(said["text"])
+                    click.echo(said["text"], nl=False)
+                elif "refused" in said:
+                    click.echo(f"error: {said['refused']}", err=True)
+                    return
+                elif "end" in said:
+                    break
+        finally:
+            signal.signal(signal.SIGINT, before)
+        click.echo(" ..." if said["end"] != "stop" else "")
+        if keeps:
+            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _next(self) -> dict[str, Any]:
+        said = next(self._said, None)
+        if said is None:
+            raise self._child.failure(self._child.wait())
+        return said

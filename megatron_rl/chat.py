@@ -1,0 +1,133 @@
+"""A conversation with a policy, for `mrl chat`, in a process of its own:
+
+    python -m megatron_rl.chat
+
+Reads JSON objects, a line each: first what to open, then {"messages": [...]} for each answer. Says on stdout, a line
+each: {"ready": {...}} once, then of each answer {"text": PIECE} as it comes and {"end": REASON}, or {"refused": WHY}.
+SIGINT ends the answer under way, and nothing else; the end of stdin, or SIGTERM, ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.rank.world import die_with_parent
+
+if TYPE_CHECKING:
+    from megatron_rl.inference.config import Sampling
+    from megatron_rl.standalone import OpenedPolicy
+
+MAX_NEW_TOKENS = 512
+"""Of an answer, where neither a run nor the user says how long it may be."""
+
+
+def main() -> int:
+    """The exit code."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    try:
+        _converse(json.loads(sys.stdin.readline()))
+    except _refusals() as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    return EXIT_FINISHED
+
+
+def _leave(*_: object) -> NoReturn:
+    sys.exit(EXIT_INTERRUPTED)
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from megatron_rl.checkpoint.publish import CheckpointError
+    from megatron_rl.errors import ConfigurationError
+
+    return CheckpointError, ConfigurationError
+
+
+def _converse(asked: dict[str, Any]) -> None:
+    """Imports take seconds; by then there are handlers."""
+    import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+    from megatron_rl.errors import ConfigurationError
+    from megatron_rl.inference.config import InferenceConfig, Sampling
+    from megatron_rl.standalone import open_policy
+
+    one_at_a_time = InferenceConfig(max_batch=1)
+    with (
+        open_policy(asked["path"], device=asked["device"], dtype=asked["dtype"], inference=one_at_a_time) as opened,
+        asyncio.Runner() as loop,
+    ):
+        recipe, chats = opened.source.recipe, opened.tokenizer.chat_template is not None
+        if asked["system"] and not chats:
+            raise ConfigurationError("--system: the model has no chat template, so there is nobody to be told that")
+        usual = recipe.sampling.model_dump() if recipe else {"max_new_tokens": MAX_NEW_TOKENS}
+        sampling = Sampling.model_validate({**usual, **asked["sampling"]})
+        _say(ready={"name": opened.source.name, "step": opened.source.step, "chat": chats})
+        for number, line in enumerate(sys.stdin):
+            try:
+                # asyncio has SIGINT cancel what runs, and raises this once it has ended.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                loop.run(_answer(opened, sampling, json.loads(line)["messages"], (asked["seed"], number)))
+            except KeyboardInterrupt:
+                _say(end="interrupted")
+            finally:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+async def _answer(
+    opened: OpenedPolicy, sampling: Sampling, messages: Sequence[dict[str, str]], place: tuple[int, int]
+) -> None:
+    """Answer a conversation, or go on with the last message where the model knows no conversations.
+
+    place: seed, and number of the answer.
+    """
+    from megatron_rl.agent.keys import stable_key
+    from megatron_rl.inference.api import GenerationRequest
+    from megatron_rl.inference.text import TextStream
+
+    tokenizer, engine = opened.tokenizer, opened.engine
+    try:
+        text = tokenizer.conversation(list(messages))
+        tokens = tokenizer.encode(messages[-1]["content"] if text is None else text)
+        room = engine.max_length - len(tokens)
+        if room < 1:
+            raise ValueError(
+                f"this is {len(tokens)} tokens long, and the context {engine.max_length}; /clear begins anew"
+            )
+        fitting = sampling.model_copy(
+            update={
+                "max_new_tokens": min(sampling.max_new_tokens, room),
+                "min_new_tokens": min(sampling.min_new_tokens, room),
+            }
+        )
+        deltas = engine.stream(GenerationRequest(tokens, 1, fitting, stable_key("chat", *place)))
+    except ValueError as error:
+        _say(refused=str(error))
+        return
+    stream = TextStream(tokenizer.decode, fitting.stop)
+    reason = None
+    async for delta in deltas:
+        if piece := stream.push(delta.tokens):
+            _say(text=piece)
+        reason = delta.finish_reason or reason
+    if piece := stream.finish():
+        _say(text=piece)
+    _say(end=reason)
+
+
+def _say(**what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
