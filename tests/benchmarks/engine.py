@@ -5,7 +5,8 @@
 equal lengths   one batch of answers of one length, which flatters a fixed batch most
 long tails      requests of log-normal lengths (mean 64, at most 512, seed fixed); `generate` takes them in batches
                 of 64 in the order of arrival, transformers' continuous batching and the engine 64 at a time
-a shared prompt groups of answers to a long prompt: each asked as one request, and each answer as one of its own
+a shared prompt groups of answers to a long prompt: asked as one request; or each answer as one, where the engine looks
+                for beginnings that it has in its cache, and where it does not
 
 All take turns within one run; what is shown are medians over the turns. No time is asserted. The last line is the time
 of `generate` over ours for the long tails.
@@ -104,9 +105,7 @@ def main() -> None:
         asked = prompts(requests, size.prompt, tokens, lengths)
         medians = compare(title, asked, [ours, generate, continuous], repeats, model)
 
-        asked = prompts(GROUPS, SHARED, tokens, [size.equal // 2] * GROUPS, samples=ROWS // GROUPS)
-        apart = [Asked(one.prompt, one.length) for one in asked for _ in range(one.samples)]
-        shared_prompts(ours, asked, apart, repeats)
+        shared_prompts(policy, model, size.equal // 2, tokens, repeats)
         print(f"ratio: {medians[generate.name] / medians[ours.name]:.2f}")
 
 
@@ -125,8 +124,10 @@ def long_tailed(count: int) -> list[int]:
     return lengths(high)
 
 
-def prompts(count: int, length: int, tokens: int, lengths: Sequence[int], samples: int = 1) -> list[Asked]:
-    draw = random.Random(SEED + 1)
+def prompts(
+    count: int, length: int, tokens: int, lengths: Sequence[int], samples: int = 1, seed: int = SEED
+) -> list[Asked]:
+    draw = random.Random(seed)
     return [Asked([draw.randrange(tokens) for _ in range(length)], lengths[i], samples) for i in range(count)]
 
 
@@ -165,23 +166,30 @@ def compare(
     return medians
 
 
-def shared_prompts(ours: Ours, asked: Sequence[Asked], apart: Sequence[Asked], repeats: int) -> None:
-    """Measure and print what the engine gains where answers share their prompt."""
-    together_s, apart_s = [], []
-    for _ in range(repeats):
-        for requests, taken in ((asked, together_s), (apart, apart_s)):
+def shared_prompts(policy: Policy, model: ModelConfig, length: int, tokens: int, repeats: int) -> None:
+    """Measure and print what the engine gains where answers share their prompt; each turn has prompts of its own, or
+    they would be found from the turn before."""
+    finds, forgets = (Ours(policy, model, ROWS, SHARED + length, share_prefixes=share) for share in (True, False))
+    ways: dict[str, tuple[Ours, bool]] = {
+        "one request a prompt": (forgets, True),
+        "one an answer, shared": (finds, False),
+        "one an answer, not shared": (forgets, False),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats):
+        groups = prompts(GROUPS, SHARED, tokens, [length] * GROUPS, samples=ROWS // GROUPS, seed=turn)
+        alone = [Asked(one.prompt, one.length) for one in groups for _ in range(one.samples)]
+        for name, (ours, grouped) in ways.items():
             began = time.perf_counter()
-            ours.answer(requests)
-            taken.append(time.perf_counter() - began)
-    together, alone = statistics.median(together_s), statistics.median(apart_s)
-    first = asked[0]
+            ours.answer(groups if grouped else alone)
+            taken[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
     print(
-        f"\na shared prompt: {len(asked)} prompts of {len(first.prompt)} tokens, {first.samples} answers of "
-        f"{first.length} to each\n"
-        f"  one request a prompt     {together:8.2f} s\n  one request an answer    {alone:8.2f} s\n"
-        f"  gain                     {alone / together:8.2f}",
-        flush=True,
+        f"\na shared prompt: {GROUPS} prompts of {SHARED} tokens, {ROWS // GROUPS} answers of {length} to each\n"
+        f"  {'':26} {'s':>8} {'/ first':>8}"
     )
+    for name, seconds in medians.items():
+        print(f"  {name:26} {seconds:8.2f} {seconds / next(iter(medians.values())):8.2f}", flush=True)
 
 
 def operations(model: ModelConfig, asked: Sequence[Asked]) -> float:

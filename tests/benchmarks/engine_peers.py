@@ -49,9 +49,13 @@ class Answerer(Protocol):
 class Ours:
     """The engine with `rows` sequences decoded together."""
 
-    def __init__(self, policy: Policy, model: ModelConfig, rows: int, longest: int) -> None:
+    def __init__(
+        self, policy: Policy, model: ModelConfig, rows: int, longest: int, share_prefixes: bool = False
+    ) -> None:
+        """share_prefixes: or not: prompts that come again in the next turn are to be computed again."""
         self.name = "mrl"
-        self.engine = Engine(policy, model, InferenceConfig(max_batch=rows), END_IDS, longest)
+        config = InferenceConfig(max_batch=rows, share_prefixes=share_prefixes)
+        self.engine = Engine(policy, model, config, END_IDS, longest)
 
     def answer(self, asked: Sequence[Asked]) -> int:
         ids = [
