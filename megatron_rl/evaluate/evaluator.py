@@ -1,8 +1,8 @@
 """An evaluation from its request to its result, in a process that has the whole model.
 
 Problems are answered a block at a time, whole blocks are kept, and one that was cut short is answered again. So every
-answer is made beside the same others however often the evaluation is interrupted, and on a CPU, where the sums of a
-matrix product depend on how many rows it has, the result is the same bit for bit.
+answer is made beside the same others however often the evaluation is interrupted, and does not depend on whether the
+device adds up alike beside others: on a CPU the result is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -105,8 +105,10 @@ def choose_sets(
         raise ValueError("the environment has no evaluation problems")
     if missing := sorted(set(names or ()) - there.keys()):
         raise ValueError(f"--set {missing[0]}: the environment has no such set; there are {', '.join(sorted(there))}")
-    chosen = there.keys() if names is None else dict.fromkeys(names)
-    return {name: there[name][:prompts] for name in chosen}
+    chosen = {name: there[name][:prompts] for name in (there if names is None else dict.fromkeys(names))}
+    if not any(chosen.values()):
+        raise ValueError(f"{', '.join(chosen)}: there are no problems in it")
+    return chosen
 
 
 def _longest(sets: Mapping[str, Sequence[Problem]], source: Source, sampling: Sampling) -> int:

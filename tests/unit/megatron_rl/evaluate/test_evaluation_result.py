@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.contract.shapes import from_json, to_json
-from megatron_rl.evaluate.evaluator import blocks
+from megatron_rl.evaluate.evaluator import blocks, choose_sets
 from megatron_rl.evaluate.result import EvaluationResult, result, set_result
 
 SETTINGS = {"k": 2, "compares_answers": True}
@@ -67,3 +69,16 @@ def test_blocks_hold_each_problem_once_and_fill_the_rows(sizes: dict[str, int], 
     for block, after in pairwise(found):
         if (block.set, block.mode) == (after.set, after.mode):
             assert len(block.problems) * modes[block.mode] >= 2 * rows
+
+
+def test_sets_are_chosen_by_name_and_cut_and_there_has_to_be_a_problem() -> None:
+    there = {"a": [Problem("1", {}), Problem("2", {})], "b": []}
+    assert choose_sets(there, None, 1) == {"a": there["a"][:1], "b": []}
+    assert choose_sets(there, ["a", "a"], None) == {"a": there["a"]}
+    for names, said in (
+        (["c"], "no such set; there are a, b"),
+        (["b"], "no problems"),
+        (None, "no evaluation problems"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            choose_sets({} if names is None else there, names, None)
