@@ -84,6 +84,12 @@ class Sizes:
         return data_parallel_size(self.training_world, self.tp, self.pp, self.cp)
 
     @property
+    def cp_crosses_nodes(self) -> bool:
+        """Whether the ranks of a context-parallel group are on several nodes: neighbours, but for the tensor-parallel
+        ones between them."""
+        return self.cp > 1 and self.gpus_per_node % (self.tp * self.cp) > 0
+
+    @property
     def expert_dp(self) -> int:
         """Ranks that hold the same experts."""
         return self.training_world // (self.tp * self.ep * self.pp)

@@ -146,6 +146,7 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
             "tp": sizes.tp,
             "pp": sizes.pp,
             "cp": sizes.cp,
+            "cp_crosses_nodes": sizes.cp_crosses_nodes,
             "ep": sizes.ep,
             "dp": sizes.dp,
         },

@@ -259,8 +259,17 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
 
 
 def warnings(summary: dict[str, Any]) -> Iterator[str]:
-    """Where the memory that is needed comes close to what there is. Fewer nodes share the optimizer's states, so of a
-    range the fewest count."""
+    """That context-parallel groups cross nodes, and where the memory that is needed comes close to what there is. Of a
+    range the fewest nodes count: they share the optimizer's states."""
+    training, gpus = summary["training"], summary["gpus_per_node"]
+    if training["cp_crosses_nodes"]:
+        tp, cp = training["tp"], training["cp"]
+        within = max((fewer for fewer in range(2, cp) if gpus % (tp * fewer) == 0), default=None)
+        yield (
+            f"placement.training.tp {tp} x cp {cp} = {tp * cp} does not divide job.gpus_per_node {gpus}: "
+            "context-parallel groups cross nodes, and the keys and values of every layer go over the network"
+            + (f"; with cp {within} they would not" if within else "")
+        )
     tightest = [summary, *summary["alternatives"]][-1]
     where = f"with {tightest['nodes']} node{'s' * (tightest['nodes'] > 1)} " if summary["alternatives"] else ""
     for memory in tightest["memory"]:

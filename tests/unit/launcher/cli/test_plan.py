@@ -118,6 +118,17 @@ def test_what_does_not_fit_is_warned_about_with_the_way_out():
     assert list(warnings(json.loads(mrl_plan("demo", "--json").output))) == []
 
 
+def test_context_parallel_groups_that_cross_nodes_are_warned_about():
+    across = [RECIPE, "--cluster", "h100", "placement.training.tp=4", "placement.training.cp=4", "job.nodes=4"]
+    assert (
+        "warning: placement.training.tp 4 x cp 4 = 16 does not divide job.gpus_per_node 8: context-parallel groups "
+        "cross nodes, and the keys and values of every layer go over the network; with cp 2 they would not"
+    ) in " ".join(mrl_plan(*across).output.split())
+    within = json.loads(mrl_plan(*across, "placement.training.cp=2", "--json").output)
+    assert within["training"]["cp_crosses_nodes"] is False
+    assert not any("cross nodes" in warning for warning in warnings(within))
+
+
 def test_what_the_ranks_cannot_do_yet_is_said():
     config = load_recipe(RECIPE).config
     said = " ".join(mrl_plan(RECIPE).output.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from functools import reduce
 from typing import Any
 
@@ -55,6 +56,18 @@ def test_tensor_parallelism_larger_than_a_node():
 
 def test_tensor_parallelism_across_nodes_where_asked():
     place(JobConfig(nodes=6, gpus_per_node=4), PlacementConfig(training=TrainingLayout(tp=8), tp_across_nodes=True))
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "gpus"), [(2, 4, 8), (4, 2, 8), (4, 4, 8), (8, 2, 8), (1, 3, 6), (1, 4, 6), (2, 1, 8)]
+)
+def test_a_context_parallel_group_crosses_nodes_where_its_ranks_do(tp, cp, gpus):
+    job = JobConfig(nodes=4, gpus_per_node=gpus)
+    plan = place(job, PlacementConfig(training=TrainingLayout(tp=tp, cp=cp)))
+    nodes = defaultdict(set)
+    for rank in plan.ranks:
+        nodes[rank.train.tp, rank.train.pp, rank.train.dp].add(rank.node)
+    assert any(len(of_group) > 1 for of_group in nodes.values()) is plan.sizes.cp_crosses_nodes
 
 
 def test_eight_ways_on_one_gpu():
