@@ -157,10 +157,10 @@ def _association(cluster: Cluster, account: str | None, partition: str) -> Field
 def _nodes(text: str) -> dict[str, list[Node]]:
     found: dict[str, list[Node]] = {}
     for line in text.splitlines():
-        words = line.split("|")
-        if len(words) != 6:
+        fields = line.split("|")
+        if len(fields) != 6:
             continue
-        name, partition, state, resources, cpus, features = words
+        name, partition, state, resources, cpus, features = fields
         node = Node(
             name=name,
             state=re.sub(r"[^a-z_]", "", state.lower()),

@@ -219,8 +219,8 @@ def _output(*command: str) -> Tuple[Optional[str], Optional[str]]:
         return None, str(error.strerror)
     text = answer.stdout.decode("utf-8", "replace")
     if answer.returncode != 0:
-        words = (answer.stderr.decode("utf-8", "replace") or text).split()
-        return None, " ".join(words) or "exit code {}".format(answer.returncode)
+        message = (answer.stderr.decode("utf-8", "replace") or text).split()
+        return None, " ".join(message) or "exit code {}".format(answer.returncode)
     return text, None
 
 

@@ -22,16 +22,16 @@ OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # code seldom is; data that git does not ignore is
 
 
-def code_sources(recipe: Recipe, here: Path) -> list[CodeSource]:
+def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
     """What the snapshot of this run is taken from; see launcher.host.code.sources.plan_sources.
 
     Args:
-        here: the current directory, whose repository is taken along when the recipe's file lies in it.
+        directory: the current directory, whose repository is taken along when the recipe's file lies in it.
 
     Raises:
         BadInput: included directories do not exist, or git refuses to look at one.
     """
-    include = _included(recipe, here)
+    include = _included(recipe, directory)
     missing = [path for path in include if not path.is_dir()]
     if missing:
         raise refusal(recipe, [f"code.include: {path}: no such directory on {gethostname()}" for path in missing])
@@ -69,16 +69,16 @@ def left_out(run: RunDir) -> str | None:
     return f"code: not taken along, as their names say credentials: {', '.join(files[:3])}{more} ({run.code_record})"
 
 
-def _included(recipe: Recipe, here: Path) -> list[Path]:
+def _included(recipe: Recipe, directory: Path) -> list[Path]:
     if recipe.config.code.include is not None:
         return [Path(path) for path in recipe.config.code.include]
     file = Path(recipe.asked)
     if not file.exists():  # a shipped one
         return []
     try:
-        tree = work_tree(str(here))
+        tree = work_tree(str(directory))
     except GitError as error:
-        raise BadInput(f"{here}: {error}; or say what to take along with code.include (`[]`: nothing)") from error
+        raise BadInput(f"{directory}: {error}; or say what to take along with code.include (`[]`: nothing)") from error
     return [Path(tree.top)] if tree and file.resolve().is_relative_to(Path(tree.top).resolve()) else []
 
 

@@ -103,16 +103,16 @@ def _schema_of(
 def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: KeyPath = ()) -> str:
     """Where to point when a section is wrong as a whole: at a key that the message names, one that was overridden
     first."""
-    here, _ = locate((*prefix, *section))
+    of_section, _ = locate((*prefix, *section))
     named = []
     for word in re.findall(r"[A-Za-z_][\w.]*", message):
         key = tuple(word.split("."))
         for path in ((*section, *key), key) if len(key) > 1 else ((*section, *key),):
             where, overridden = locate((*prefix, *path))
             is_key = where != locate((*prefix, *path[:-1]))[0]  # no key: located like the section that it would be in
-            if is_key and where != here:
+            if is_key and where != of_section:
                 named.append((not overridden, where))
-    return min(named, key=lambda entry: entry[0])[1] if named else here
+    return min(named, key=lambda entry: entry[0])[1] if named else of_section
 
 
 def expected(schema: Mapping[str, Any]) -> str:
@@ -130,10 +130,10 @@ def expected(schema: Mapping[str, Any]) -> str:
         return f"a section with keys among: {keys}" if keys else "a mapping"
     if schema.get("type") == "array":
         return "a list"
-    words = _UNITS.get(schema.get("type", ""), "another value")
+    kind = _UNITS.get(schema.get("type", ""), "another value")
     bounds = [f"{sign} {schema[bound]}" for bound, sign in _BOUNDS.items() if bound in schema]
     pattern = [f"matching {schema['pattern']}"] if "pattern" in schema else []
-    return " ".join([words, " and ".join(bounds), *pattern]).replace("  ", " ").strip()
+    return " ".join([kind, " and ".join(bounds), *pattern]).replace("  ", " ").strip()
 
 
 def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:

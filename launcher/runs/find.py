@@ -78,16 +78,16 @@ def find(name: str | None) -> RunDir:
     return RunDir(_of_job(name) if name.isdigit() else _named(name))
 
 
-def pasteable_command(words: str, run: str, more: str = "") -> str:
+def pasteable_command(subcommand: str, run: str, more: str = "") -> str:
     """`mrl cancel --drain 'my run'`: whatever the run is called, a shell and mrl take it for that one word.
 
     Args:
-        words: subcommand and options.
+        subcommand: with its options.
         run: name or path.
         more: what follows the run, as it is.
     """
     dashes = "--" if run.startswith("-") else ""
-    return " ".join(filter(None, ("mrl", words, dashes, shlex.quote(run), more)))
+    return " ".join(filter(None, ("mrl", subcommand, dashes, shlex.quote(run), more)))
 
 
 def _submissions(unread: list[str] | None = None) -> list[Submission]:

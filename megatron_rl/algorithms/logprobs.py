@@ -108,8 +108,8 @@ class _PredictedLogprobs(torch.autograd.Function):
             of_logits = _scaled_logits(hidden[rows], weight, len(ctx.tokens), ctx.temperature)
             of_logits.sub_(log_mass[rows, None]).exp_().neg_()
             target = targets[rows] - ctx.tokens.start
-            here = (target >= 0) & (target < len(ctx.tokens))
-            of_logits.scatter_add_(1, target.clamp(0, len(weight) - 1)[:, None], here.to(of_logits.dtype)[:, None])
+            in_part = (target >= 0) & (target < len(ctx.tokens))
+            of_logits.scatter_add_(1, target.clamp(0, len(weight) - 1)[:, None], in_part.to(of_logits.dtype)[:, None])
             of_logits.mul_((gradient[rows] / ctx.temperature)[:, None])
             rounded = of_logits.to(hidden.dtype)
             of_hidden[rows] = rounded @ weight
@@ -135,8 +135,8 @@ def _over_part(scaled: Tensor, target: Tensor, tokens: int, with_entropy: bool) 
     largest = scaled.amax(dim=1)
     if not tokens:  # all of the part is padding
         return torch.stack((largest, *[torch.zeros_like(largest)] * 3))
-    here = (target >= 0) & (target < tokens)
-    chosen = torch.where(here, scaled.gather(1, target.clamp(0, tokens - 1)[:, None]).squeeze(1), 0.0)
+    in_part = (target >= 0) & (target < tokens)
+    chosen = torch.where(in_part, scaled.gather(1, target.clamp(0, tokens - 1)[:, None]).squeeze(1), 0.0)
     below = scaled.sub_(largest[:, None])
     weights = below.exp()
     mass = weights.sum(dim=1)

@@ -177,8 +177,8 @@ def _read_scalar(kind: Any, value: Any, name: str) -> Any:
         return value
     if kind is float and number and (isinstance(value, float) or abs(value) <= LARGEST_INT):
         return float(value)
-    words = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
-    raise _mismatch(name, words[kind], value)
+    names = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    raise _mismatch(name, names[kind], value)
 
 
 def _below(name: str, key: str) -> str:
@@ -186,6 +186,6 @@ def _below(name: str, key: str) -> str:
 
 
 def _mismatch(name: str, expected: str, value: Any) -> Mismatch:
-    words = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "a JSON object"}
-    said = words.get(type(value), "a number that does not fit")
+    names = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "a JSON object"}
+    said = names.get(type(value), "a number that does not fit")
     return Mismatch("{}expected {}, got {}".format(name + ": " if name else "", expected, said))

@@ -64,9 +64,9 @@ def is_named(interface: str, names: str) -> bool:
     """Whether NCCL_SOCKET_IFNAME=`names` means the interface: by prefix, `=` in full, `^` all others."""
     others = names.startswith("^")
     in_full = names[others:].startswith("=")
-    words = [word for word in names[others + in_full :].split(",") if word]
-    hit = any(interface == word if in_full else interface.startswith(word) for word in words)
-    return bool(words) and hit != others
+    listed = [word for word in names[others + in_full :].split(",") if word]
+    hit = any(interface == word if in_full else interface.startswith(word) for word in listed)
+    return bool(listed) and hit != others
 
 
 def node_names(nodelist: str) -> Iterator[str]:

@@ -65,11 +65,11 @@ def exchange(
     homes = [replica_of[offer.driver] for offer in offers]
     assigned = balance([offer.cost for offer in offers], homes, len(members), negligible=NEGLIGIBLE_FLOPS)
     routes = _routes(offers, [members[replica] for replica in assigned])
-    here = {**made}
+    held = {**made}
     if any(routes):
-        here |= _travel(routes, made, groups.control, 1 + max(offer.position for offer in offers), problem)
+        held |= _travel(routes, made, groups.control, 1 + max(offer.position for offer in offers), problem)
     own = replica_of[dist.get_rank(groups.control)]
-    return {offer.position: here[offer.position] for offer, its in zip(offers, assigned, strict=True) if its == own}
+    return {offer.position: held[offer.position] for offer, its in zip(offers, assigned, strict=True) if its == own}
 
 
 def group_costs(groups: Sequence[TrajectoryGroup], config: RunConfig) -> list[float]:

@@ -38,8 +38,8 @@ def problem_index(count: int, seed: int, ordinal: int) -> int:
 @lru_cache(maxsize=4)  # one step may span the end of a pass; passes over millions of problems take long to order
 def epoch_order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     """Order of [0, count) in pass `epoch`: indices sorted by 64-bit words of SHAKE256, little-endian."""
-    words = struct.unpack(f"<{count}Q", shake_256(f"mrl.epoch:{seed}:{epoch}".encode()).digest(8 * count))
-    return tuple(sorted(range(count), key=words.__getitem__))
+    sort_keys = struct.unpack(f"<{count}Q", shake_256(f"mrl.epoch:{seed}:{epoch}".encode()).digest(8 * count))
+    return tuple(sorted(range(count), key=sort_keys.__getitem__))
 
 
 def shares(start: int, count: int, drivers: int) -> list[range]:

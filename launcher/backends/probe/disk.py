@@ -89,14 +89,14 @@ def over_quota(text: str, free_wanted: int) -> str | None:
     marks what is over.
     """
     for line in text.splitlines():
-        words = line.split()
-        if len(words) < 8 or not words[1].rstrip("*").isdigit() or not words[3].isdigit():
+        fields = line.split()
+        if len(fields) < 8 or not fields[1].rstrip("*").isdigit() or not fields[3].isdigit():
             continue
-        used, limit = int(words[1].rstrip("*")) * 1024, (int(words[3]) or int(words[2])) * 1024
-        if "*" in words[1] or "*" in words[5]:
-            return f"{words[0]}: over quota"
+        used, limit = int(fields[1].rstrip("*")) * 1024, (int(fields[3]) or int(fields[2])) * 1024
+        if "*" in fields[1] or "*" in fields[5]:
+            return f"{fields[0]}: over quota"
         if limit and used + free_wanted > limit:
-            return f"{words[0]}: {(limit - used) / 1e9:,.1f} GB are left of your quota of {limit / 1e9:,.1f} GB"
+            return f"{fields[0]}: {(limit - used) / 1e9:,.1f} GB are left of your quota of {limit / 1e9:,.1f} GB"
     return None
 
 

@@ -73,13 +73,13 @@ def _plugins(config: Path, depth: int) -> list[Path]:
     except OSError:
         return []
     found: list[Path] = []
-    for words in lines:
-        if len(words) > 1 and words[0] == "include" and depth:
-            base, pattern = _anchored(config.parent, words[1])
+    for fields in lines:
+        if len(fields) > 1 and fields[0] == "include" and depth:
+            base, pattern = _anchored(config.parent, fields[1])
             for included in sorted(base.glob(pattern)):
                 found += _plugins(included, depth - 1)
-        elif len(words) > 1 and words[0] in ("required", "optional"):
-            found.append(Path(words[1]))
+        elif len(fields) > 1 and fields[0] in ("required", "optional"):
+            found.append(Path(fields[1]))
     return found
 
 
@@ -91,7 +91,7 @@ def _registries(credentials: Path) -> tuple[frozenset[str] | None, bool]:
     """(machines, whether others may read them)."""
     try:
         with credentials.open(encoding="utf-8", errors="replace") as file:
-            words, mode = file.read().split(), os.fstat(file.fileno()).st_mode
+            tokens, mode = file.read().split(), os.fstat(file.fileno()).st_mode
     except OSError:
         return None, False
-    return frozenset(name for key, name in pairwise(words) if key == "machine"), bool(mode & 0o077)
+    return frozenset(name for key, name in pairwise(tokens) if key == "machine"), bool(mode & 0o077)

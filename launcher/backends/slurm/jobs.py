@@ -110,21 +110,21 @@ def batched(ids: Sequence[str]) -> Iterator[Sequence[str]]:
 def read_owners(owners: Sequence[Owner]) -> list[JobState]:
     """The state of the job that each job.json names. One of another Slurm cluster than the one that answers here is
     unknown; a job that has its id, here or since, is not it."""
-    here = cluster_name() if any(owner.slurm_cluster for owner in owners) else None
-    ours = [owner.job_id for owner in owners if owner.slurm_cluster in (None, here)]
+    this_cluster = cluster_name() if any(owner.slurm_cluster for owner in owners) else None
+    ours = [owner.job_id for owner in owners if owner.slurm_cluster in (None, this_cluster)]
     found = read_jobs(ours)
-    return [_job_of(owner, here, found) for owner in owners]
+    return [_job_of(owner, this_cluster, found) for owner in owners]
 
 
-def _job_of(owner: Owner, here: str | None, found: Mapping[str, JobState]) -> JobState:
+def _job_of(owner: Owner, this_cluster: str | None, found: Mapping[str, JobState]) -> JobState:
     """The state of one of these jobs.
 
     Args:
-        here: name of the cluster that answers; None: it does not say, or nobody has asked.
+        this_cluster: name of the cluster that answers; None: it does not say, or nobody has asked.
     """
     job_id, theirs = owner.job_id, owner.slurm_cluster
-    if theirs is not None and theirs != here:
-        asked = f"this is {here}" if here else "Slurm does not answer here"
+    if theirs is not None and theirs != this_cluster:
+        asked = f"this is {this_cluster}" if this_cluster else "Slurm does not answer here"
         return JobState(job_id, "", "unknown", reason=f"it is a job of {theirs}, and {asked}")
     job = found[job_id]
     known = job.word and job.kind != "unknown"

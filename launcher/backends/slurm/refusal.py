@@ -57,8 +57,8 @@ def translate(said: str, request: Mapping[str, str]) -> str:
     lines = [NOISE.sub("", line.strip()) for line in said.splitlines()]
     lines = [line for line in lines if line and not line.startswith("Try ")]
     headlines = [HEADLINE.sub("", line) for line in lines if HEADLINE.match(line)]
-    words = (headlines or lines or ["no reason given"])[-1].rstrip(".")
+    reason = (headlines or lines or ["no reason given"])[-1].rstrip(".")
     for pattern, advice in ADVICE.items():
         if re.search(pattern, said, re.IGNORECASE):
-            return f"{advice.format_map(_Request(request))} (sbatch: {words})"
-    return f"sbatch refused the job: {words}"
+            return f"{advice.format_map(_Request(request))} (sbatch: {reason})"
+    return f"sbatch refused the job: {reason}"

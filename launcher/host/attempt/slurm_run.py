@@ -125,9 +125,9 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
 
 def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:
     """The exit code of the training step."""
-    words = runner.attempt.srun
+    errors = runner.attempt.srun
     replicas = Replicas(steps, {name: hosts for name, hosts in assignment.steps.items() if name != TRAIN})
-    train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(words))
+    train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(errors))
     runner.training = True
     runner.also.append(lambda now: None if runner.request is not None else replicas.restart_ended(now))
     runner.wait(lambda: train.exit_code() is not None)
@@ -135,7 +135,7 @@ def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment)
     code = signed(train.exit_code() or 0)
     if code and not (runner.request or runner.attempt.outcome.exists() or runner.attempt.errors()):
         runner.wait_for_reason()
-    sys.stderr.write(tail(words, LONG_TAIL))  # it names the rank that was killed
+    sys.stderr.write(tail(errors, LONG_TAIL))  # it names the rank that was killed
     steps.stop_all()
     return code
 

@@ -33,10 +33,10 @@ def ask_digest(reference: Reference, tell: Tell) -> Optional[str]:
     digest = answer.stdout.decode("utf-8", "replace").strip()
     if answer.returncode == 0 and re.match("^sha256:[0-9a-f]{64}$", digest):
         return digest
-    words = answer.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    last_line = answer.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
     tell(
         "enroot did not resolve {} (it can from 4.0 on): {}".format(
-            reference.uri(), " ".join(words) or "no reason given"
+            reference.uri(), " ".join(last_line) or "no reason given"
         )
     )
     return None
@@ -104,8 +104,8 @@ def check_tables(file: Path) -> None:
     except subprocess.TimeoutExpired:
         raise ImageError("unsquashfs -l {}: no answer within {:.0f} s".format(file, LIST_LIMIT)) from None
     if listed.returncode:
-        words = listed.stderr.decode("utf-8", "replace").strip()
-        raise ImageError("the imported image is damaged: unsquashfs: {}".format(words))
+        message = listed.stderr.decode("utf-8", "replace").strip()
+        raise ImageError("the imported image is damaged: unsquashfs: {}".format(message))
 
 
 def _no_enroot() -> str:

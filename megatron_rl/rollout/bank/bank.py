@@ -80,10 +80,12 @@ class Bank:
         """
         if any(not path.exists() for path in {entry.path for entry in self._entries}):
             self._read()  # the first driver has folded them into its own file
-        keep = self._resume.partial == "keep"
+        with_parts = self._resume.partial == "keep"
         groups = self._earlier.scored(ordinals, problem)
-        groups = groups if keep else whole_share(ordinals, groups)
-        recording = Recording(inference, self._earlier, groups, self._lineage, self._unwritten.append, with_parts=keep)
+        groups = groups if with_parts else whole_share(ordinals, groups)
+        recording = Recording(
+            inference, self._earlier, groups, self._lineage, self._unwritten.append, with_parts=with_parts
+        )
         writer = asyncio.create_task(self._flush_regularly(recording))
         finished = False
         try:
