@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl.model.config import Recompute
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout
-from megatron_rl.platform.router import mend_router
+from megatron_rl.platform.mended import mend_router
 
 
 def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform: Platform, stage: int) -> Any:

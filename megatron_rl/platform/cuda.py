@@ -89,7 +89,7 @@ class CudaPlatform:
         return whole_linears(config)
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
-        from megatron_rl.platform.multi_tensor import mend_multi_tensor
+        from megatron_rl.platform.mended import mend_multi_tensor
 
         mend_multi_tensor()
         return make().to(device=self.device, dtype=dtype)

@@ -36,7 +36,7 @@ from megatron_rl.platform.cpu import CpuPlatform, patched_for
 from megatron_rl.platform.cuda import CudaPlatform
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.implementation import UNASKED
-from megatron_rl.platform.multi_tensor import mend_multi_tensor
+from megatron_rl.platform.mended import mend_multi_tensor
 from megatron_rl.platform.paged_kernels import PagedKernel
 from megatron_rl.platform.varlen_attention import VarlenKernel
 

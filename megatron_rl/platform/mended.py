@@ -1,19 +1,25 @@
-"""What megatron-core computes over all gradients at once, for a GPU without Transformer Engine's and Apex's kernels.
-
-Its own stand-ins look at the norm of every tensor on the host, hundreds of waits an update, and scale one after the
-other.
-"""
+"""What megatron-core lacks, or does slowly, where there is neither Transformer Engine nor Apex."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 
+def mend_router() -> None:
+    """Define what the router's product asks for before it goes without: 0.16.1 knows the name only where Transformer
+    Engine is."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def mend_multi_tensor() -> None:
-    """Replace the stand-ins of megatron-core (0.16.1 and 0.19.2) where it has chosen them."""
+    """Replace what megatron-core (0.16.1 and 0.19.2) computes over all gradients at once, where it has chosen its own
+    stand-ins: they look at the norm of every tensor on the host, hundreds of waits an update, and scale one after the
+    other."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _l2_norm
         clip_grads.multi_tensor_scale_impl = _scale
