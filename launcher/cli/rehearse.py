@@ -11,8 +11,9 @@ import click
 from launcher.backends.rehearsal import Rehearsal, rehearse
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
-from launcher.plan.gpu_memory import CONTEXT_BYTES, rank_memory
+from launcher.plan.gpu_memory import rank_memory
 from launcher.plan.kinds import rank_kinds
+from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe

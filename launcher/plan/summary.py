@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.cluster.profile import Profile
-from launcher.plan.gpu_memory import answers_per_update, checkpoint_bytes, offloaded_bytes, rank_memories
+from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes, rank_memories
+from launcher.plan.memory_terms import answers_per_update
 from launcher.plan.parameters import vocabulary, whole_model
 from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError

@@ -293,6 +293,7 @@ OFFLOADS = {
 CURES = {
     "weights": "raise tp or pp",
     "gradients": "raise tp or pp",
+    "widened gradients": "raise tp or pp, or use more nodes (optimizer.distributed)",
     "optimizer": "raise tp or pp, use more nodes (optimizer.distributed), or set placement.offload: optimizer",
     "reference": "set grpo.kl_beta to 0, or raise tp",
     "activations": "lower training.tokens_per_microbatch and training.sequence_length, set training.recompute: full, "

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.cli.show.plan import size
-from launcher.plan.gpu_memory import CONTEXT_BYTES
+from launcher.plan.memory_terms import CONTEXT_BYTES
 from megatron_rl.config import RunConfig
 
 TRIFLE = 0.005

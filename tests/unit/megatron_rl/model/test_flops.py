@@ -9,7 +9,7 @@ import torch
 from core_helpers import tiny_model, tiny_policy
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.plan.gpu_memory import WEIGHT_BYTES, _kept
+from launcher.plan.memory_terms import WEIGHT_BYTES, kept_bytes
 from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe, shipped_recipes
 from megatron_rl.model.flops import rows_per_token, training_flops
@@ -46,5 +46,5 @@ def test_a_gathered_row_keeps_no_more_than_it_counts_for(name: str, recompute: s
     sizes = Sizes(**dict.fromkeys(Sizes.__dataclass_fields__, 1) | {"sequence_parallel": False})
     heads = 2 * model.num_attention_heads + 2 * model.num_query_groups  # query and result, key and value
     row = WEIGHT_BYTES[model.dtype] * heads * model.head_size + 4 * model.num_attention_heads
-    assert row * rows_per_token(model) <= _kept(model, sizes, recompute)
+    assert row * rows_per_token(model) <= kept_bytes(model, sizes, recompute)
     assert 3 <= rows_per_token(model) <= 7
