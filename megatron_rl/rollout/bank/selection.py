@@ -58,9 +58,10 @@ def reusable_records(
 def whole_share(ordinals: Iterable[int], known: dict[int, TrajectoryGroup]) -> dict[int, TrajectoryGroup]:
     """The known groups of a driver's share where they are all of it, else none: `resume.partial: regenerate`.
 
-    The last bits of a log-prob depend on how many rows the engine decodes beside it (matrix products of another shape
-    sum in another order), and so on which of the share's prompts are generated at all. Only an all or nothing has every
-    answer decoded among the neighbours that it would have had without the interruption.
+    The last bits of a log-prob may depend on how many rows the engine decodes beside it (on a GPU matrix products of
+    another shape sum in another order, and of experts everywhere) and on what it finds in the cache, and so on which of
+    the share's prompts are generated at all. Only an all or nothing has every answer decoded among the neighbours that it
+    would have had without the interruption.
     """
     return known if all(ordinal in known for ordinal in ordinals) else {}
 
