@@ -60,8 +60,8 @@ def whole_share(ordinals: Iterable[int], known: dict[int, TrajectoryGroup]) -> d
 
     The last bits of a log-prob may depend on how many rows the engine decodes beside it (on a GPU matrix products of
     another shape sum in another order, and of experts everywhere) and on what it finds in the cache, and so on which of
-    the share's prompts are generated at all. Only an all or nothing has every answer decoded among the neighbours that it
-    would have had without the interruption.
+    the share's prompts are generated at all. Only an all or nothing has every answer decoded among the neighbours that
+    it would have had without the interruption.
     """
     return known if all(ordinal in known for ordinal in ordinals) else {}
 
