@@ -26,8 +26,9 @@ demo: $(READY) ## train a tiny model on arithmetic while you watch, about two mi
 test: lint ## lint, unit tests, whole runs here, and on a real Slurm where its packages are installed
 	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile tests/unit tests/runs tests/slurm
 
-test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn
-	$(BIN)/pytest -m slow --timeout 1800 tests
+test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
+	$(BIN)/pytest -m slow --timeout 3600 tests
+	$(BIN)/pytest -m "not slow" --timeout 1800 --numprocesses 2 --hypothesis-profile thorough tests/unit
 
 test-gpu: ## on a GPU, with a GPU_PYTHON that has torch for CUDA: tests, and figures to tests/benchmarks/results
 	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# A busy machine is no fault of the code: what is slow shows in the durations.
-settings.register_profile("mrl", deadline=None)
+# A busy machine is no fault of the code: what is slow shows in the durations. `make test-slow` looks far longer.
+settings.register_profile("mrl", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("mrl")
 
 # Before torch is imported: threads that wait for each other on busy cores make small tensors slow.
