@@ -25,6 +25,11 @@ class IncrementalDecoder:
         self._given = 0  # characters of the window's text that have been handed out
         self._whole = 0  # tokens of the window after which no character was unfinished
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether the newest tokens may be part of a character that is not finished."""
+        return self._whole < len(self._window)
+
     def push(self, tokens: Sequence[int]) -> str:
         """What these tokens add to the text. Characters that may not be finished are held back."""
         self._window = [*self._window, *tokens]
@@ -73,13 +78,14 @@ class StopStrings:
         """
         decoder, tail = self._decoder.copy(), self._tail
         found = self._look(tokens)
-        if found is None:
+        # A character that is not finished may hide what stands whole before it.
+        if found is None and not self._decoder.holds_back:
             return None
         self._decoder, self._tail = decoder, tail
         for count, token in enumerate(tokens, 1):
             if completed := self._look([token]):
                 return count, completed
-        return len(tokens), found
+        return (len(tokens), found) if found else None
 
     def _look(self, tokens: Sequence[int]) -> str | None:
         text = self._tail + self._decoder.push(tokens)

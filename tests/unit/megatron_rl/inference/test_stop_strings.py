@@ -88,6 +88,13 @@ def test_an_answer_ends_with_the_first_token_that_completes_one(
     assert (found and (taken + found[0], found[1])) == expected
 
 
+def test_a_character_that_is_not_finished_hides_no_stop_string_before_it() -> None:
+    """As it would from who decodes them together."""
+    pieces = ByteFallback([b"a", *(bytes([byte]) for byte in "\u20ac\u00e9".encode())])
+    stops = StopStrings(["\u20ac"], pieces.decode)
+    assert stops.push(range(5)) == (4, "\u20ac")
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.data(), text=st.text(alphabet=LETTERS, max_size=400))
 def test_text_is_told_in_parts_that_are_never_taken_back(data: st.DataObject, text: str) -> None:
