@@ -212,7 +212,8 @@ def test_a_damaged_line_of_the_ledger_ends_no_run(job, line):
     assert [start.attempt for start in starts_in(read_ledger(job.run))] == [1, 2]
 
 
-@pytest.mark.parametrize("file", [pytest.param("attempts.jsonl", marks=pytest.mark.slow), "job.json"])
+@pytest.mark.slow  # it reads again for twenty seconds
+@pytest.mark.parametrize("file", ["attempts.jsonl", "job.json"])
 def test_a_file_that_cannot_be_read_sends_the_job_elsewhere(job, file):
     script = job.write_script("train", health_check="false")
     job.start(script)

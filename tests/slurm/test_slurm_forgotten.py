@@ -14,7 +14,7 @@ from login import SECONDS, Login, Run
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=1")
 
 
-@pytest.fixture(params=["accounting_lab", "forgetful_lab"])
+@pytest.fixture(params=["accounting_lab", pytest.param("forgetful_lab", marks=pytest.mark.slow)])
 def login(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Login]:
     with Login(request.getfixturevalue(request.param), tmp_path / "home", tmp_path / "share") as user:
         yield user
