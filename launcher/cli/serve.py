@@ -128,7 +128,7 @@ def make_token_file(file: Path) -> None:
         raise BadInput(f"--token-file {file} cannot be made: {error.strerror}") from error
 
 
-def _serve(words: list[str], tokens: Path, as_json: bool) -> None:
+def _serve(command: list[str], tokens: Path, as_json: bool) -> None:
     """Until the server ends. It has a session of its own: each Ctrl-C reaches it once, by us."""
     child: subprocess.Popen[str] | None = None
 
@@ -140,7 +140,7 @@ def _serve(words: list[str], tokens: Path, as_json: bool) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the child's too, until it knows what to do about them
     try:
         child = subprocess.Popen(
-            words,
+            command,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

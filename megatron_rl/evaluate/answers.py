@@ -79,9 +79,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "
     """`sampling.temperature was 0.6 and is 1.0`, for each value that differs."""
     found = []
     for key in sorted(before.keys() | now.keys()):
-        there, here = before.get(key), now.get(key)
-        if isinstance(there, Mapping) and isinstance(here, Mapping):
-            found += differences(there, here, f"{name}{key}.")
-        elif there != here:
-            found.append(f"{name}{key} was {there} and is {here}")
+        was, is_now = before.get(key), now.get(key)
+        if isinstance(was, Mapping) and isinstance(is_now, Mapping):
+            found += differences(was, is_now, f"{name}{key}.")
+        elif was != is_now:
+            found.append(f"{name}{key} was {was} and is {is_now}")
     return found
