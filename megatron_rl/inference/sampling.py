@@ -40,7 +40,9 @@ class SamplingRows:
     least: Tensor
     """min_new_tokens."""
     ends: Tensor
-    """[rows, ends] the tokens that end an answer, some of them more than once."""
+    """[rows, ends] the tokens that end an answer, then the first of them again and again."""
+    different_ends: NDArray[np.int64]
+    """How many of `ends` differ."""
     holds: NDArray[np.int64]
     """min_new_tokens: up to which an answer may not end."""
     end_ids: tuple[int, ...]
@@ -60,6 +62,7 @@ class SamplingRows:
             cuts_floor=np.zeros(rows, dtype=np.bool_),
             least=torch.zeros(rows, dtype=torch.long, device=device),
             ends=torch.zeros(rows, len(end_ids) + MOST_STOPS, dtype=torch.long, device=device),
+            different_ends=np.ones(rows, dtype=np.int64),
             holds=np.zeros(rows, dtype=np.int64),
             end_ids=tuple(sorted(end_ids)),
         )
@@ -76,6 +79,7 @@ class SamplingRows:
             self.cuts_floor[rows],
             self.least[rows],
             self.ends[rows],
+            self.different_ends[rows],
             self.holds[rows],
             self.end_ids,
         )
@@ -92,6 +96,7 @@ class SamplingRows:
         self.least[rows] = sampling.min_new_tokens
         self.holds[rows] = sampling.min_new_tokens
         ends = [*self.end_ids, *sampling.stop_tokens]
+        self.different_ends[rows] = len(ends)
         ends += ends[:1] * (self.ends.shape[1] - len(ends))
         self.ends[rows] = torch.tensor(ends).to(self.ends.device, non_blocking=True)
 
@@ -100,12 +105,14 @@ class SamplingRows:
         source, target = (torch.tensor(rows).to(self.top_k.device, non_blocking=True) for rows in (sources, targets))
         for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.least, self.ends):
             column[target] = column[source]
-        for asked in (self.greedy, self.likeliest, self.cuts_order, self.cuts_floor, self.holds):
+        for asked in (
+            self.greedy, self.likeliest, self.cuts_order, self.cuts_floor, self.different_ends, self.holds,
+        ):  # fmt: skip
             asked[targets] = asked[sources]
 
     def ended_by(self, tokens: Tensor) -> Tensor:
         """Whether the newest tokens [rows] end their answers, [rows]."""
-        return (self.ends == tokens[:, None]).any(1)
+        return (self.ends[:, : self.different_ends.max()] == tokens[:, None]).any(1)
 
 
 def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:

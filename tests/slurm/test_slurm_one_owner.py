@@ -64,15 +64,21 @@ def test_a_job_waits_for_one_that_is_being_ended(login: Login) -> None:
     login.share.mkdir()
     root, script = login.share / "run", login.home / "job.sbatch"
     login.confine(1, 2)
-    once = login.home / "once"
-    epilog = login.program("epilog", f"[[ -e {once} ]] || {{ touch {once}; sleep 8; }}")
+    begun, release = login.home / "begun", login.home / "release"
+    limit = int(SECONDS * 10)
+    epilog = login.program(
+        "epilog", f"touch {begun}; for _ in {{1..{limit}}}; do [[ -e {release} ]] && break; sleep 0.1; done"
+    )
     script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
     with login.lab.configured({"KillWait=5": f"KillWait=5\nEpilog={epilog}"}):
         first = login.adopt(root, login.sbatch(script, stub={"steps": 10_000}))
         first.wait_for_step(2)
         login.lab.run("scancel", first.job)
-        wait_until("the first is being ended", lambda: first.state() == "COMPLETING" and first.ends(), SECONDS)
+        wait_until("the first's node is being cleaned up", begun.exists, SECONDS)
         second = login.adopt(root, login.sbatch(script, stub={"steps": 10}))
+        waits = f"waiting for job {first.job} to be gone from its nodes"
+        wait_until("the second waits for it", lambda: waits in second.dir.batch_log.read_text(), SECONDS)
+        assert first.state() == "COMPLETING"
+        release.touch()
         assert second.wait() == "COMPLETED", second.log()
-    assert f"waiting for job {first.job} to be gone from its nodes" in second.dir.batch_log.read_text()
     assert second.ends()[-1] == ("finished", None)
