@@ -8,7 +8,7 @@ all are written in the same pass.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.api import GenerationRequest
@@ -116,45 +116,53 @@ class Admission:
         prefills: list[Prefill] = []
         begun: list[Row] = []
         left = self._at_once
+        growing = sum(row.grows for row in running)
         while self._waiting and left and len(running) + len(begun) < self._max_batch:
             branch = self._waiting[0]
             if not branch.pages:
                 branch.pages = self._pages.find(branch.tokens[:-1])  # who knows all tokens still needs a logit
             tokens = len(branch.tokens) - len(branch.pages) * self._pages.tokens
             if tokens <= left:
-                made = self._rows(branch, [*running, *begun], begun)
+                made = self._rows(branch, len(running), begun, growing)
             elif left == self._at_once:
-                made = self._piece(branch, running)
+                made = self._piece(branch, growing)
             else:
                 break
             if made is None:
                 break
+            growing += sum(row.grows for row in begun[len(begun) - len(made.samples) :])
             prefills.append(made)
             left -= len(made.tokens)
             self.prefilled_tokens += len(made.tokens)
         return prefills, begun
 
-    def _piece(self, branch: Branch, running: Iterable[Row]) -> Prefill | None:
-        """The next tokens of a sequence that is too long for one prefill; None where there is no room for them."""
+    def _piece(self, branch: Branch, growing: int) -> Prefill | None:
+        """The next tokens of a sequence that is too long for one prefill; None where there is no room for them.
+
+        growing: rows that may need another page.
+        """
         count = self._at_once // self._pages.tokens
-        if count > self._pages.available - _growing(running):
+        if count > self._pages.available - growing:
             return None
         made = self._prefill(branch, len(branch.pages) + count, [])
         branch.pages = made.pages
         return made
 
-    def _rows(self, branch: Branch, running: Collection[Row], begun: list[Row]) -> Prefill | None:
+    def _rows(self, branch: Branch, running: int, begun: list[Row], growing: int) -> Prefill | None:
         """The last tokens of a sequence, and rows for as many of its samples as there is room for, which are added to
-        those `begun`; None where there is room for none."""
+        those `begun`; None where there is room for none.
+
+        running: rows beside those `begun`. growing: of both, those that may need another page.
+        """
         request, tokens = branch.job.request, branch.tokens
         full = len(tokens) // self._pages.tokens
         most_pages = self._pages.needed(len(request.prompt_tokens) + request.sampling.max_new_tokens)
         # A page is left free for each row that may need another one, lest new rows soon give way.
-        left = self._pages.available - (full - len(branch.pages)) - _growing(running)
+        left = self._pages.available - (full - len(branch.pages)) - growing
         fit = left // (2 if most_pages > full + 1 else 1)
-        if not running:  # every request that was taken on has room alone
+        if not running and not begun:  # every request that was taken on has room alone
             fit = max(fit, 1)
-        count = min(fit, len(branch.samples), self._max_batch - len(running))
+        count = min(fit, len(branch.samples), self._max_batch - running - len(begun))
         if count < 1:
             return None
         samples, others = branch.samples[:count], branch.samples[count:]
@@ -190,7 +198,3 @@ class Admission:
             sampling=request.sampling,
             top_logprobs=request.top_logprobs,
         )
-
-
-def _growing(rows: Iterable[Row]) -> int:
-    return sum(row.grows for row in rows)

@@ -241,8 +241,9 @@ class Scheduler:
         for place in places:
             row = self._rows.pop(place)
             row.ended = True
-            if row.current:
-                self._pages.name(row.job.request.prompt_tokens + row.answer.tokens[:-1], row.pages)
+            prompt, answer = row.job.request.prompt_tokens, row.answer.tokens
+            if row.current and len(prompt) + len(answer) > self._pages.tokens:  # else no page is full
+                self._pages.name(prompt + answer[:-1], row.pages)
             self._pages.release(row.pages)
             self._followed.discard(place)
             self._freed.append(place)
