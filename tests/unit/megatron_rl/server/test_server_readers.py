@@ -127,9 +127,10 @@ def test_what_is_left_unread_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
         thread = EngineThread(engine)
         thread.start()
         unread = thread.submit(GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=300), 0), asyncio.Event())
-        await until(lambda: bool(engine.asked) and engine.running == 0)
+        await until(lambda: unread._end is not None)  # nothing is read meanwhile
         with pytest.raises(ReaderTooSlow):
             unread.unread()
+        await until(lambda: engine.running == 0)
         thread.stop("enough")
         assert await asyncio.to_thread(thread.join)
 
