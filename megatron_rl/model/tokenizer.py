@@ -141,7 +141,7 @@ class HuggingFaceTokenizer:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:
+        except Exception as error:  # a template is a program of the model's: it may raise anything
             raise ValueError(f"the model's chat template refuses them: {error}") from error
         return text
 

@@ -204,7 +204,7 @@ async def _serve(
 
     def hear() -> None:
         if leaving:
-            os._exit(EXIT_INTERRUPTED)
+            os._exit(EXIT_INTERRUPTED)  # an engine in the middle of a step would be waited for
         leaving.append(asyncio.get_running_loop().create_task(leave()))
 
     for number in SIGNALS:

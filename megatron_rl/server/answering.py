@@ -112,7 +112,7 @@ class _Answer:
                         del unanswered[number]
                     if batch:
                         yield batch
-        except Exception as error:
+        except Exception as error:  # whatever ended the engine's answer: the client is told by its kind
             raise _told(error) from error
 
     def _measure(self, index: int, part: Part) -> None:

@@ -24,6 +24,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import read_hf_config, shape
 
 VOCAB = 61  # padded to 64
+SHARD = 20_000  # bytes of a file at most: several files
 TOKENS = 50
 SENTENCE = [3, 10, 4, 60, 7, 13, 0, 14, 1, 44, 21, 5]
 SIZES = {

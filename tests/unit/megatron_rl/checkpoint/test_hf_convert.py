@@ -14,7 +14,7 @@ import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
 from core_helpers import full_forward, tiny_model, tiny_policy, tiny_run
-from hf_helpers import PUBLISHED, SENTENCE, VOCAB, model_of, publish, tokenizer
+from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -24,8 +24,6 @@ from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.policy import build_policy
-
-SHARD = 20_000  # bytes: several files
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -70,19 +68,6 @@ def test_a_round_trip_changes_no_bit(
     for file in files:
         assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron", "back"}
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published") / "hf"
-    publish(folder, PUBLISHED["Qwen2"])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def converted(published: Path, platform: Any, groups: Any) -> Path:
-    to_megatron(published, published.parent / "megatron", platform, shard_bytes=SHARD)
-    return published.parent / "megatron"
 
 
 def test_a_run_starts_from_what_was_converted(published: Path, converted: Path, platform: Any, groups: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_helpers import PUBLISHED, publish
+from hf_helpers import SHARD
 
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
@@ -18,21 +18,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
 
-SHARD = 20_000  # bytes: several files
 WEIGHTS = "model-00001-of-00005.safetensors"
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published") / "hf"
-    publish(folder, PUBLISHED["Qwen2"])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def converted(published: Path, platform: Any, groups: Any) -> Path:
-    to_megatron(published, published.parent / "m", platform, shard_bytes=SHARD)
-    return published.parent / "m"
 
 
 IRREGULAR: dict[str, Callable[[Path], Any]] = {
