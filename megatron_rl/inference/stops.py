@@ -32,6 +32,8 @@ class IncrementalDecoder:
 
     def push(self, tokens: Sequence[int]) -> str:
         """What these tokens add to the text. Characters that may not be finished are held back."""
+        if not tokens:
+            return ""  # nor are those before them context that is no longer needed
         self._window = [*self._window, *tokens]
         text = self._decode(self._window)
         finished = len(text)
@@ -61,6 +63,13 @@ class IncrementalDecoder:
         return made
 
 
+def first_complete(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
+    """Where in the text the stop string begins that is complete first, and which it is; of those that end together the
+    longest. So it does not matter in how many pieces the text comes."""
+    found = [(place + len(string), place, string) for string in stop if (place := text.find(string)) >= 0]
+    return min(found)[1:] if found else None
+
+
 class StopStrings:
     """Looks for the first token that completes a stop string in one answer."""
 
@@ -73,8 +82,6 @@ class StopStrings:
     def push(self, tokens: Sequence[int]) -> tuple[int, str] | None:
         """How many of these next tokens belong to the answer, and the stop string that the last of them completes; None
         where they complete none. Nothing follows a stop string.
-
-        Where a token completes several, it is the one that begins first.
         """
         decoder, tail = self._decoder.copy(), self._tail
         found = self._look(tokens)
@@ -90,5 +97,5 @@ class StopStrings:
     def _look(self, tokens: Sequence[int]) -> str | None:
         text = self._tail + self._decoder.push(tokens)
         self._tail = text[-self._reach :] if self._reach else ""
-        found = [(place, string) for string in self._stop if (place := text.find(string)) >= 0]
-        return min(found, key=lambda each: each[0])[1] if found else None
+        found = first_complete(text, self._stop)
+        return found[1] if found else None

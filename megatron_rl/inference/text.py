@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.inference.stops import Decode, IncrementalDecoder
+from megatron_rl.inference.stops import Decode, IncrementalDecoder, first_complete
 
 
 class TextStream:
@@ -36,9 +36,8 @@ class TextStream:
     def _release(self, new: str) -> str:
         """What of the held text and the new cannot be the beginning of a stop string."""
         text = self._held + new
-        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
-            place, self.stopped = min(found)
+        if found := first_complete(text, self._stop):
+            place, self.stopped = found
             self._held = ""
             return text[:place]
         held = max((overlap(text, stop) for stop in self._stop), default=0)

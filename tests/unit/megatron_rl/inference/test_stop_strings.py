@@ -66,8 +66,8 @@ def looks(tokens: int, sizes: Sequence[int]) -> list[range]:
 def by_definition(pieces: Sequence[bytes], stop: Sequence[str]) -> tuple[int, str] | None:
     for count in range(1, len(pieces) + 1):
         text = b"".join(pieces[:count]).decode(errors="ignore")
-        if present := [(text.index(string), stop.index(string)) for string in stop if string in text]:
-            return count, stop[min(present)[1]]
+        if present := [(text.index(string) + len(string), -len(string), string) for string in stop if string in text]:
+            return count, min(present)[-1]
     return None
 
 
