@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -54,6 +56,19 @@ class ServedFolder:
 
     def version(self, version: int) -> Path:
         return self.folder / f"version-{version:06d}"
+
+    def own(self) -> None:
+        """Make the folder, or see that nobody else put it there: in /dev/shm everybody may, and who has it chooses what
+        the server reads. Raises ConfigurationError and OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self.folder.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            raise ConfigurationError(f"{self.folder} is a link: name the folder that it leads to")
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigurationError(
+                f"{self.folder} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: weights are "
+                "written only to a folder of one's own that nobody else can write to; name another one, or chmod 700"
+            )
 
     def write(self, into: Path, writer: int, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         """Write the tensors of one writer to files of its own. Returns the file of each. Raises OSError."""
@@ -116,6 +131,7 @@ class ExternalPolicy:
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See `UpdatableInference.update_weights`. Raises ReloadFailed; OSError and ConfigurationError where the files
         cannot be written. The server has then the weights it had."""
+        self._served.own()
         with staged(self._served.version(version), 0, replace=True) as folder:
             self._served.describe(folder, self._served.write(folder, 0, tensors))
         await self.reload(version)
@@ -167,6 +183,7 @@ class ExternalRefit:
         self._agree((lambda: asyncio.run(self._external.reload(policy_version))) if leads else _nothing)
 
     def _begin(self, stack: ExitStack, policy_version: int) -> str:
+        self._served.own()
         target = self._served.version(policy_version)
         return str(stack.enter_context(staged(target, self.moved_bytes, replace=True)))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from weights_server import WeightsServer
 
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint
 from megatron_rl.refit.external import ExternalPolicy, ServedFolder
@@ -122,3 +123,27 @@ def test_a_full_disk_leaves_the_version_before(setting: Setting, monkeypatch: py
     assert setting.versions == ["current", "version-000001"]
     assert setting.served.current.resolve() == setting.served.version(1)
     assert setting.server.has(tensors(1))
+
+
+@pytest.mark.parametrize("whose", ["of another user", "open to all", "behind a link"])
+def test_weights_are_written_to_no_folder_that_others_can_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    setting = Setting(tmp_path, "vllm")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    if whose == "behind a link":
+        setting.served.folder.symlink_to(theirs)
+    else:
+        setting.served.folder.mkdir()
+        setting.served.folder.chmod(0o777 if whose == "open to all" else 0o755)
+    if whose == "of another user":
+        monkeypatch.setattr("megatron_rl.refit.external.os.geteuid", lambda: 12345)
+    with pytest.raises(ConfigurationError, match=str(setting.served.folder)):
+        setting.update(1)
+    assert not [*setting.served.folder.iterdir()]
+
+
+def test_a_folder_that_was_not_there_is_for_its_owner_alone(setting: Setting) -> None:
+    setting.update(1)
+    assert setting.served.folder.stat().st_mode & 0o777 == 0o700
