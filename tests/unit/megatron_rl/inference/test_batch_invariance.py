@@ -1,9 +1,9 @@
 """On a CPU an answer is the same bit for bit, log-probs included, whatever else is answered at the same time.
 
 As long as it is computed in the same pieces: one that gives way, finds its beginning in the cache or has a prompt
-longer than a prefill attends to the same tokens by another kernel, and its log-probs differ by rounding. Experts get as
-many tokens as there happen to be for them, and four ranks add up what they send in an order that depends on how much it
-is.
+longer than a prefill, or begins after others of its group, attends to the same tokens by another kernel, and its
+log-probs differ by rounding. Experts get as many tokens as there happen to be for them, and four ranks add up what they
+send in an order that depends on how much it is.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
 
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=96, max_position_embeddings=64)
+SAMPLES = 5
+"""Of a prompt, at most; there are rows for as many, so that those of the first request begin together."""
 REQUESTS = st.builds(
     lambda prompt, samples, limit, temperature, top_k, key: GenerationRequest(
         prompt, samples, Sampling(max_new_tokens=limit, temperature=temperature, top_k=top_k), key
     ),
     prompt=st.lists(st.integers(0, 12), min_size=1, max_size=30),
-    samples=st.integers(1, 5),
+    samples=st.integers(1, SAMPLES),
     limit=st.integers(1, 30),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     top_k=st.sampled_from([0, 3]),
@@ -58,7 +60,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     request=REQUESTS,
     others=st.lists(REQUESTS, max_size=6),
     arriving=st.lists(st.integers(0, 4), max_size=6),
-    max_batch=st.integers(1, 12),
+    max_batch=st.integers(SAMPLES, 12),
     threads=st.sampled_from([1, 2]),
 )
 def test_an_answer_is_the_same_whatever_its_neighbours(
