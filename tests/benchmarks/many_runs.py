@@ -67,10 +67,15 @@ def make(folder: Path, count: int) -> dict[str, str]:
         elif job_id is not None:
             when = "2026-01-01T00:00:00"
             ended.append(f"{job_id}|COMPLETED|0:0|{when}|{when}|{when}|node[01-08]|{run.root.name}")
-    answers = {"squeue": running, "sacct": ended, "scontrol": [f"ClusterName = {CLUSTER}"]}
-    for name, lines in answers.items():
+    for name, lines in {"squeue": running, "sacct": ended, "config": [f"ClusterName = {CLUSTER}"]}.items():
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-        (folder / name).write_text(f"#!/bin/sh\nexec cat {folder / name}.txt\n")
+    show_job = 'echo "JobId=$4 JobState=RUNNING Reason=None NodeList=node[01-08] Comment=(null)"'
+    for name, what in {
+        "squeue": f"exec cat {folder}/squeue.txt",
+        "sacct": f"exec cat {folder}/sacct.txt",
+        "scontrol": f'case "$2" in job) {show_job} ;; *) exec cat {folder}/config.txt ;; esac',
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{what}\n")
         (folder / name).chmod(0o755)
     return {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "PATH": f"{folder}:{os.environ['PATH']}"}
 
