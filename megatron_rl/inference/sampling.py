@@ -20,10 +20,25 @@ from megatron_rl.inference.config import MOST_STOPS, Sampling
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingWork:
+    """What has to be computed to sample some rows, as the host knows it: it need not wait for the device to know."""
+
+    greedy: bool
+    """The likeliest token of each: a temperature is 0."""
+    ordered: int | None
+    """So many of the likeliest tokens in order, 0 for all: top-k or top-p cut something away. None: none."""
+    floor: bool
+    """What min-p cuts away."""
+    holds: bool
+    """What is left without end tokens: an answer may not end yet."""
+    ends: int
+    """How many columns of `SamplingRows.ends` differ."""
+
+
 @dataclass(slots=True)
 class SamplingRows:
-    """Sampling parameters of every row of a batch, each [rows], and what they ask for, on the host: it need not wait
-    for the device to know what to compute."""
+    """Sampling parameters of every row of a batch, each [rows], and what they ask for, on the host."""
 
     temperature: Tensor
     top_k: Tensor
@@ -110,45 +125,62 @@ class SamplingRows:
         ):  # fmt: skip
             asked[targets] = asked[sources]
 
-    def ended_by(self, tokens: Tensor) -> Tensor:
-        """Whether the newest tokens [rows] end their answers, [rows]."""
-        return (self.ends[:, : self.different_ends.max()] == tokens[:, None]).any(1)
+    def work(self, rows: slice, tokens: NDArray[np.int64]) -> SamplingWork:
+        """What the next tokens of these rows take. tokens [rows]: that their answers have, at most."""
+        ordered = None
+        if self.cuts_order[rows].any():
+            # To sort 150k tokens takes longer than to compute them; where every row keeps few, those are enough. A
+            # power of two, of which there are few.
+            likeliest = self.likeliest[rows]
+            ordered = 2 ** (int(likeliest.max()) - 1).bit_length() if likeliest.all() else 0
+        return SamplingWork(
+            greedy=bool(self.greedy[rows].any()),
+            ordered=ordered,
+            floor=bool(self.cuts_floor[rows].any()),
+            holds=bool((self.holds[rows] > tokens).any()),
+            ends=int(self.different_ends[rows].max()),
+        )
 
 
-def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, rows: SamplingRows, work: SamplingWork, uniform: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    logits [rows, vocab], uniform [rows] in [0, 1) -> tokens [rows], logprobs [rows] fp32
+    logits [rows, vocab], uniform [rows] in [0, 1), count [rows] tokens of the answers before
+    -> tokens [rows], logprobs [rows] fp32, and which tokens end their answers, [rows]
 
     logprobs are of softmax(logits / temperature) over the whole vocabulary, whatever top-k, top-p or min-p then
-    cut away. Temperature 0 takes the likeliest token and counts as temperature 1 for the log-prob.
+    cut away. Temperature 0 takes the likeliest token and counts as temperature 1 for the log-prob. For what is drawn
+    the end tokens are not there where an answer has fewer than `least` tokens.
 
-    held: [rows] which answers may not end yet: their end tokens are not there for what is drawn; None: all may.
+    work: what the rows ask for, all of it at least.
     """
     greedy = rows.temperature == 0
     temperature = rows.temperature.masked_fill(greedy, 1.0)
     logits = logits.float()
     logprobs = torch.log_softmax(logits / temperature[:, None], dim=-1)
     probs = logprobs.exp()
-    if held is not None:
+    if work.holds:
+        held = count < rows.least
         # Not by their probabilities: what is left of those may all be too small for fp32.
         logits = torch.where(held[:, None], logits.scatter(1, rows.ends, -torch.inf), logits)
         probs = torch.softmax(logits / temperature[:, None], dim=-1)
     # fp32 running sums over 150k tokens would lose the tail
-    cumulative = keep_likely(probs, rows).cumsum(-1, dtype=torch.float64)
+    cumulative = keep_likely(probs, rows, work).cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
     tokens = drawn.squeeze(1).clamp_(max=logits.shape[1] - 1)
-    if rows.greedy.any():
+    if work.greedy:
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+    ends = (rows.ends[:, : work.ends] == tokens[:, None]).any(1)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), ends
 
 
-def keep_likely(probs: Tensor, rows: SamplingRows) -> Tensor:
+def keep_likely(probs: Tensor, rows: SamplingRows, work: SamplingWork) -> Tensor:
     """Zero what top-k, then top-p, then min-p cut away; [rows, vocab]. The likeliest token always stays."""
     vocab = probs.shape[1]
-    if rows.cuts_order.any():
-        # To sort 150k tokens takes longer than to compute them; where every row keeps few, those are enough.
-        depth = min(vocab, int(rows.likeliest.max())) if rows.likeliest.all() else vocab
+    if work.ordered is not None:
+        depth = min(vocab, work.ordered or vocab)
         ordered, order = probs.topk(depth) if depth < vocab else probs.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(depth, device=probs.device)
         top_k = torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None]
@@ -157,7 +189,7 @@ def keep_likely(probs: Tensor, rows: SamplingRows) -> Tensor:
         cut = mass_before >= rows.top_p[:, None] * ordered.sum(-1, keepdim=True)
         cut &= (rows.top_p < 1)[:, None]
         probs = torch.zeros_like(probs).scatter_(1, order, ordered.masked_fill(cut, 0.0))
-    if rows.cuts_floor.any():
+    if work.floor:
         probs = probs.masked_fill(probs < rows.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
     return probs
 

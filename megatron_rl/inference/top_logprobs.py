@@ -34,12 +34,15 @@ class TopLogprobsRows:
             self._logprobs[target] = self._logprobs[source]
         self._asked[targets] = self._asked[sources]
 
-    def record(self, rows: slice, count: Tensor, logits: Tensor, temperature: Tensor) -> None:
-        """Note the likeliest tokens of the next place of these rows, where any asks.
+    def most(self, rows: slice) -> int:
+        """How many any of these rows asks for."""
+        return int(self._asked[rows].max())
+
+    def record(self, rows: slice, count: Tensor, logits: Tensor, temperature: Tensor, most: int) -> None:
+        """Note so many of the likeliest tokens of the next place of these rows.
 
         count [rows] answer tokens before it; logits [rows, vocab]; temperature [rows], of which 0 counts as 1.
         """
-        most = int(self._asked[rows].max())
         if not most:
             return
         temperature = temperature.masked_fill(temperature == 0, 1.0)

@@ -149,7 +149,7 @@ import megatron_rl.platform.megatron_core
 import torch
 from launcher.recipe.load import load_recipe
 from megatron_rl.algorithms import loss
-from megatron_rl.inference import model_runner
+from megatron_rl.inference import row_state
 from megatron_rl.model.layers import PackedLayer
 from megatron_rl.rehearse.run import rehearse
 from megatron_rl.training import trainer
@@ -168,7 +168,7 @@ def of_another_shape(tokens, *rest):
 
 from megatron_rl.model.config import ModelConfig
 found = [failure()]
-with mock.patch.object(model_runner, "sample", on_the_cpu):
+with mock.patch.object(row_state, "sample", on_the_cpu):
     found.append(failure())
 with mock.patch.object(trainer, "grpo_loss", of_another_shape):
     found.append(failure())

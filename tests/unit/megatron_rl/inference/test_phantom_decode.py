@@ -11,7 +11,7 @@ import torch
 from core_helpers import ALPHABET, END, VOCAB, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from megatron_rl.inference import model_runner
+from megatron_rl.inference import row_state
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.model_runner import ModelRunner
@@ -38,7 +38,7 @@ SAMPLINGS = [
 
 
 class Reads:
-    """Stands in for `model_runner._read`. The first row has ended whenever it is looked at."""
+    """Stands in for `row_state._read`. The first row has ended whenever it is looked at."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -59,7 +59,7 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
     """While rows of all kinds of sampling end, are moved together and are filled again, and while somebody follows what
     they sample. What looks at a number elsewhere than in `_read` raises here."""
     reads = Reads()
-    monkeypatch.setattr(model_runner, "_read", reads)
+    monkeypatch.setattr(row_state, "_read", reads)
     model = tiny_model(dtype="bf16", num_layers=1, max_position_embeddings=LONGEST)
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomPlatform(gpu))

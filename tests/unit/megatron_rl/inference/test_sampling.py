@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from megatron_rl.inference.sampling import SamplingRows, keep_likely, sample
 
 CPU = torch.device("cpu")
 END = 7
+ALL = slice(None)
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0])
 
 
@@ -21,6 +23,18 @@ def rows_of(*samplings: Sampling) -> SamplingRows:
     for row, sampling in enumerate(samplings):
         rows.set(slice(row, row + 1), sampling)
     return rows
+
+
+def draw(logits: Tensor, rows: SamplingRows, uniform: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs; count: of the answers before."""
+    count = torch.zeros(len(logits), dtype=torch.long) if count is None else count
+    tokens, logprobs, ends = sample(logits, rows, rows.work(ALL, count.numpy()), uniform, count)
+    assert ends.tolist() == [token in row for token, row in zip(tokens.tolist(), rows.ends.tolist(), strict=True)]
+    return tokens, logprobs
+
+
+def keep(probs: Tensor, rows: SamplingRows) -> Tensor:
+    return keep_likely(probs, rows, rows.work(ALL, np.zeros(len(probs), dtype=np.int64)))
 
 
 def params(**fields: float) -> Sampling:
@@ -59,7 +73,7 @@ CUTS = [
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_the_cuts_keep_what_their_definition_keeps(cut: dict[str, float]) -> None:
     probs = LOGITS.softmax(-1)
-    kept = keep_likely(probs[None], rows_of(params(**cut)))[0]
+    kept = keep(probs[None], rows_of(params(**cut)))[0]
     assert set(kept.nonzero().squeeze(1).tolist()) == cut_by_definition(probs.tolist(), params(**cut))
     assert torch.equal(kept[kept > 0], probs[kept > 0])
 
@@ -73,7 +87,7 @@ def test_the_cuts_keep_what_their_definition_keeps(cut: dict[str, float]) -> Non
 )
 def test_the_likeliest_token_always_stays(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     probs = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).softmax(-1)
-    kept = keep_likely(probs, rows_of(params(top_k=top_k, top_p=top_p, min_p=min_p)))
+    kept = keep(probs, rows_of(params(top_k=top_k, top_p=top_p, min_p=min_p)))
     assert kept[0, probs.argmax()] > 0
 
 
@@ -92,7 +106,7 @@ def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
     allowed = sorted(cut_by_definition(probs.tolist(), sampling))
     expected = draws * probs[allowed] / probs[allowed].sum()
     uniform = torch.rand(draws, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tokens, _ = sample(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
+    tokens, _ = draw(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
     counts = torch.bincount(tokens, minlength=8)
     assert counts.sum() == counts[allowed].sum() == draws
     chi_square = ((counts[allowed] - expected) ** 2 / expected).sum().item()
@@ -105,13 +119,13 @@ def test_logprobs_are_tempered_and_uncut(temperature: float, cut: dict[str, floa
     draws = 50
     sampling = params(temperature=temperature, **cut)
     uniform = torch.arange(draws) / draws
-    tokens, logprobs = sample(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
+    tokens, logprobs = draw(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
     torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS / temperature, -1)[tokens])
 
 
 def test_temperature_zero_takes_the_likeliest_and_counts_as_one() -> None:
     uniform = torch.tensor([0.0, 0.5, 0.999999])
-    tokens, logprobs = sample(LOGITS.expand(3, -1), rows_of(*[params(temperature=0.0)] * 3), uniform)
+    tokens, logprobs = draw(LOGITS.expand(3, -1), rows_of(*[params(temperature=0.0)] * 3), uniform)
     assert tokens.tolist() == [0, 0, 0]
     torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS, -1)[:1].expand(3))
 
@@ -120,7 +134,7 @@ def test_temperature_zero_takes_the_likeliest_and_counts_as_one() -> None:
 def test_the_ends_of_the_unit_interval_never_draw_what_was_cut(uniform: float) -> None:
     """The kept tokens are in the middle: a rounding error at either end would land on a token of probability 0."""
     logits = torch.tensor([[-4.0, -2.0, 1.0, 2.0, 0.5, -1.0, -4.0]])
-    tokens, _ = sample(logits, rows_of(params(top_k=3)), torch.tensor([uniform], dtype=torch.float64))
+    tokens, _ = draw(logits, rows_of(params(top_k=3)), torch.tensor([uniform], dtype=torch.float64))
     assert tokens.item() in {2, 3, 4}
 
 
@@ -128,9 +142,9 @@ def test_each_row_obeys_its_own_parameters() -> None:
     """Rows mixed in one batch draw what each draws alone."""
     samplings = [params(**cut, temperature=t) for cut in CUTS for t in (0.0, 0.5, 1.5)]
     uniform = torch.rand(len(samplings), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    together = sample(LOGITS.expand(len(samplings), -1), rows_of(*samplings), uniform)
+    together = draw(LOGITS.expand(len(samplings), -1), rows_of(*samplings), uniform)
     for row, sampling in enumerate(samplings):
-        alone: tuple[Tensor, Tensor] = sample(LOGITS[None], rows_of(sampling), uniform[row : row + 1])
+        alone: tuple[Tensor, Tensor] = draw(LOGITS[None], rows_of(sampling), uniform[row : row + 1])
         assert together[0][row] == alone[0][0], sampling
         torch.testing.assert_close(together[1][row], alone[1][0])
 
@@ -147,15 +161,17 @@ def test_an_answer_that_may_not_end_yet_draws_as_if_there_were_no_end_tokens(
     ends = [0, 3]  # the likeliest among them
     sampling = params(temperature=temperature, **cut).model_copy(update={"stop_tokens": (0, 3)})
     uniform = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    held = torch.arange(400) % 2 == 0
-    tokens, logprobs = sample(LOGITS.expand(400, -1), rows_of(*[sampling] * 400), uniform, held)
+    count = torch.arange(400) % 2
+    held = count < 1
+    least = sampling.model_copy(update={"min_new_tokens": 1})
+    tokens, logprobs = draw(LOGITS.expand(400, -1), rows_of(*[least] * 400), uniform, count)
 
     others = [token for token in range(len(LOGITS)) if token not in [*ends, END]]
     rest = LOGITS[others].double()
     allowed = cut_by_definition((rest / (temperature or 1.0)).softmax(-1).tolist(), sampling)
     seen = {*tokens[held].tolist()}
     assert seen == ({others[0]} if temperature == 0 else {others[index] for index in allowed})
-    free, free_logprobs = sample(LOGITS.expand(400, -1), rows_of(*[sampling] * 400), uniform)
+    free, free_logprobs = draw(LOGITS.expand(400, -1), rows_of(*[sampling] * 400), uniform)
     assert torch.equal(tokens[~held], free[~held])
     assert torch.equal(logprobs[~held], free_logprobs[~held])
     expected = (LOGITS.double() / (temperature or 1.0)).log_softmax(-1)[tokens]
@@ -166,6 +182,6 @@ def test_it_goes_on_where_the_model_is_certain_of_the_end() -> None:
     """All other probabilities are 0 in fp32."""
     logits = torch.full((1, 8), -1000.0)
     logits[0, END], logits[0, 4] = 0.0, -500.0
-    tokens, logprobs = sample(logits, rows_of(params()), torch.tensor([0.5]), torch.tensor([True]))
+    tokens, logprobs = draw(logits, rows_of(params(min_new_tokens=1)), torch.tensor([0.5]))
     assert tokens.item() == 4
     assert logprobs.item() == pytest.approx(-500.0)
