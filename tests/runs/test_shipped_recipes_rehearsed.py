@@ -189,7 +189,7 @@ def test_what_would_fail_on_a_gpu_fails_by_name() -> None:
     assert none is None
     assert device["phase"] == "generate"
     assert "two devices" in device["error"] or "DeviceMismatch" in device["error"]
-    assert "megatron_rl/inference/model_runner.py" in device["where"]
+    assert "megatron_rl/inference/row_state.py" in device["where"]
     assert shape["phase"] == "train"
     assert "size" in shape["error"]
     assert "megatron_rl/training/trainer.py" in shape["where"]
