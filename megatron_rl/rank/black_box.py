@@ -16,11 +16,14 @@ import faulthandler
 import logging
 import os
 import re
+import signal
 import socket
+import sys
 import threading
 import time
 import traceback
 from collections import deque
+from typing import TextIO
 
 from megatron_rl.contract.attempt_records import Heartbeat, RankError
 from megatron_rl.contract.codes import (
@@ -112,16 +115,20 @@ class BlackBox:
             time.sleep(STACKS_S)
 
     def _dump_stacks(self) -> None:
-        """Have STACKS_SIGNAL write where all threads are, even while the main one hangs in C: its handler is C too."""
+        """Have STACKS_SIGNAL write where all threads are, even while the main one hangs in C.
+
+        A thread waits for it, and writes while it holds the GIL: faulthandler's own handler would read the frames of
+        threads that run on meanwhile, and at times end the process by that (seen with Python 3.11).
+        """
         path = self._attempt.stacks(self._rank, self._role)
+        file: TextIO = sys.stderr
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks = path.open("a", encoding="utf-8")  # open as long as the process lives
+            file = path.open("a", encoding="utf-8")  # open as long as the process lives
         except OSError as error:
             logger.warning("stacks will go to the log: %s", error)
-            faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        else:
-            faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})  # in threads that are started later too
+        threading.Thread(target=_write_stacks, args=(file,), name="stacks", daemon=True).start()
 
     def _beat(self) -> None:
         self._write_heartbeat()
@@ -149,6 +156,12 @@ class BlackBox:
             if not self._warned:
                 logger.warning("heartbeats cannot be written: %s", error)
             self._warned = True
+
+
+def _write_stacks(file: TextIO) -> None:
+    while True:
+        signal.sigwait({STACKS_SIGNAL})
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 class LastLines(logging.Handler):

@@ -136,6 +136,18 @@ def test_sigquit_shows_every_thread_even_where_the_main_one_hangs_in_c(attempt):
         rank.kill()
 
 
+def test_a_rank_that_works_tells_where_it_is_and_works_on(attempt):
+    rank = start(attempt, "for number in range(10**7): str(number)")
+    for _ in range(50):
+        rank.send_signal(signal.SIGQUIT)
+        time.sleep(0.01)
+    try:
+        wait_for(lambda: "in <module>" in attempt.stacks(3).read_text())
+        assert rank.poll() is None
+    finally:
+        rank.kill()
+
+
 def test_files_that_cannot_be_written_end_nothing(attempt, tmp_path):
     (tmp_path / "attempts").write_text("a file where a folder should be")
     (tmp_path / "logs").write_text("the same")
