@@ -29,7 +29,7 @@ from megatron_rl.rank.black_box import (
 )
 
 RANK = """
-import logging, sys, time
+import logging, sys, threading, time
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.black_box import BlackBox
 from megatron_rl.rank.activity import Activity
@@ -45,6 +45,10 @@ print("started", flush=True)
 
 def stuck_in_c():
     time.sleep(60)
+
+def deep():
+    while True:
+        "".join(str(number) for number in range(100))
 
 def works():
     for _ in range(8):
@@ -136,13 +140,13 @@ def test_sigquit_shows_every_thread_even_where_the_main_one_hangs_in_c(attempt):
         rank.kill()
 
 
-def test_a_rank_that_works_tells_where_it_is_and_works_on(attempt):
-    rank = start(attempt, "for number in range(10**7): str(number)")
+def test_a_rank_whose_threads_work_tells_where_they_are_and_works_on(attempt):
+    rank = start(attempt, "threading.Thread(target=deep, daemon=True).start()\nstuck_in_c()")
     for _ in range(50):
         rank.send_signal(signal.SIGQUIT)
         time.sleep(0.01)
     try:
-        wait_for(lambda: "in <module>" in attempt.stacks(3).read_text())
+        wait_for(lambda: "in deep" in attempt.stacks(3).read_text())
         assert rank.poll() is None
     finally:
         rank.kill()
