@@ -1,6 +1,6 @@
 """The in-process engine: a scheduler and a model runner that live as long as the rank.
 
-    submit(request) -> id    step()    take(id) -> completions      for a caller that drives it
+    submit(request) -> id    step()    take(id) -> completions      for a caller that drives it; or take_deltas()
     generate(request)    stream(request)                            from an asyncio loop, which then drives it
     update_weights(version, tensors)                                between two tokens, where the weights are its own
     follow()                                                        on the other ranks of a replica
@@ -93,10 +93,13 @@ class Engine:
     def policy_version(self, policy_version: int) -> None:
         self._scheduler.publish(policy_version, self._new_tokens())
 
-    def submit(self, request: GenerationRequest) -> str:
-        """Queue a request. Returns its id. Raises as `InferenceInterface.generate` does."""
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
+        """Queue a request. Returns its id. Raises as `InferenceInterface.generate` does.
+
+        streamed: told of by `take_deltas`, instead of `take`.
+        """
         self._check(request)
-        self._scheduler.submit(request)
+        self._scheduler.submit(request, streamed=streamed)
         return request.id
 
     def _check(self, request: GenerationRequest) -> None:
@@ -210,9 +213,19 @@ class Engine:
         if self._plans:
             self._plans.send(None)
 
+    @property
+    def answered(self) -> list[str]:
+        """Requests whose completions can be taken."""
+        return list(self._scheduler.answered)
+
     def take(self, request_id: str) -> list[Completion] | None:
         """The completions of a request, in sample order, and only once; None where there are none yet."""
         return self._scheduler.answered.pop(request_id, None)
+
+    def take_deltas(self) -> list[tuple[str, Delta]]:
+        """What all streamed requests have got since they were taken before, by the requests' ids."""
+        deltas, self._scheduler.deltas = self._scheduler.deltas, []
+        return deltas
 
     def partial_answers(self) -> list[PartialAnswer]:
         """See `ResumableInference.partial_answers`."""
@@ -302,10 +315,9 @@ class Engine:
             stream.put_nowait(error)
 
     def _deliver(self) -> None:
-        for request_id in [each for each in self._scheduler.answered if each in self._callers]:
+        for request_id in [each for each in self.answered if each in self._callers]:
             if not (answer := self._callers[request_id]).done():
                 answer.set_result(self._scheduler.answered.pop(request_id))
-        for request_id, delta in self._scheduler.deltas:
+        for request_id, delta in self.take_deltas():
             if request_id in self._streams:
                 self._streams[request_id].put_nowait(delta)
-        self._scheduler.deltas.clear()

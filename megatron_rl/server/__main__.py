@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import gc
 import json
 import logging
 import os
@@ -143,6 +144,8 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 limits=limits,
             )
             _allow_connections()
+            gc.collect()
+            gc.freeze()  # looking through torch's objects takes longer than many an answer
             asyncio.run(_serve(application, listener, limits.stall_s, options.grace_s, _about(opened, options)))
             return EXIT_FINISHED
     except (ConfigurationError, CheckpointError) as error:

@@ -25,7 +25,7 @@ class Service:
 
     async def whole(self, asked: Asked) -> dict[str, Any]:
         """The answer, when it is all there. Raises ApiError."""
-        answer = _Answer(self, asked)
+        answer = _Answer(self, asked, streamed=False)
         wholes: dict[int, Part] = {}
         try:
             async for batch in answer.batches():
@@ -41,7 +41,7 @@ class Service:
 
     async def events(self, asked: Asked) -> AsyncIterator[bytes]:
         """The answer as server-sent events, which begin when the first token is there. Raises ApiError before that."""
-        answer = _Answer(self, asked)
+        answer = _Answer(self, asked, streamed=True)
         head, form = asked.form.head(True), asked.form
         begun: set[int] = set()
         try:
@@ -68,10 +68,10 @@ class Service:
 class _Answer:
     """The requests of one HTTP request at the engine, and their samples, numbered through."""
 
-    def __init__(self, service: Service, asked: Asked) -> None:
-        self._service, self._asked = service, asked
+    def __init__(self, service: Service, asked: Asked, *, streamed: bool) -> None:
+        self._service, self._asked, self._streamed = service, asked, streamed
         self._begun = time.monotonic()
-        waiting = service.thread.unheard
+        waiting = service.thread.waiting
         if waiting and waiting + len(asked.requests) * asked.body.n > service.max_waiting:
             raise ApiError(
                 429,
@@ -89,7 +89,7 @@ class _Answer:
         self._subscriptions: list[Subscription] = []
         try:
             for request in asked.requests:
-                self._subscriptions.append(service.thread.submit(request, self._news))
+                self._subscriptions.append(service.thread.submit(request, streamed, self._news))
         except EngineGone as error:
             raise _told(error) from error
         service.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
@@ -118,6 +118,10 @@ class _Answer:
     def _measure(self, index: int, part: Part) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         metrics.generated_tokens.inc(len(part.tokens))
+        if part.finish_reason:
+            metrics.answer.observe(now - self._begun)
+        if not self._streamed:
+            return
         if index not in self._first:
             self._first[index] = now
             metrics.first_token.observe(now - self._begun)

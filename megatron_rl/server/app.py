@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.answering import Service
@@ -54,8 +56,7 @@ class Application:
         self._model = ServedModel(model, tokenizer, max_length)
         self._service = Service(self.thread, tokenizer, self.metrics, limits.max_waiting)
         self._created = int(time.time())
-        app = FastAPI(lifespan=self._lifespan, openapi_url=None)
-        routes: dict[str, tuple[str, Callable[..., Any]]] = {
+        routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/models": ("GET", self._models),
@@ -65,19 +66,20 @@ class Application:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics_text),
         }
-        for path, (method, handler) in routes.items():
-            app.add_api_route(path, handler, methods=[method], response_model=None)
-        app.add_exception_handler(ApiError, _refuse)
-        app.add_exception_handler(HTTPException, _refuse_route)
-        app.add_exception_handler(ClientGone, _leave)
-        app.add_exception_handler(Exception, _fail)
+        app = Starlette(
+            routes=[Route(path, handler, methods=[method]) for path, (method, handler) in routes.items()],
+            exception_handlers={
+                ApiError: _refuse, HTTPException: _refuse_route, ClientGone: _leave, Exception: _fail
+            },
+            lifespan=self._lifespan,
+        )  # fmt: skip
         self.guard = Guard(app, tokens, limits, self.metrics, routes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.guard(scope, receive, send)
 
     @asynccontextmanager
-    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.thread.start()
         yield
         self.thread.stop("the server is shutting down")
@@ -97,11 +99,11 @@ class Application:
         first = await unless_gone(request.receive, anext(events))  # what goes wrong before it has a status of its own
         return EventStream(first, events, self._limits.stall_s)
 
-    async def _models(self) -> Response:
+    async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def _one_model(self, model: str) -> Response:
-        self._model.check_model(model)
+    async def _one_model(self, request: Request) -> Response:
+        self._model.check_model(request.path_params["model"])
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -121,18 +123,19 @@ class Application:
     async def _detokenize(self, request: Request) -> Response:
         return JSONResponse({"prompt": self._model.detokenize(parse(DetokenizeBody, await _body(request)))})
 
-    async def _health(self) -> Response:
+    async def _health(self, request: Request) -> Response:
         if not self.thread.alive:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
         return JSONResponse({"status": "ok"})
 
-    async def _metrics_text(self) -> Response:
+    async def _metrics_text(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def _body(request: Request) -> bytes:
     try:
-        return await asyncio.wait_for(request.body(), BODY_S)
+        async with asyncio.timeout(BODY_S):
+            return await request.body()
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_S:.0f} s", headers={"Connection": "close"}) from None
 

@@ -1,11 +1,11 @@
 """The engine in a thread of its own, so that HTTP is served while it computes.
 
-    HTTP loop:     subscription = thread.submit(request, news)      await news.wait()      subscription.unread()
-    engine loop:   async for delta in engine.stream(request): one task a request
+    HTTP loop:       subscription = thread.submit(request, streamed, news)    await news.wait()    subscription.unread()
+    engine's thread: what was asked meanwhile, one step, what the step brought; and again
 
-What the engine says crosses over in batches: one wake-up of the HTTP loop takes all there is by then, however many
-requests it is about. The engine never waits for a reader: what one leaves unread is kept up to a limit, beyond which
-its request is cancelled.
+What a step brings crosses over at once: one wake-up of the HTTP loop takes all there is by then, however many requests
+it is about. A request that is not streamed brings something once only, when it is answered. The engine never waits for
+a reader: what one leaves unread is kept up to a limit, beyond which its request is cancelled.
 """
 
 from __future__ import annotations
@@ -13,22 +13,43 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Protocol, cast
 
-from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest, StreamingInference
+from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
 
 MOST_UNREAD = 4096
 """Deltas that wait for a reader: about a token each."""
 STOP_S = 30.0
 """That the thread has to end once it was asked to: a step of the engine is not interrupted."""
 
+_News = list[tuple["Subscription", Sequence[Delta] | Exception]]
 
-class ServedEngine(StreamingInference, Protocol):
-    """What the server asks of an engine."""
+
+class ServedEngine(Protocol):
+    """What the server asks of an engine. See `inference.engine.Engine`."""
+
+    @property
+    def busy(self) -> bool: ...
 
     @property
     def load(self) -> EngineLoad: ...
+
+    @property
+    def answered(self) -> Sequence[str]: ...
+
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> None: ...
+
+    def take(self, request_id: str) -> list[Completion] | None: ...
+
+    def take_deltas(self) -> list[tuple[str, Delta]]: ...
 
 
 class EngineGone(RuntimeError):
@@ -42,55 +63,49 @@ class ReaderTooSlow(RuntimeError):
 class Subscription:
     """What the engine says about one request, read in the HTTP loop. Whoever has one closes it."""
 
-    def __init__(self, thread: EngineThread, request: GenerationRequest, news: asyncio.Event) -> None:
-        self.request = request
+    def __init__(self, thread: EngineThread, request: GenerationRequest, streamed: bool, news: asyncio.Event) -> None:
+        self.request, self.streamed = request, streamed
         self._thread = thread
-        self._unread: list[Delta] = []
         self._news = news
-        self._end: Exception | None = None
+        self._unread: list[Delta] = []
+        self._unfinished = request.num_samples
+        self._error: Exception | None = None
         self._closed = False
-        self.heard = False
-        """Whether the engine has said anything."""
-        self.task: asyncio.Task[None] | None = None
-        """In the engine's loop."""
 
-    def take(self, news: Delta | Exception) -> None:
+    def take(self, news: Sequence[Delta] | Exception) -> None:
         """In the HTTP loop; an exception is the end."""
-        if self._closed or self._end:
+        if self._closed or self._error:
             return
         if isinstance(news, Exception):
-            self._end = news
-        elif len(self._unread) < MOST_UNREAD:
-            self._unread.append(news)
+            self._error = news
+        elif len(self._unread) + len(news) <= MOST_UNREAD:
+            self._unread += news
+            self._unfinished -= sum(delta.finish_reason is not None for delta in news)
         else:
-            self._end = ReaderTooSlow("the reader was too slow")
+            self._error = ReaderTooSlow("the reader was too slow")
             self._unread.clear()
-            self._thread.cancel(self)
+            self._thread.forget(self)
         self._news.set()
 
     def unread(self) -> list[Delta]:
         """All that was said since this was asked before. Raises what the engine did, when there is no more."""
         unread, self._unread = self._unread, []
-        if self._end is not None and not self.answered:
+        if self._error is not None:
             if not unread:
-                raise self._end
+                raise self._error
             self._news.set()  # the error is still to be read
         return unread
 
     @property
     def answered(self) -> bool:
         """Whether all was said and read."""
-        return isinstance(self._end, _Answered) and not self._unread
+        return self._unfinished == 0 and not self._unread
 
     def close(self) -> None:
         """Cancel the request, unless it is answered."""
         if not self._closed:
             self._closed = True
-            self._thread.cancel(self)
-
-
-class _Answered(Exception):
-    """The request is answered."""
+            self._thread.forget(self)
 
 
 class EngineThread:
@@ -98,45 +113,50 @@ class EngineThread:
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
-        self._here = cast(asyncio.AbstractEventLoop, None)
-        self._there = asyncio.new_event_loop()
+        self._http = cast(asyncio.AbstractEventLoop, None)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._open: set[Subscription] = set()
-        self._outbox: deque[tuple[Subscription, Delta | Exception]] = deque()
-        self._told = False  # whether the HTTP loop knows that there is something in the outbox
         self._stopped: str | None = None
+        self._submitted = 0  # samples
+        self._taken = 0  # of these, by the engine's thread
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._asked: dict[str, Subscription] = {}  # for the engine's thread
+        self._outbox: deque[_News] = deque()
+        self._told = False  # whether the HTTP loop knows that there is something in the outbox
         self.load = engine.load
-        """Of the engine, as of the last time that it said anything."""
-        self.unheard = 0
-        """Samples of the requests that the engine has said nothing about yet: they wait, or their prompt is read."""
+        """Of the engine, as of its last step."""
 
     def start(self) -> None:
-        self._here = asyncio.get_running_loop()
+        self._http = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self._stopped is None
 
-    def submit(self, request: GenerationRequest, news: asyncio.Event) -> Subscription:
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for the engine."""
+        return self._submitted - self._taken + self.load.waiting
+
+    def submit(self, request: GenerationRequest, streamed: bool, news: asyncio.Event) -> Subscription:
         """Have the engine answer. Raises EngineGone.
 
         news: set whenever the subscription has something to read.
         """
         if not self.alive:
             raise EngineGone(self._stopped or "the engine has stopped")
-        subscription = Subscription(self, request, news)
+        subscription = Subscription(self, request, streamed, news)
         self._open.add(subscription)
-        self.unheard += request.num_samples
-        self._there.call_soon_threadsafe(self._begin, subscription)
+        self._submitted += request.num_samples
+        self._orders.put(partial(self._begin, subscription))
         return subscription
 
-    def cancel(self, subscription: Subscription) -> None:
+    def forget(self, subscription: Subscription) -> None:
         """See Subscription.close."""
         if subscription in self._open:
-            self._close(subscription)
-            if self._thread.is_alive():
-                self._there.call_soon_threadsafe(self._cancel, subscription)
+            self._open.discard(subscription)
+            self._orders.put(partial(self._cancel, subscription.request.id))
 
     def stop(self, why: str) -> None:
         """Tell all who wait that there will be no answer, and have the thread end."""
@@ -145,9 +165,8 @@ class EngineThread:
         self._stopped = why
         for subscription in list(self._open):
             subscription.take(EngineGone(why))
-            self.cancel(subscription)
-        if self._thread.is_alive():
-            self._there.call_soon_threadsafe(self._there.stop)
+            self.forget(subscription)
+        self._orders.put(None)
 
     def join(self) -> bool:
         """Wait for the end of the thread after `stop`, in any other thread; whether it has come."""
@@ -157,57 +176,75 @@ class EngineThread:
     def _hear(self) -> None:
         self._told = False  # first: what is said from here on may or may not be heard below
         while self._outbox:
-            subscription, news = self._outbox.popleft()
-            if isinstance(news, Exception):
-                self._close(subscription)
-            elif not subscription.heard:
-                subscription.heard = True
-                self.unheard -= subscription.request.num_samples
-            subscription.take(news)
-
-    def _close(self, subscription: Subscription) -> None:
-        if subscription in self._open:
-            self._open.discard(subscription)
-            if not subscription.heard:
-                subscription.heard = True
-                self.unheard -= subscription.request.num_samples
+            for subscription, news in self._outbox.popleft():
+                subscription.take(news)
 
     # In the engine's thread
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._there)
         try:
-            self._there.run_forever()
-            left = asyncio.all_tasks(self._there)
-            for task in left:
-                task.cancel()
-            self._there.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        finally:
-            self._there.close()
+            while self._follow_orders():
+                failed = self._step()
+                self._tell(failed or self._news())
+        finally:  # whatever has ended it, nobody waits for it any more
+            with suppress(RuntimeError):  # the HTTP loop may be closed
+                self._http.call_soon_threadsafe(self.stop, "the engine has stopped")
+
+    def _follow_orders(self) -> bool:
+        """Do what was asked meanwhile; wait for it where there is nothing else to do. Returns whether to go on."""
+        wait = not self._engine.busy
+        with suppress(Empty):
+            while True:
+                order = self._orders.get(block=wait)
+                if order is None:
+                    return False
+                order()
+                wait = False
+        return True
 
     def _begin(self, subscription: Subscription) -> None:
-        subscription.task = self._there.create_task(self._answer(subscription))
-
-    def _cancel(self, subscription: Subscription) -> None:
-        if subscription.task is not None:
-            subscription.task.cancel()
-
-    async def _answer(self, subscription: Subscription) -> None:
-        end: Exception = _Answered()
+        request = subscription.request
         try:
-            deltas = self._engine.stream(subscription.request)
-            async with aclosing(deltas):  # type: ignore[type-var]  # an asynchronous generator
-                async for delta in deltas:
-                    self._say(subscription, delta)
+            self._engine.submit(request, streamed=subscription.streamed)
         except Exception as error:  # noqa: BLE001 - raised where it is read
-            end = error
-        finally:
-            self._say(subscription, end)
+            self._tell([(subscription, error)])
+        else:
+            self._asked[request.id] = subscription
+        self._taken += request.num_samples
 
-    def _say(self, subscription: Subscription, news: Delta | Exception) -> None:
-        self._outbox.append((subscription, news))
-        if not self._told or isinstance(news, Exception):
-            self.load = self._engine.load
+    def _cancel(self, request_id: str) -> None:
+        self._engine.cancel(request_id)
+        self._asked.pop(request_id, None)
+
+    def _step(self) -> _News:
+        """Returns who must be told that it has failed."""
+        try:
+            if self._engine.busy:
+                self._engine.step()
+        except Exception as error:  # noqa: BLE001 - it has cost all requests, and each raises it where it is read
+            asked, self._asked = self._asked, {}
+            return [(subscription, error) for subscription in asked.values()]
+        return []
+
+    def _news(self) -> _News:
+        """What the step has brought; nothing to a request that a failed one has cost."""
+        deltas = [(name, [delta]) for name, delta in self._engine.take_deltas()]
+        answers = [(name, _deltas(self._engine.take(name) or ())) for name in self._engine.answered]
+        return [(self._asked[name], news) for name, news in deltas + answers if name in self._asked]
+
+    def _tell(self, news: _News) -> None:
+        self.load = self._engine.load
+        if not news:
+            return
+        self._outbox.append(news)
         if not self._told:
             self._told = True
-            self._here.call_soon_threadsafe(self._hear)
+            self._http.call_soon_threadsafe(self._hear)
+
+
+def _deltas(answers: Sequence[Completion]) -> list[Delta]:
+    """One for each, with all of it."""
+    return [
+        Delta(sample, one.tokens, one.logprobs, one.versions, one.top_logprobs, one.finish_reason, one.stop)
+        for sample, one in enumerate(answers)
+    ]

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from megatron_rl.inference.api import EngineLoad
 
-_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ANSWER_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -23,15 +23,21 @@ class ServerMetrics:
         self.open_requests = Gauge("mrl_open_requests", "Requests under way.", registry=registry)
         self.prompt_tokens = Counter("mrl_prompt_tokens", "Tokens of prompts.", registry=registry)
         self.generated_tokens = Counter("mrl_generated_tokens", "Tokens of answers.", registry=registry)
+        self.answer = Histogram(
+            "mrl_answer_seconds",
+            "From a request to the last token of an answer.",
+            registry=registry,
+            buckets=_ANSWER_S,
+        )
         self.first_token = Histogram(
             "mrl_time_to_first_token_seconds",
-            "From a request to the first token of an answer.",
+            "From a request to the first token of a streamed answer.",
             registry=registry,
-            buckets=_FIRST_S,
+            buckets=_ANSWER_S[:-2],
         )
         self.per_token = Histogram(
             "mrl_time_per_output_token_seconds",
-            "Of one answer, after its first token.",
+            "Of one streamed answer, after its first token.",
             registry=registry,
             buckets=_TOKEN_S,
         )

@@ -70,6 +70,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send, message: Message) -> None:
         try:
-            await asyncio.wait_for(send(message), self._stall_s)
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
         except TimeoutError:
             raise ClientGone from None

@@ -6,8 +6,9 @@ one at a time   how much later an answer comes
 all at once     requests a second, whole and streamed
 
 A model of 0.03 million random weights, so that HTTP is most of what is seen; prompts of 16 tokens, answers of 16. All
-take turns within one run; what is shown are medians over the turns. The client (httpx) is in this process and its work
-is counted as the server's. No time is asserted. The last line is the server's time over the engine's, all at once.
+take turns within one run; what is shown are medians over the turns. `processor` is what the engine's or the server's
+process used, `client` what this one did to ask: a few lines over asyncio's streams, and for comparison httpx, which
+OpenAI's client is made of. No time is asserted. The last line is the server's time over the engine's, all at once.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
 sys.path.insert(0, HELPERS)
@@ -49,6 +52,23 @@ BODY = {"prompt": PROMPT, "max_tokens": TOKENS, "min_tokens": TOKENS}
 Ask = Callable[[int], Awaitable[object]]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Seconds a request."""
+
+    elapsed: float
+    processor: float
+    """Of the process that answers."""
+    client: float
+    """Of the one that asks, where that is another."""
+
+
+@dataclass(frozen=True)
+class Server:
+    address: str
+    process: psutil.Process
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500)
@@ -57,72 +77,105 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "tiny"
         publish(weights, PUBLISHED["Qwen2"])
-        with server(weights, Path(folder)) as address, open_policy(str(weights), threads=1) as opened:
-            times = asyncio.run(compare(opened.engine, address, options.requests, options.repeats))
-    few = max(20, options.requests // 10)
-    one, served_one = times["engine, one at a time"] / few, times["server, one at a time"] / few
-    together, served = times["engine, all at once"], times["server, all at once"]
-    print(f"{'':30} {'ms a request':>14} {'requests/s':>12}")
-    for name, seconds in times.items():
-        count = few if name.endswith("time") else options.requests
-        print(f"{name:30} {1000 * seconds / count:14.2f} {count / seconds:12.0f}")
-    print(f"one at a time HTTP adds {1000 * (served_one - one):.2f} ms to a request")
-    print(f"all at once HTTP adds {1000 * (served - together) / options.requests:.2f} ms to a request")
-    print(f"ratio: {served / together:.2f}")
+        with serving(weights, Path(folder)) as server, open_policy(str(weights), threads=1) as opened:
+            turns = asyncio.run(compare(opened.engine, server, options.requests, options.repeats))
+    print(f"{'ms a request':32} {'elapsed':>9} {'processor':>10} {'client':>8}    {'requests/s':>10}")
+    for name, turn in turns.items():
+        elapsed, processor, client = (1000 * seconds for seconds in astuple(turn))
+        print(f"{name:32} {elapsed:9.2f} {processor:10.2f} {client:8.2f}    {1 / turn.elapsed:10.0f}")
+    one, served_one = turns["engine, one at a time"], turns["server, one at a time"]
+    print(f"one at a time HTTP adds {1000 * (served_one.elapsed - one.elapsed):.2f} ms to a request")
+    together, served = turns["engine, all at once"], turns["server, all at once"]
+    print(f"all at once HTTP adds {1000 * (served.elapsed - together.elapsed):.2f} ms to a request")
+    print(f"ratio: {served.elapsed / together.elapsed:.2f}")
 
 
-async def compare(engine: Engine, address: str, requests: int, repeats: int) -> dict[str, float]:
-    """Seconds, the median over the turns, of each way to ask."""
+async def compare(engine: Engine, server: Server, requests: int, repeats: int) -> dict[str, Turn]:
+    """The median over the turns of each way to ask."""
 
     async def directly(number: int) -> None:
         await engine.generate(GenerationRequest(PROMPT, 1, SAMPLING, number))
 
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async def whole(number: int) -> None:
+        content = await post(server.address, {**BODY, "seed": number})
+        assert json.loads(content)["usage"]["completion_tokens"] == TOKENS
+
+    async def streamed(number: int) -> None:
+        assert b"data: [DONE]\n\n" in await post(server.address, {**BODY, "seed": number, "stream": True})
+
     async with httpx.AsyncClient(
-        base_url=address, headers=headers, limits=httpx.Limits(max_connections=None), timeout=600
+        base_url=f"http://{server.address}",
+        headers={"Authorization": f"Bearer {TOKEN}"},
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        timeout=600,
     ) as client:
 
-        async def over_http(number: int) -> None:
+        async def by_httpx(number: int) -> None:
             response = await client.post("/v1/completions", json={**BODY, "seed": number})
             assert response.json()["usage"]["completion_tokens"] == TOKENS
 
-        async def streamed(number: int) -> None:
-            response = await client.post("/v1/completions", json={**BODY, "seed": number, "stream": True})
-            assert response.text.endswith("data: [DONE]\n\n")
-
         few = max(20, requests // 10)
-        ways: dict[str, tuple[Ask, int, bool]] = {
-            "engine, one at a time": (directly, few, False),
-            "server, one at a time": (over_http, few, False),
-            "engine, all at once": (directly, requests, True),
-            "server, all at once": (over_http, requests, True),
-            "server, streamed, all at once": (streamed, requests, True),
+        ours, theirs = psutil.Process(), server.process
+        ways: dict[str, tuple[Ask, int, bool, psutil.Process]] = {
+            "engine, one at a time": (directly, few, False, ours),
+            "server, one at a time": (whole, few, False, theirs),
+            "engine, all at once": (directly, requests, True, ours),
+            "server, all at once": (whole, requests, True, theirs),
+            "server, all at once, by httpx": (by_httpx, requests, True, theirs),
+            "server, all at once, streamed": (streamed, requests, True, theirs),
         }
-        for ask, _, _ in ways.values():  # what is slow once only
+        for ask, _, _, _ in ways.values():  # what is slow once only
             await ask(0)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        turns: dict[str, list[Turn]] = {name: [] for name in ways}
         for _ in range(repeats):
-            for name, (ask, count, at_once) in ways.items():
-                began = time.perf_counter()
+            for name, (ask, count, at_once, process) in ways.items():
+                began, used, own = time.perf_counter(), processor_s(process), time.process_time()
                 if at_once:
                     await asyncio.gather(*map(ask, range(count)))
                 else:
                     for number in range(count):
                         await ask(number)
-                seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(turns) for name, turns in seconds.items()}
+                elapsed, used = time.perf_counter() - began, processor_s(process) - used
+                own = 0.0 if process is ours else time.process_time() - own
+                turns[name].append(Turn(elapsed / count, used / count, own / count))
+    return {
+        name: Turn(*map(statistics.median, zip(*map(astuple, each), strict=True))) for name, each in turns.items()
+    }
+
+
+async def post(address: str, body: object) -> bytes:
+    """The content of an answer, as it came, on a connection of its own."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    content = json.dumps(body).encode()
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {TOKEN}\r\n"
+        f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200"), head
+    return answer
+
+
+def processor_s(process: psutil.Process) -> float:
+    """Seconds of processor time of all its threads."""
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 @contextmanager
-def server(weights: Path, folder: Path) -> Iterator[str]:
-    """The address of a server of these weights in a process of its own."""
+def serving(weights: Path, folder: Path) -> Iterator[Server]:
+    """A server of these weights in a process of its own."""
     token_file = folder / "token"
     token_file.write_text(TOKEN)
     command = [sys.executable, "-m", "megatron_rl.server", "--token-file", str(token_file), str(weights)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["address"]
+            address = json.loads(process.stdout.readline())["address"].removeprefix("http://")
+            yield Server(address, psutil.Process(process.pid))
         finally:
             process.terminate()
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import httpx
+from streams import joined
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
+from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.server.app import Application
 from megatron_rl.server.guard import Limits
@@ -53,40 +57,88 @@ def encode(text: str) -> list[int]:
     return byte_tokenizer().encode(text)
 
 
+@dataclass
+class _Saying:
+    """A request under way."""
+
+    request: GenerationRequest
+    streamed: bool
+    answers: list[list[int]]
+    said: int = 0
+    """Tokens of each sample."""
+
+
 class SayingEngine:
     """Says, to any request, the text that it was given, and ends; one token a step and sample."""
 
     def __init__(self, text: str | Callable[[GenerationRequest, int], str] = "hello") -> None:
         self._text = text
+        self._under_way: dict[str, _Saying] = {}
+        self._answered: dict[str, list[Completion]] = {}
+        self._deltas: list[tuple[str, Delta]] = []
         self.asked: list[GenerationRequest] = []
         self.holds_at: int | None = None
         """Tokens of each sample after which it says no more for now."""
-        self.running = 0
         self.fails: Exception | None = None
+        """Raised by each step."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
+
+    @property
+    def running(self) -> int:
+        return sum(saying.request.num_samples for saying in self._under_way.values())
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(self.running, 0, PAGES - self.running, PAGES)
+        waiting = sum(saying.request.num_samples for saying in self._under_way.values() if not saying.said)
+        return EngineLoad(self.running - waiting, waiting, PAGES - self.running, PAGES)
 
-    async def generate(self, request: GenerationRequest) -> Any:
-        raise NotImplementedError
-
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
         self.asked.append(request)
-        if self.fails:
-            raise self.fails
         answers = [self._tokens(request, sample) for sample in range(request.num_samples)]
-        self.running += request.num_samples
-        try:
-            for step in range(max(map(len, answers))):
-                await asyncio.sleep(0)
-                while self.holds_at is not None and step >= self.holds_at:
-                    await asyncio.sleep(0.001)
-                for sample, tokens in enumerate(answers):
-                    if step < len(tokens):
-                        yield self._delta(request, sample, tokens, step)
-        finally:
-            self.running -= request.num_samples
+        self._under_way[request.id] = _Saying(request, streamed, answers)
+        return request.id
+
+    def cancel(self, request_id: str) -> None:
+        self._under_way.pop(request_id, None)
+        self._answered.pop(request_id, None)
+
+    def step(self) -> None:
+        if self.fails:
+            self._under_way.clear()
+            raise self.fails
+        if self.holds_at is not None:
+            time.sleep(0.001)  # lest it keep the other thread from running
+        for name, saying in list(self._under_way.items()):
+            if self.holds_at is None or saying.said < self.holds_at:
+                self._say(name, saying)
+
+    def _say(self, name: str, saying: _Saying) -> None:
+        for sample, tokens in enumerate(saying.answers):
+            if saying.streamed and saying.said < len(tokens):
+                self._deltas.append((name, self._delta(saying.request, sample, tokens, saying.said)))
+        saying.said += 1
+        if saying.said == max(map(len, saying.answers)):
+            del self._under_way[name]
+            if not saying.streamed:
+                each = enumerate(saying.answers)
+                deltas = (
+                    [self._delta(saying.request, i, tokens, at) for at in range(len(tokens))] for i, tokens in each
+                )
+                self._answered[name] = joined(chain.from_iterable(deltas))
+
+    @property
+    def answered(self) -> list[str]:
+        return list(self._answered)
+
+    def take(self, request_id: str) -> list[Completion] | None:
+        return self._answered.pop(request_id, None)
+
+    def take_deltas(self) -> list[tuple[str, Delta]]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _tokens(self, request: GenerationRequest, sample: int) -> list[int]:
         text = self._text if isinstance(self._text, str) else self._text(request, sample)

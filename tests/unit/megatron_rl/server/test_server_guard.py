@@ -85,7 +85,7 @@ def test_what_would_wait_too_long_is_turned_away_and_comes_in_later() -> None:
         engine.holds_at = 0
         async with running(engine, limits=Limits(max_waiting=2)) as application, client_of(application) as client:
             waiting = [asyncio.create_task(client.post(COMPLETIONS, json=BODY)) for _ in range(2)]
-            while application.thread.unheard < 2:
+            while application.thread.waiting < 2:
                 await asyncio.sleep(0.001)
             turned_away = await client.post(COMPLETIONS, json=BODY)
             assert (turned_away.status_code, turned_away.json()["error"]["code"]) == (429, "engine_overloaded")
@@ -93,7 +93,7 @@ def test_what_would_wait_too_long_is_turned_away_and_comes_in_later() -> None:
             engine.holds_at = None
             assert all(response.is_success for response in await asyncio.gather(*waiting))
             assert (await client.post(COMPLETIONS, json=BODY)).is_success
-            assert application.thread.unheard == 0
+            assert application.thread.waiting == 0
 
     asyncio.run(asyncio.wait_for(crowd(), 60))
 
@@ -137,18 +137,20 @@ def test_prometheus_is_told_of_requests_tokens_and_the_engine() -> None:
     async def told() -> str:
         async with running(SayingEngine()) as application, client_of(application) as client:
             await client.post(COMPLETIONS, json=BODY)
+            await client.post(COMPLETIONS, json=BODY | {"stream": True})
             await client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 0})
             await client.get("/no/such/route")
             return (await client.get("/metrics")).text
 
     lines = asyncio.run(told()).splitlines()
     for line in (
-        'mrl_requests_total{route="/v1/completions",status="200"} 1.0',
+        'mrl_requests_total{route="/v1/completions",status="200"} 2.0',
         'mrl_requests_total{route="/v1/completions",status="400"} 1.0',
         'mrl_requests_total{route="other",status="404"} 1.0',
         "mrl_open_requests 1.0",
-        "mrl_prompt_tokens_total 1.0",
-        "mrl_generated_tokens_total 3.0",
+        "mrl_prompt_tokens_total 2.0",
+        "mrl_generated_tokens_total 6.0",
+        "mrl_answer_seconds_count 2.0",
         "mrl_time_to_first_token_seconds_count 1.0",
         "mrl_time_per_output_token_seconds_count 1.0",
         "mrl_engine_running 0.0",

@@ -126,8 +126,10 @@ def test_what_is_left_unread_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
         engine = SayingEngine(LONG)
         thread = EngineThread(engine)
         thread.start()
-        unread = thread.submit(GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=300), 0), asyncio.Event())
-        await until(lambda: unread._end is not None)  # nothing is read meanwhile
+        unread = thread.submit(
+            GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=300), 0), True, asyncio.Event()
+        )
+        await until(lambda: unread._error is not None)  # nothing is read meanwhile
         with pytest.raises(ReaderTooSlow):
             unread.unread()
         await until(lambda: engine.running == 0)
@@ -135,3 +137,41 @@ def test_what_is_left_unread_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
         assert await asyncio.to_thread(thread.join)
 
     asyncio.run(asyncio.wait_for(neglect(), 60))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_whole_answer_is_told_of_once_and_a_streamed_one_as_it_grows(streamed: bool) -> None:
+    async def listen() -> None:
+        engine = SayingEngine(LONG)
+        engine.holds_at = 3
+        thread, news = EngineThread(engine), asyncio.Event()
+        thread.start()
+        asked = thread.submit(GenerationRequest(encode("x"), 2, Sampling(max_new_tokens=300), 0), streamed, news)
+        await until(lambda: thread.load.running == 2)
+        if streamed:
+            await news.wait()
+            assert asked.unread() and not asked.answered
+        else:
+            assert not news.is_set()
+        engine.holds_at = None
+        rest = []
+        while not asked.answered:
+            await news.wait()
+            news.clear()
+            rest.append(asked.unread())
+        if not streamed:
+            ((one, other),) = rest
+            assert len(one.tokens) == len(other.tokens) == 300
+        thread.stop("enough")
+        assert await asyncio.to_thread(thread.join)
+
+    asyncio.run(asyncio.wait_for(listen(), 60))
+
+
+@limited
+async def test_an_engine_that_ends_leaves_nobody_waiting() -> None:
+    engine = SayingEngine()
+    engine.fails = SystemExit()  # type: ignore[assignment]
+    async with running(engine) as application, client_of(application) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+        assert (await client.get("/health")).status_code == 503
