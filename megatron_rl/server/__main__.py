@@ -31,6 +31,7 @@ from megatron_rl.rank.world import die_with_parent
 
 if TYPE_CHECKING:
     from megatron_rl.server.app import Application
+    from megatron_rl.server.guard import Limits
     from megatron_rl.standalone import OpenedPolicy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -146,7 +147,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
             _allow_connections()
             gc.collect()
             gc.freeze()  # looking through torch's objects takes longer than many an answer
-            asyncio.run(_serve(application, listener, limits.stall_s, options.grace_s, _about(opened, options)))
+            asyncio.run(_serve(application, listener, limits, options.grace_s, _about(opened, options)))
             return EXIT_FINISHED
     except (ConfigurationError, CheckpointError) as error:
         return _refused(str(error), EXIT_USAGE)
@@ -173,10 +174,12 @@ def _allow_connections() -> None:
 
 
 async def _serve(
-    application: Application, listener: socket.socket, stall_s: float, grace_s: float, about: dict[str, Any]
+    application: Application, listener: socket.socket, limits: Limits, grace_s: float, about: dict[str, Any]
 ) -> None:
     """Until a signal comes. grace_s: that requests under way then have to be answered."""
     import uvicorn
+
+    from megatron_rl.server.connection import BoundedConnection
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -190,9 +193,16 @@ async def _serve(
             _say({"address": address, **about})
 
     # The kernel ends the connection of a reader that takes nothing, which no close does while bytes are left.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.stall_s * 1000))
     config = uvicorn.Config(
-        application, log_config=None, access_log=False, backlog=BACKLOG, timeout_graceful_shutdown=CUT_S, ws="none"
+        application,
+        http=BoundedConnection,
+        ws="none",
+        timeout_keep_alive=limits.head_s,
+        timeout_graceful_shutdown=CUT_S,
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
     )
     server = Server(config)
     leaving: list[asyncio.Task[None]] = []

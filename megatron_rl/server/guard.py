@@ -29,6 +29,8 @@ class Limits:
     """For each token; None: as many as come."""
     max_waiting: int = 1024
     """Samples that may wait for the engine; then further requests are turned away."""
+    head_s: int = 30
+    """That a connection is held without a request. Clients keep one for a few seconds, and must not find it closed."""
     stall_s: float = 30.0
     """That a reader of a stream may take nothing."""
 

@@ -1,0 +1,76 @@
+"""Connections on which no request comes: they are closed, however slowly somebody goes on to write one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import uvicorn
+from server_helpers import TOKEN, SayingEngine, running
+from uvicorn.server import ServerState
+
+from megatron_rl.server.connection import BoundedConnection
+
+TOKEN_HEADER = {"Authorization": f"Bearer {TOKEN}"}
+HEAD = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+PATIENCE_S = 0.3
+
+
+@asynccontextmanager
+async def listening(engine: SayingEngine) -> AsyncIterator[str]:
+    """The address of a server."""
+    async with running(engine) as application:
+        config = uvicorn.Config(application, timeout_keep_alive=PATIENCE_S, log_config=None)  # type: ignore[arg-type]
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: BoundedConnection(config, state, {}), "127.0.0.1", 0)
+        async with server:
+            yield "http://{}:{}".format(*server.sockets[0].getsockname())
+        await asyncio.gather(*state.tasks)
+
+
+async def drip(address: str, beginning: bytes, byte: bytes = b"x") -> bytes:
+    """What is said to somebody who writes a byte now and then, until the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    writer.write(beginning)
+    answer = asyncio.ensure_future(reader.read())
+    while not answer.done():
+        writer.write(byte)
+        await asyncio.wait({answer}, timeout=PATIENCE_S / 10)
+    writer.close()
+    with suppress(ConnectionError):  # what was written last was not read
+        return answer.result()
+    return b""
+
+
+def test_who_asks_nothing_holds_nothing() -> None:
+    async def ask() -> None:
+        async with listening(SayingEngine()) as address:
+            silent = [drip(address, b"", b"") for _ in range(100)]
+            slow = drip(address, HEAD + b"X-Slow: ")
+            slow_after = drip(address, HEAD + b"Content-Length: 1000000\r\n\r\n")
+            assert not any(await asyncio.gather(*silent, slow))
+            await slow_after
+
+    asyncio.run(asyncio.wait_for(ask(), 60))
+
+
+def test_who_asks_is_not_hurried() -> None:
+    """The answer takes longer than a connection without a request is held; the next one comes at once."""
+
+    async def ask() -> None:
+        engine = SayingEngine()
+        engine.holds_at = 1
+        async with listening(engine) as address, httpx.AsyncClient(headers=TOKEN_HEADER, timeout=60) as client:
+            answer = asyncio.create_task(client.post(f"{address}/v1/completions", json={"prompt": "x"}))
+            while not engine.running:
+                await asyncio.sleep(0.001)
+            assert await drip(address, b"", b"") == b""
+            assert not answer.done()
+            engine.holds_at = None
+            assert (await answer).is_success
+            assert (await client.get(f"{address}/health")).is_success
+
+    asyncio.run(asyncio.wait_for(ask(), 60))
