@@ -4,7 +4,8 @@
     FOLDER/current            -> version-000012; the server is started on it: vllm serve FOLDER/current
 
 FOLDER is on shared memory (/dev/shm/...) where server and trainer share a node, else on the shared file system. A
-version is there whole or not at all, and the one before stays until the server has taken the next one.
+version is there whole or not at all, and the one before stays until the server has taken the next one. Where it does
+not, `current` goes back to it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,11 +93,26 @@ class ServedFolder:
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
         (into / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def point(self, version: int) -> None:
-        """Have `current` name this version, from one moment to the next."""
+    @contextmanager
+    def pointing(self, version: int) -> Iterator[None]:
+        """Have `current` name this version; where what is done then fails, what it named before. So a server that is
+        started again has the weights that the trainer takes it to have."""
+        before = self.current.readlink() if self.current.is_symlink() else None
+        self._point(Path(self.version(version).name))
+        try:
+            yield
+        except BaseException:
+            self._point(before)
+            raise
+
+    def _point(self, target: Path | None) -> None:
+        """From one moment to the next. target: None for no link at all."""
+        if target is None:
+            self.current.unlink(missing_ok=True)
+            return
         link = self.folder / ".current.tmp"
         link.unlink(missing_ok=True)
-        link.symlink_to(self.version(version).name)
+        link.symlink_to(target)
         link.replace(self.current)
 
     def forget_others(self, version: int) -> None:
@@ -130,15 +146,15 @@ class ExternalPolicy:
 
     async def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See `UpdatableInference.update_weights`. Raises ReloadFailed; OSError and ConfigurationError where the files
-        cannot be written. The server has then the weights it had."""
+        cannot be written. The server has then the weights it had; see `reload`."""
         self._served.own()
         with staged(self._served.version(version), 0, replace=True) as folder:
             self._served.describe(folder, self._served.write(folder, 0, tensors))
         await self.reload(version)
 
     async def reload(self, version: int) -> None:
-        """Have the server take a version that is written. Raises ReloadFailed."""
-        self._served.point(version)
+        """Have the server take a version that is written. Raises ReloadFailed; then `current` names the version before,
+        which the server has, unless only its answer was lost or what it had cached could not be cleared."""
         base = self._server.url.rstrip("/").removesuffix("/v1")
         async with httpx.AsyncClient(
             base_url=base,
@@ -146,7 +162,8 @@ class ExternalPolicy:
             timeout=httpx.Timeout(self._server.timeout_s, connect=CONNECT_S),
             transport=self._transport,
         ) as client:
-            await reload(client, self._kind, self._served.current.resolve(), version)
+            with self._served.pointing(version):
+                await reload(client, self._kind, self._served.current.resolve(), version)
         self._inference.policy_version = version
         self._served.forget_others(version)
 

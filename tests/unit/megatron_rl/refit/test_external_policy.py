@@ -92,12 +92,19 @@ def test_vllm_forgets_what_it_cached_and_sglang_is_told_the_version(tmp_path: Pa
     ],
 )
 def test_a_server_that_refuses_keeps_its_version(setting: Setting, reply: httpx.Response, message: str) -> None:
+    """Also when it is started again."""
+    setting.server.refuses = reply
+    with pytest.raises(ReloadFailed, match=message):
+        setting.update(1)
+    assert not setting.served.current.is_symlink()
+    setting.server.refuses = None
     setting.update(1)
     setting.server.refuses = reply
     with pytest.raises(ReloadFailed, match=message):
         setting.update(2)
     assert setting.inference.policy_version == 1
     assert setting.server.has(tensors(1))
+    assert setting.served.current.resolve() == setting.served.version(1)
     setting.server.refuses = None
     setting.update(3)
     assert setting.server.has(tensors(3))
