@@ -23,6 +23,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True,),
     "prediction": (),
     "presence_penalty": (0,),
@@ -37,7 +38,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that the server cannot honour, and their values that ask for nothing."""
 
-SAYS_NOTHING = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+SAYS_NOTHING = {
+    "metadata",  # the client's own notes
+    "prompt_cache_key",  # where OpenAI looks for the beginning of a prompt: here it is found without
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",  # who asks, as does the next one
+    "user",
+}
 """Parameters that change no answer."""
 
 TokenId = Annotated[int, Field(ge=0)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
+import openai
 import pytest
 from server_helpers import MAX_LENGTH, SayingEngine, ask, byte_tokenizer
+
+from megatron_rl.server.bodies import NEUTRAL, SAYS_NOTHING, ChatBody, CompletionBody
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -46,12 +50,40 @@ def test_values_that_cannot_be(param: str, value: Any) -> None:
         ("presence_penalty", 0.5), ("frequency_penalty", -1), ("logit_bias", {"1": 5}), ("best_of", 2), ("echo", True),
         ("suffix", "x"), ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}),
         ("functions", [{"name": "f"}]), ("parallel_tool_calls", False), ("no_such_parameter", 1),
-        ("tool_choice", "required"), ("top_logprobs", 3), ("service_tier", "flex"), ("stream_options", {"x": 1}),
+        ("tool_choice", "required"), ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("top_logprobs", 3), ("service_tier", "flex"), ("stream_options", {"x": 1}),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(param: str, value: Any) -> None:
     error = refused(CHAT, {"messages": [USER], param: value})
     assert param in error["message"] and error["param"].split(".")[0] == param
+
+
+OF_THE_CLIENT_ITSELF = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+CREATE = {
+    COMPLETIONS: (openai.resources.Completions.create, CompletionBody, {"prompt": "ask"}),
+    CHAT: (openai.resources.chat.Completions.create, ChatBody, {"messages": [USER]}),
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "param"),
+    [
+        (route, param)
+        for route, (create, _, _) in CREATE.items()
+        for param in inspect.signature(create).parameters
+        if param not in OF_THE_CLIENT_ITSELF
+    ],
+)
+def test_no_parameter_of_openais_client_is_ignored_unless_it_changes_no_answer(route: str, param: str) -> None:
+    """A client that has more of them than we know of fails here."""
+    _, kind, body = CREATE[route]
+    assert (param in kind.model_fields) + (param in NEUTRAL) + (param in SAYS_NOTHING) == 1
+    given = {**body, "max_tokens": 4, param: {"no such": "value"}}
+    if param in SAYS_NOTHING:
+        assert ask(SayingEngine(), route, given).is_success
+    else:
+        assert refused(route, given)["param"].split(".")[0] == param
 
 
 @pytest.mark.parametrize(
