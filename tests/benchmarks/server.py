@@ -138,9 +138,7 @@ async def compare(engine: Engine, server: Server, requests: int, repeats: int) -
                 elapsed, used = time.perf_counter() - began, processor_s(process) - used
                 own = 0.0 if process is ours else time.process_time() - own
                 turns[name].append(Turn(elapsed / count, used / count, own / count))
-    return {
-        name: Turn(*map(statistics.median, zip(*map(astuple, each), strict=True))) for name, each in turns.items()
-    }
+    return {name: Turn(*map(statistics.median, zip(*map(astuple, each), strict=True))) for name, each in turns.items()}
 
 
 async def post(address: str, body: object) -> bytes:
