@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.config import read_config
+from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.attempt_records import Kernels, Outcome
 from megatron_rl.contract.codes import DRAINED, FINISHED, MARGIN_S
 from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
+from megatron_rl.inference.config import pages_of
+from megatron_rl.inference.decode_graphs import why_not_recorded
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
@@ -48,7 +50,7 @@ def run_attempt(
     made_of = choose_implementation(config)
     platform = select(config.job, world.local_rank, made_of)
     if world.rank == 0:
-        note_kernels(attempt, made_of, platform)
+        note_kernels(attempt, config, made_of, platform)
     groups = connect(world, config.job, config.placement.training, platform.backend, attempt.address("train"))
     safe_points = SafePoints(activity, drain, timeline)
     safe_points.connect(groups)
@@ -91,11 +93,15 @@ def run_attempt(
     return outcome
 
 
-def note_kernels(attempt: Attempt, made_of: Implementation, platform: Platform) -> None:
+def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, platform: Platform) -> None:
     """Say what the device's work is done by, in the log and in kernels.json, for whoever reads the run later: a disk
     that does not take it costs nothing else."""
-    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8)
-    logger.info("transformer_impl: %s (%s); attention: %s; fp8: %s", *kernels)
+    _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
+    fp8 = made_of.fp8 is not None
+    against = why_not_recorded(platform, config.model, config.inference, page_tokens, fp8=fp8)
+    decoding = "graphs, one for each number of rows" if against is None else f"operation by operation: {against}"
+    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8, decoding)
+    logger.info("transformer_impl: %s (%s); attention: %s; fp8: %s; decoding: %s", *kernels)
     try:
         write(attempt.kernels, kernels)
     except OSError as error:

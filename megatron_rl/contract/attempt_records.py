@@ -86,6 +86,7 @@ class Kernels(NamedTuple):
     reason: str  # why that one
     attention: str  # in words
     fp8: Optional[str] = None  # format of the layers' products; None: the model's own type
+    decoding: str = ""  # in words: by graphs or operation by operation, and why
 
 
 @record()

@@ -62,6 +62,10 @@ class InferenceConfig(Section):
     page_tokens: PositiveInt | None = None
     """Places of a page, of which the cache consists; only full pages are shared. null: 16 on a CPU, 256 on a GPU, whose
     kernels read pages of a multiple of that."""
+    cuda_graphs: bool = True
+    """Whether what a GPU does for a token is recorded, once for each of few numbers of rows, and then replayed, instead
+    of being told operation by operation. It is not where no kernel reads the cache's pages, nor with experts or in FP8:
+    attempts/NNN/kernels.json says. false: to find out whether that is at fault."""
     share_prefixes: bool = True
     """Whether the keys and values of a beginning that the cache holds already are used again: of system prompts and
     conversations. Answers to one prompt share it in any case."""

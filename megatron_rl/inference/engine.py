@@ -91,7 +91,11 @@ class Engine:
 
     @policy_version.setter
     def policy_version(self, policy_version: int) -> None:
-        self._scheduler.publish(policy_version, self._new_tokens())
+        self._publish(policy_version, self._new_tokens())
+
+    def _publish(self, policy_version: int, sampled: list[RowAnswer]) -> None:
+        self._scheduler.publish(policy_version, sampled)
+        self._runner.weights_changed()
 
     def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
         """Queue a request. Returns its id. Raises as `InferenceInterface.generate` does.
@@ -206,7 +210,7 @@ class Engine:
         assert not self.busy, "what its rows have in the cache would be lost"
         self._scheduler.forget()  # what the next phase computes does not depend on what was asked in this one
         if not self._keeps_cache:
-            self._runner.cache = None
+            self._runner.release()
 
     def let_go(self) -> None:
         """Have the other ranks of the replica, which follow this one, return; nothing where there are none."""
@@ -253,7 +257,7 @@ class Engine:
             self._fail(error if isinstance(error, Exception) else RuntimeError("new weights did not come to their end"))
             raise
         self._half_updated = False
-        self._scheduler.publish(version, sampled)
+        self._publish(version, sampled)
 
     # Asked from an asyncio loop
 

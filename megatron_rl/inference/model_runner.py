@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.decode_graphs import decode_graphs
 from megatron_rl.inference.places import places_seen, places_written
 from megatron_rl.inference.plans import Prefill, StepPlan
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
@@ -47,12 +48,14 @@ class ModelRunner:
         """
         self.policy = policy
         self._page_tokens = pages[1]
-        self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids)
+        self._graphs = decode_graphs(policy, model, config, self._page_tokens)
+        spare_page = pages[0] if self._graphs else None
+        self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids, spare_page)
         attention = policy.decoder.layers[0].self_attention
         self._make_cache = partial(
             KeyValueCache,
             layers=model.num_layers,
-            pages=pages[0],
+            pages=pages[0] + (spare_page is not None),
             page_tokens=self._page_tokens,
             kv_heads=attention.num_query_groups_per_partition,
             head_size=attention.hidden_size_per_attention_head,
@@ -70,13 +73,14 @@ class ModelRunner:
         cache = self.cache = self.cache or self._make_cache()
         if plan.moves:
             self._rows.move(plan.moves)
+        self._rows.occupy(plan.rows.stop)
         if plan.pages:
             self._rows.give_pages(plan.pages)
         rows = slice(plan.rows.start, plan.rows.stop)
         if plan.prefills:
             self._prefill(rows, plan.prefills, cache)
         else:
-            self._decode(rows, self._rows.work(rows), cache)
+            self._decode(rows, cache)
         if not plan.rows:
             return None
         self._rows.count_token(rows)
@@ -128,8 +132,29 @@ class ModelRunner:
         seen = to_device(places_seen(prefills, self._page_tokens), device)
         return PrefillLayout(layout, cache, source, target, seen)
 
-    def _decode(self, rows: slice, work: DrawWork, cache: KeyValueCache) -> None:
-        """Put the newest token of each of the first rows into the cache, and draw its next one."""
+    def release(self) -> None:
+        """Let go of the cache; nothing is under way."""
+        self.cache = None
+        if self._graphs:
+            self._graphs.drop()
+
+    def weights_changed(self) -> None:
+        """The policy has new weights."""
+        if self._graphs:
+            self._graphs.keep_for_weights()
+
+    def _decode(self, rows: slice, cache: KeyValueCache) -> None:
+        """The next token of the first rows."""
+        work = self._rows.work(rows)
+        if self._graphs:
+            padded = slice(0, self._graphs.size(rows.stop))
+            self._graphs.run((padded.stop, work), partial(self._decode_step, padded, work, cache))
+        else:
+            self._decode_step(rows, work, cache)
+
+    def _decode_step(self, rows: slice, work: DrawWork, cache: KeyValueCache) -> None:
+        """Put the newest token of each of the first rows into the cache, and draw its next one. Where it is recorded
+        nothing of it may depend on what the host knows of the rows, but for its arguments."""
         state = self._rows
         positions, table = state.position[rows], state.pages[rows]
         page = table.gather(1, (positions // self._page_tokens)[:, None]).squeeze(1)

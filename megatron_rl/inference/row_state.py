@@ -39,12 +39,23 @@ class DrawWork:
 class RowState:
     """The rows that a policy answers."""
 
-    def __init__(self, policy: Policy, rows: int, max_length: int, page_tokens: int, end_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        rows: int,
+        max_length: int,
+        page_tokens: int,
+        end_ids: Collection[int],
+        spare_page: int | None = None,
+    ) -> None:
         """
         max_length: of a prompt and its answer together. page_tokens: places of a page.
         end_ids: at least one token that ends an answer.
+        spare_page: of the cache, where rows that nobody has may write; None: they are not computed.
         """
         self._device = policy.device
+        self._spare_page = spare_page
+        self._occupied = 0
         self._tensor_parallel = policy.pg_collection.tp
         self._length = max_length
         integers: dict[str, Any] = {"dtype": torch.long, "device": self._device}
@@ -52,7 +63,8 @@ class RowState:
         """[rows] newest token, not yet in the cache."""
         self.position = torch.zeros(rows, **integers)
         """[rows] its position."""
-        self.pages = torch.zeros(rows, -(-max_length // page_tokens), dtype=torch.int32, device=self._device)
+        width = -(-max_length // page_tokens)
+        self.pages = torch.full((rows, width), spare_page or 0, dtype=torch.int32, device=self._device)
         """[rows, pages] of each, from its first token on."""
         self._count = torch.zeros(rows, **integers)  # answer tokens so far
         self._limit = torch.zeros(rows, **integers)
@@ -85,6 +97,16 @@ class RowState:
             column[target] = column[source]
         for counts in (self._most_positions, self._most_tokens):
             counts[targets] = counts[sources]
+
+    def occupy(self, rows: int) -> None:
+        """Only the first rows are somebody's. Those behind them, whose pages others may have by now, are at the first
+        place of the spare page from here on, and stay there: they have ended."""
+        if self._spare_page is not None and rows < self._occupied:
+            left = slice(rows, self._occupied)
+            self.pages[left, 0] = self._spare_page
+            self.position[left] = 0
+            self._ended[left] = True
+        self._occupied = rows
 
     def give_pages(self, given: Sequence[tuple[int, int, int]]) -> None:
         """(row, place, page): the page at that place of a row's pages."""

@@ -45,6 +45,24 @@ class Linears:
     """What stands in the place of a norm where the column-parallel linear behind it computes it."""
 
 
+class GraphRecorder(Protocol):
+    """Records what a function has the device do, to have it done again without the host saying so operation by
+    operation: with the same sizes and numbers of the host's, on the same tensors."""
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        """Call it in the way in which it will be recorded: what libraries need for that they take before."""
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Call it, and have the device do nothing of it. Returns what has it done, now and whenever it is called.
+
+        The function has been called by `warm_up` before, never makes the host wait for the device, and what it makes
+        is not needed when it is through. Raises RuntimeError where it does what cannot be recorded.
+        """
+
+    def release(self) -> None:
+        """Let go of the memory of what was recorded, none of which may be done again."""
+
+
 class Platform(Protocol):
     device: torch.device
     backend: str
@@ -69,6 +87,10 @@ class Platform(Protocol):
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         """How this device's kernels for queries of this type attend to what lies in pages."""
+
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
+        """Records decode steps of a model of this type; None where they cannot be: the device knows no such thing, or
+        `paged_attention` to pages of so many tokens depends on what the host knows of their rows."""
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         """Whether such layouts may hold what the branches of a tree share once for each of them, in memory that packing

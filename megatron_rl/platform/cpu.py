@@ -17,7 +17,7 @@ import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedPlatform
+from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
 from megatron_rl.platform.gloo import UnevenCollectives
@@ -68,6 +68,9 @@ class CpuPlatform:
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return bucketed_attention(rows)
+
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
+        return None
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache, cached_property
 from types import ModuleType
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.platform.api import AnyModule, DeviceUse, Linears, UnsupportedPlatform
+from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.cuda_graphs import CudaGraphs
 from megatron_rl.platform.dense_attention import FanOut
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
@@ -50,6 +52,8 @@ class CudaPlatform:
                 f"rank {local_rank} of this node has no GPU: torch sees {torch.cuda.device_count()} "
                 "(job.gpus_per_node is what every node must have)"
             )
+        # What NCCL registers of a graph's collectives it finds by addresses that expandable segments do not have.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision("highest")  # fp32 means fp32: NVIDIA's image allows TF32
         self.device = torch.device("cuda", local_rank)
@@ -62,11 +66,19 @@ class CudaPlatform:
         """Found when it is first needed: the health check chooses a device too, and has no time for their packages."""
         return CudaAttention(find_varlen_kernel(), pages=find_paged_kernel())
 
+    @cached_property
+    def graphs(self) -> CudaGraphs:
+        """Of all engines of this process: cuBLAS keeps a workspace for every stream that it has seen."""
+        return CudaGraphs(self.device)
+
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return self.attention.layout(packed, self.device, dtype, part)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
+
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
+        return self.graphs if self.attention.reads_pages(dtype, page_tokens) else None
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         return self.attention.gathers_branches(dtype, in_parts=in_parts)

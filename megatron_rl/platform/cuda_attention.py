@@ -46,10 +46,17 @@ class CudaAttention:
         return varlen_layout(packed, device, self.varlen.attend)
 
     def paged(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        """By a kernel that reads pages where there is one that takes them, else what they hold is gathered."""
-        if self.pages is None or dtype is torch.float32 or rows.page_tokens % PAGE_MULTIPLE:
+        """By a kernel that reads pages where there is one that takes them, else what they hold is gathered. Nothing of
+        the kernel's depends on `bounds`, so that it can be recorded once for all lengths; it reads as much of each row
+        as that has."""
+        if self.pages is None or not self.reads_pages(dtype, rows.page_tokens):
             return gathered_attention(rows)
-        return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), rows.longest)
+        longest = rows.table.shape[1] * rows.page_tokens
+        return KernelAttention(self.pages.attend, rows.table, rows.lengths.int(), longest)
+
+    def reads_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
+        """Whether there is a kernel for pages of so many tokens."""
+        return self.pages is not None and dtype is not torch.float32 and page_tokens % PAGE_MULTIPLE == 0
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         """Whether a micro-batch may go by a flash kernel, which the branches of trees are gathered for. Which one does

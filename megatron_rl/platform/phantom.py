@@ -283,6 +283,19 @@ class Memory:
             peak.bytes, peak.held_by, peak.age = self._total, self._now.copy(), self._age
 
 
+class PhantomGraphs:
+    """Implements `GraphRecorder`: what was recorded is computed anew, with the same shapes, and the same memory."""
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        function()
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        return function
+
+    def release(self) -> None:
+        pass
+
+
 class PhantomPlatform(CudaPlatform):
     """The CUDA platform without a GPU: its layouts and its looks at results, on a device of another name."""
 
@@ -305,6 +318,9 @@ class PhantomPlatform(CudaPlatform):
         with self._phantom.memory.held_by("weights"):
             self._phantom.move(module, requires_grad=True)
         return module
+
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
+        return PhantomGraphs() if self.attention.reads_pages(dtype, page_tokens) else None
 
     def host_memory(self, size: int) -> Tensor:
         return self._phantom.host_memory(size)

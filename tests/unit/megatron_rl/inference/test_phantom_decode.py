@@ -53,8 +53,9 @@ class Reads:
         return read
 
 
+@pytest.mark.parametrize("page_tokens", [PAGE_TOKENS, 256], ids=["gathered", "recorded"])
 def test_the_host_waits_at_most_once_in_eight_tokens(
-    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch, page_tokens: int
 ) -> None:
     """While rows of all kinds of sampling end, are moved together and are filled again, and while somebody follows what
     they sample. What looks at a number elsewhere than in `_read` raises here."""
@@ -64,9 +65,10 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
         config = InferenceConfig(max_batch=3)
-        pages = Pages(3 * -(-LONGEST // PAGE_TOKENS), PAGE_TOKENS)
+        pages = Pages(3 * -(-LONGEST // page_tokens), page_tokens)
         scheduler = Scheduler(config, pages, {END}, TOKENIZER.decode)
-        runner = ModelRunner(policy, model, config, (pages.count, PAGE_TOKENS), {END}, LONGEST)
+        runner = ModelRunner(policy, model, config, (pages.count, page_tokens), {END}, LONGEST)
+        assert (runner._graphs is not None) == (page_tokens == 256)
         for key, sampling in enumerate(SAMPLINGS):
             request = GenerationRequest([1, 2, 3 + key], 1 + key // 2, sampling, key, top_logprobs=key)
             scheduler.submit(request, streamed=key == 1)

@@ -94,15 +94,23 @@ def test_fp8_is_refused_where_transformer_engine_is_missing() -> None:
 
 def test_what_was_chosen_is_in_the_log_and_beside_the_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attempt = RunDir(tmp_path).attempt(1)
-    platform: Any = SimpleNamespace(attention_kernels="flash-attn 2.8.3")
+    platform: Any = SimpleNamespace(attention_kernels="flash-attn 2.8.3", graph_recorder=lambda *_: None)
     chosen = Implementation(LOCAL, "the recipe asks for it")
     with caplog.at_level(logging.INFO):
-        note_kernels(attempt, chosen, platform)  # whose folder is not there
+        note_kernels(attempt, run_on_gpus("local"), chosen, platform)  # whose folder is not there
         attempt.folder.mkdir(parents=True)
-        note_kernels(attempt, chosen, platform)
-    assert read(Kernels, attempt.kernels) == Kernels(LOCAL, "the recipe asks for it", "flash-attn 2.8.3")
+        note_kernels(attempt, run_on_gpus("local"), chosen, platform)
+    decoding = "operation by operation: this device has no kernel for pages of 48 tokens in bf16"
+    assert read(Kernels, attempt.kernels) == Kernels(
+        LOCAL, "the recipe asks for it", "flash-attn 2.8.3", decoding=decoding
+    )
     first, failed, second = (record.getMessage() for record in caplog.records)
     assert (
-        first == second == ("transformer_impl: local (the recipe asks for it); attention: flash-attn 2.8.3; fp8: None")
+        first
+        == second
+        == (
+            "transformer_impl: local (the recipe asks for it); attention: flash-attn 2.8.3; fp8: None; "
+            f"decoding: {decoding}"
+        )
     )
     assert str(attempt.kernels) in failed

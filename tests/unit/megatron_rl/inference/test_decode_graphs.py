@@ -1,0 +1,254 @@
+"""Recorded decode steps draw what steps operation by operation draw, whatever comes and goes between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_helpers import END, stir, tiny_model, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operation_recorder import OperationRecorder
+
+from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.inference.decode_graphs import MOST_RECORDED, DecodeGraphs, padded_rows, why_not_recorded
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.policy import Policy
+from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
+
+MODEL = tiny_model()
+LONG = {"max_new_tokens": 21, "min_new_tokens": 21}
+"""Answers that the host sees the end of with their last token."""
+
+
+class RecordingPlatform(CpuPlatform):
+    """A CPU that records decode steps, and attends in them as a GPU's kernel does: for all lengths alike."""
+
+    tokens_between_looks = 3
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.recorder = OperationRecorder()
+
+    def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
+        return gathered_attention(replace(rows, bounds=np.full_like(rows.bounds, MODEL.max_position_embeddings)))
+
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> OperationRecorder:
+        return self.recorder
+
+
+@pytest.fixture(scope="module")
+def shared_policy(platform: Any, groups: Any) -> Policy:
+    return tiny_policy(RecordingPlatform(), scale=0.15)
+
+
+@pytest.fixture
+def policy(shared_policy: Policy) -> Iterator[Policy]:
+    """Whose weights are the same for every test."""
+    weights = [weight.detach().clone() for weight in shared_policy.parameters()]
+    yield shared_policy
+    reset(shared_policy, weights)
+
+
+@torch.no_grad()
+def reset(policy: Policy, weights: list[torch.Tensor]) -> None:
+    for weight, before in zip(policy.parameters(), weights, strict=True):
+        weight.copy_(before)
+
+
+def recorder_of(policy: Policy) -> OperationRecorder:
+    assert isinstance(policy.platform, RecordingPlatform)
+    return policy.platform.recorder
+
+
+def move(policy: Policy) -> None:
+    """The weights, to other places."""
+    for weight in policy.parameters():
+        weight.data = weight.data.clone()
+
+
+def engine_of(policy: Policy, *, recorded: bool = True, keeps_cache: bool = True, **config: Any) -> Engine:
+    inference = InferenceConfig(**({"max_batch": 11, "page_tokens": 4} | config), cuda_graphs=recorded)
+    return Engine(policy, MODEL, inference, {END}, keeps_cache=keeps_cache)
+
+
+def ask(prompt: list[int], samples: int = 1, key: int = 0, top: int = 0, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(prompt, samples, Sampling(**({"max_new_tokens": 20} | sampling)), key, top_logprobs=top)
+
+
+REQUESTS = st.builds(
+    ask,
+    prompt=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    samples=st.integers(1, 6),
+    key=st.integers(0, 1000),
+    top=st.sampled_from([0, 0, 2]),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 3, 4]),
+    min_new_tokens=st.sampled_from([0, 5]),
+    max_new_tokens=st.integers(5, 24),
+)
+EVENTS = st.one_of(
+    REQUESTS,
+    st.integers(1, 12),  # steps
+    st.sampled_from(["cancel", "new weights", "moved weights", "phase"]),
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(first=REQUESTS, events=st.lists(EVENTS, max_size=10), spare_tokens=st.integers(0, 120))
+def test_answers_are_those_of_steps_that_are_not_recorded(
+    shared_policy: Policy, first: GenerationRequest, events: list[Any], spare_tokens: int
+) -> None:
+    """Requests of all kinds come, end, move together, are cancelled and give way; weights are replaced, in their places
+    and elsewhere; the cache is let go between two phases. Sizes are not those of the rows, and who is nobody's row
+    would change an answer if it wrote anywhere but to the spare page."""
+    weights = [weight.detach().clone() for weight in shared_policy.parameters()]
+    engines = [
+        engine_of(shared_policy, recorded=recorded, keeps_cache=False, cache_tokens=36 + spare_tokens)
+        for recorded in (True, False)
+    ]
+    asked: list[list[GenerationRequest]] = [[], []]
+
+    def each(event: Any) -> None:
+        for engine, requests in zip(engines, asked, strict=True):
+            if isinstance(event, GenerationRequest):
+                requests.append(replace(event, id=f"{len(requests)}"))
+                engine.submit(requests[-1])
+            elif event == "cancel" and requests:
+                engine.cancel(requests.pop().id)
+            elif event == "phase":
+                run(engine, 10**6)
+                engine.end_phase()
+            elif isinstance(event, int):
+                run(engine, event)
+
+    for number, event in enumerate([first, *events, 10**6]):
+        if event == "moved weights":
+            move(shared_policy)
+        if event in ("new weights", "moved weights"):
+            stir(shared_policy, 0.05, seed=number)
+            for engine in engines:
+                engine.policy_version = number
+        each(event)
+    for ours, theirs in zip(*asked, strict=True):
+        for one, other in zip(engines[0].take(ours.id) or [], engines[1].take(theirs.id) or [], strict=True):
+            assert (one.tokens, one.versions, one.finish_reason) == (other.tokens, other.versions, other.finish_reason)
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-5)
+            assert [[*place] for place in one.top_logprobs or []] == [[*place] for place in other.top_logprobs or []]
+    reset(shared_policy, weights)
+
+
+def run(engine: Engine, steps: int) -> None:
+    while engine.busy and steps:
+        engine.step()
+        steps -= 1
+
+
+def test_a_step_is_recorded_once_for_each_size(policy: Policy) -> None:
+    """The first of its kind is computed, the second recorded, and all that follow are replayed."""
+    recorder = recorder_of(policy)
+    recorded, replayed = recorder.recorded, recorder.replayed
+    engine = engine_of(policy)
+    for samples in (3, 4, 7, 5):  # which are two sizes
+        engine.submit(ask([1, 2, 3], samples, key=samples, **LONG))
+        run(engine, 10**6)
+    assert recorder.recorded - recorded == 2
+    assert recorder.replayed - replayed == 4 * (LONG["max_new_tokens"] - 1) - 2
+
+
+def test_rows_that_nobody_has_stay_at_the_first_place_of_the_spare_page(policy: Policy) -> None:
+    engine = engine_of(policy)
+    engine.submit(ask([1, 2], 3, **LONG))
+    run(engine, 10**6)
+    rows, spare = engine._runner._rows, engine.load.pages
+    assert engine.cache is not None and engine.cache.keys[:, spare, 0].any()  # written by the fourth
+    assert not engine.cache.keys[:, spare, 1:].any()
+    assert rows.position[3:].tolist() == [0] * 8
+    assert (rows.pages[3:] == spare).all()
+
+
+def test_recordings_end_with_the_cache(policy: Policy) -> None:
+    """Training needs its memory. Where the cache stays so do they."""
+    recorder = recorder_of(policy)
+    for keeps_cache in (True, False):
+        engine = engine_of(policy, keeps_cache=keeps_cache)
+        recorded, released = recorder.recorded, recorder.released
+        for _ in range(3):
+            engine.submit(ask([1, 2], 3, **LONG))
+            run(engine, 10**6)
+            engine.end_phase()
+        assert recorder.recorded - recorded == (1 if keeps_cache else 3)
+        assert recorder.released - released == (0 if keeps_cache else 3)
+
+
+def test_recordings_stay_for_weights_that_stay_in_their_places(policy: Policy) -> None:
+    recorder = recorder_of(policy)
+    engine = engine_of(policy)
+
+    def recordings() -> int:
+        before = recorder.recorded
+        engine.submit(ask([1, 2], 3, **LONG))
+        run(engine, 10**6)
+        engine.policy_version += 1
+        return recorder.recorded - before
+
+    assert [recordings(), recordings()] == [1, 0]
+    move(policy)
+    engine.policy_version += 1
+    assert [recordings(), recordings()] == [1, 0]
+
+
+def test_there_are_never_too_many_recordings(policy: Policy) -> None:
+    recorder = OperationRecorder()
+    graphs = DecodeGraphs(recorder, policy, 8)
+    for key in range(3 * MOST_RECORDED):
+        for _ in range(2):
+            graphs.run(key, lambda: None)
+    assert recorder.recorded == 3 * MOST_RECORDED
+    assert recorder.released == 2
+
+
+def test_a_step_that_cannot_be_recorded_says_what_to_do(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_function: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorder = OperationRecorder()
+    monkeypatch.setattr(recorder, "record", fails)
+    graphs = DecodeGraphs(recorder, policy, 8)
+    graphs.run("a step", lambda: None)
+    with pytest.raises(RuntimeError) as raised:
+        graphs.run("a step", lambda: None)
+    assert "inference.cuda_graphs=false" in raised.value.__notes__[0]
+
+
+def test_sizes_are_few_and_a_quarter_larger_than_needed_at_most() -> None:
+    sizes = [padded_rows(rows) for rows in range(1, 257)]
+    assert sorted({*sizes}) == [1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
+    for rows, size in enumerate(sizes, 1):
+        assert rows <= size < max(rows + 8, 1.25 * rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "inference", "fp8", "why"),
+    [
+        ({}, {}, False, None),
+        ({}, {"cuda_graphs": False}, False, "inference.cuda_graphs is false"),
+        ({}, {}, True, "layers in FP8"),
+        ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}, {}, False, "each expert"),
+    ],
+)
+def test_what_is_not_recorded_has_a_reason(model: Any, inference: Any, fp8: bool, why: str | None) -> None:
+    config = InferenceConfig(**inference)
+    found = why_not_recorded(RecordingPlatform(), tiny_model(**model), config, 256, fp8=fp8)
+    assert found is None if why is None else why in (found or "")
+
+
+def test_a_cpu_records_nothing(platform: Any) -> None:
+    found = why_not_recorded(platform, MODEL, InferenceConfig(), 16, fp8=False)
+    assert found == "this device has no kernel for pages of 16 tokens in fp32"
