@@ -34,6 +34,7 @@ test-gpu: ## on a GPU, with a GPU_PYTHON that has torch for CUDA: tests, and fig
 	$(GPU_PYTHON) -m pytest --timeout 1800 tests/gpu
 	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 0.5b
 	$(GPU_PYTHON) tests/benchmarks/gpu_step.py --size 7b
+	$(GPU_PYTHON) tests/benchmarks/gpu_decode.py
 
 slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine, gone when the shell ends
 	@$(BIN)/python tests/slurm/lab.py shell

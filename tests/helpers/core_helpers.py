@@ -121,7 +121,7 @@ def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float =
 def stir(policy: Policy, scale: float, seed: int = 11) -> None:
     generator = torch.Generator().manual_seed(seed)
     for weight in policy.parameters():
-        weight += (scale * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+        weight += (scale * torch.randn(weight.shape, generator=generator)).to(weight)
 
 
 @torch.no_grad()
