@@ -9,7 +9,7 @@ few rows. What is recorded is replayed with the sizes, addresses and numbers tha
 - a recording is dropped with the cache, whose memory training needs, and where new weights are not where the old ones
   were. What stays in its place while numbers change, as weights mostly do, needs nothing.
 
-A key is computed step by step the first time it is seen, and recorded the second time.
+A step whose key is new is computed operation by operation, and recorded when it comes again.
 """
 
 from __future__ import annotations
