@@ -23,7 +23,16 @@ CHANGEABLE = (
 """What `mrl-submit --change` may alter in a run that has begun; documented in its --help. `grpo.kl_beta` may also
 go from 0 to more and back: the reference model is the run's initial weights, whenever it is first needed."""
 
-FREE = ("cluster", "image.*", "code.*", "job.time_limit", "job.nodes", "job.spare_nodes", "placement.offload")
+FREE = (
+    "cluster",
+    "image.*",
+    "code.*",
+    "job.time_limit",
+    "job.nodes",
+    "job.spare_nodes",
+    "placement.offload",
+    "inference.cuda_graphs",
+)
 """Where and in what surroundings a run goes on is no property of the run."""
 
 
