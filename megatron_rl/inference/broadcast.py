@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.inference.plans import StepPlan
+Plan = TypeVar("Plan")
+"""What an engine sends, of frozen dataclasses and built-in types."""
 
 INLINE = 1024
 """Bytes of the first message, which holds the plan of a decoding step whole; prompts follow in a second one."""
@@ -26,14 +28,14 @@ class TensorPlan:
     dtype: torch.dtype
 
 
-class PlanBroadcast:
+class PlanBroadcast(Generic[Plan]):
     """Broadcasts plans over gloo, so that no device waits. Both ends only wait as long as the group's time-out."""
 
     def __init__(self, control: dist.ProcessGroup) -> None:
         """control: ranks of one replica, whose first one sends."""
         self._control = control
 
-    def send(self, plan: StepPlan | TensorPlan | None) -> None:
+    def send(self, plan: Plan | TensorPlan | None) -> None:
         """A plan for all to execute; None is the end of a phase."""
         content = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
         message = len(content).to_bytes(_LENGTH, "little") + content
@@ -42,13 +44,13 @@ class PlanBroadcast:
         if len(message) > INLINE:
             self._broadcast(bytearray(message[INLINE:]))
 
-    def receive(self) -> StepPlan | TensorPlan | None:
+    def receive(self) -> Plan | TensorPlan | None:
         """What the first rank sends next."""
         first = bytes(self._broadcast(bytearray(INLINE)))
         length = _LENGTH + int.from_bytes(first[:_LENGTH], "little")
         rest = bytes(self._broadcast(bytearray(length - INLINE))) if length > INLINE else b""
         # Of the first rank of this replica, over the group by which torch's own object collectives are trusted too.
-        plan: StepPlan | TensorPlan | None = pickle.loads((first + rest)[_LENGTH:length])
+        plan: Plan | TensorPlan | None = pickle.loads((first + rest)[_LENGTH:length])
         return plan
 
     def send_tensor(self, name: str, tensor: Tensor) -> None:

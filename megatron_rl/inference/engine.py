@@ -24,12 +24,12 @@ from megatron_rl.inference.api import (
     EngineLoad,
     GenerationRequest,
     PartialAnswer,
-    PromptTooLong,
     Unsupported,
 )
 from megatron_rl.inference.broadcast import PlanBroadcast, TensorPlan
 from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig, pages_of
+from megatron_rl.inference.limits import Limits
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
@@ -43,7 +43,7 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 
 
 class Engine:
-    """Implements `ResumableInference`, `StreamingInference` and `UpdatableInference` over a policy of this process, or
+    """Implements `RankEngine`, `StreamingInference` and `UpdatableInference` over a policy of this process, or
     of the ranks of a replica together."""
 
     def __init__(
@@ -69,7 +69,6 @@ class Engine:
         self.busy_s = 0.0
         """Seconds spent generating so far; the rest of a caller's wait is for something else, such as rewards."""
         self.max_length = max_length or model.max_position_embeddings
-        self._limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         count, page_tokens = pages_of(config, config.page_tokens or policy.platform.page_tokens, self.max_length)
         self._pages = Pages(count, page_tokens, found_again=config.share_prefixes)
         self._scheduler = Scheduler(config, self._pages, end_ids, decode)
@@ -77,8 +76,10 @@ class Engine:
         self._keeps_cache = keeps_cache
         self._model = model
         self._half_updated = False
-        self._finds_stops = decode is not None
-        self._plans = None if ranks is None or ranks.alone else PlanBroadcast(ranks.control)
+        limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
+        cache_tokens = count * page_tokens
+        self._limits = Limits(policy.vocabulary, self.max_length, limit_name, cache_tokens, decode is not None)
+        self._plans = None if ranks is None or ranks.alone else PlanBroadcast[StepPlan](ranks.control)
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -107,33 +108,14 @@ class Engine:
         return request.id
 
     def _check(self, request: GenerationRequest) -> None:
-        """Raise where the request cannot be answered: a GPU that is asked for a token that is not there is lost."""
+        """Raise where the request cannot be answered."""
         if self._half_updated:
             raise RuntimeError(
                 "the weights were not replaced as a whole: update_weights must be called with all of them"
             )
-        vocabulary = self.policy.vocabulary
-        for name, tokens in ("prompt", request.prompt_tokens), ("sampling.stop_tokens", request.sampling.stop_tokens):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-                outside = next(token for token in tokens if not 0 <= token < vocabulary)
-                raise ValueError(f"{name}: {outside} is no token: they are 0 to {vocabulary - 1}")
-        if request.sampling.stop and not self._finds_stops:
-            raise Unsupported("sampling.stop: this engine was given no tokenizer to look for strings with")
         if request.top_logprobs and any(known.top_logprobs is None for known in request.known.values()):
             raise Unsupported("top_logprobs: an interrupted answer's first tokens came without theirs")
-        needed = len(request.prompt_tokens) + request.sampling.max_new_tokens
-        if needed > self.max_length:
-            raise PromptTooLong(
-                f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "
-                f"{request.sampling.max_new_tokens} exceed {self._limit_name} {self.max_length}"
-            )
-
-        if self._pages.needed(needed) > self._pages.count:
-            raise PromptTooLong(
-                f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "
-                f"{request.sampling.max_new_tokens} have no room in a cache of "
-                f"{self._pages.count * self._pages.tokens} tokens (inference.cache_tokens)"
-            )
+        self._limits.check(request)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its rows; one that is answered or unknown is none."""
