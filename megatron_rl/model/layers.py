@@ -53,6 +53,17 @@ def packed_block_spec(config: TransformerConfig, recompute: Recompute, platform:
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
 
+def plain_block_spec(config: TransformerConfig) -> Any:
+    """The same modules and weights in megatron-core's own layers, whose attention is that of its dynamic engine."""
+    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = NoCoreAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)
+
+
 def _submodules(part: Any) -> Any:
     """A part of a layer is a ModuleSpec in 0.16.1, a partial builder in 0.19.2."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules

@@ -1,0 +1,39 @@
+"""The policy as megatron-core's own model: its engine wants the forward that `Policy` has replaced."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.layers import plain_block_spec
+from megatron_rl.model.policy import Policy, transformer_config
+
+
+def megatron_twin(policy: Policy, model: ModelConfig) -> GPTModel:
+    """megatron-core's GPTModel, for inference, whose every weight is the policy's own parameter: what training does to
+    the one, the other has done. It takes no memory of its own.
+
+    policy: dense, with no pipeline and no sequence parallelism.
+    """
+    config = transformer_config(model, policy.platform, policy.pg_collection)
+    config.use_cpu_initialization = True  # elsewhere it would take the device's memory, whatever the default device
+    config.perform_initialization = False
+    with torch.device("meta"):
+        twin = GPTModel(
+            config=config,
+            transformer_layer_spec=plain_block_spec(config),
+            vocab_size=policy.vocab_size,
+            max_sequence_length=policy.max_sequence_length,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=model.rope_base,
+            pg_collection=policy.pg_collection,
+        )
+    for name, module in twin.named_modules():
+        for weight, mine in module._parameters.items():
+            if mine is not None:
+                module._parameters[weight] = policy.get_parameter(f"{name}.{weight}")
+    twin.rotary_pos_emb.inv_freq = policy.rotary_pos_emb.inv_freq  # stretched, where the model's are
+    return twin.eval()
