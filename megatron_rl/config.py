@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import EvaluateConfig
-from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
+from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, beyond_megatron, pages_of
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import JobConfig, Offload, PlacementConfig, data_parallel_size
@@ -106,6 +106,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
         self._transformer_engine_fits()
+        self._megatron_engine_fits()
         if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
             raise ValueError(
                 f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: which nodes "
@@ -153,6 +154,37 @@ class RunConfig(Section):
             against = "training.recompute is full, which would compute layers again in another precision"
         if against:
             raise ValueError(f"training.fp8 is {training.fp8}, but {against}")
+
+    def _megatron_engine_fits(self) -> None:
+        if self.inference.engine != "megatron":
+            return
+        inference, beyond = self.inference, beyond_megatron(self.sampling)
+        tp = self.placement.inference.tp or self.placement.training.tp
+        for holds, why in (
+            (self.job.device == "cpu", "job.device is cpu, and it needs GPUs"),
+            (self.model.dtype == "fp32", "model.dtype is fp32, and flash-attn knows bf16"),
+            (self.model.num_experts is not None, "model.num_experts is set, and it was not tried with experts"),
+            (self.training.fp8 != "none", f"training.fp8 is {self.training.fp8}, and it would answer in bf16"),
+            (beyond is not None, f"{beyond} is more than it can do"),
+            (
+                self.page_tokens % 256 > 0,
+                f"inference.page_tokens is {self.page_tokens}, and flash-attn wants a multiple of 256",
+            ),
+            (
+                inference.cache_tokens is not None and inference.cache_tokens < self.page_tokens,
+                f"inference.cache_tokens {inference.cache_tokens} is no page of {self.page_tokens} tokens",
+            ),
+            (
+                inference.max_batch % tp > 0,
+                f"inference.max_batch {inference.max_batch} is no multiple of placement.inference.tp {tp}",
+            ),
+            (
+                self.resume.partial == "regenerate",
+                "resume.partial is regenerate, and its answers have no random numbers of their own: say keep",
+            ),
+        ):
+            if holds:
+                raise ValueError(f"inference.engine is megatron, but {why}")
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.api import RankEngine
 from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.models import Models, build_models
@@ -64,7 +64,7 @@ class Run:
     models: Models
     initial_weights: str | None
     trainer: Trainer
-    engine: Engine
+    engine: RankEngine
     refit: Refit
     driver: RolloutDriver
     checkpointer: Checkpointer

@@ -51,6 +51,11 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
     if missing := [why for why in not_yet(config) if not why.startswith(WITHOUT_EFFECT)]:
         raise BadInput("; ".join(missing))
+    if config.inference.engine != "native":
+        raise BadInput(
+            f"inference.engine {config.inference.engine} cannot be rehearsed, because it computes with what it reads "
+            "from the device: rehearse all else with inference.engine=native"
+        )
     limit = gpu_bytes(config, profile)
     tokens = tokens_known(config) or ASSUMED_VOCABULARY
     vocab = config.model.padded_vocab_size(tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 from uuid import uuid4
@@ -11,6 +12,8 @@ from megatron_rl.inference.config import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor  # who only asks an engine need not have torch
+
+    from megatron_rl.model.policy import Policy
 
 FinishReason = Literal["stop", "length"]
 
@@ -178,4 +181,34 @@ class ResumableInference(InferenceInterface, Protocol):
 
     def partial_answers(self) -> list[PartialAnswer]:
         """All samples of unanswered requests that have tokens, the finished among them included."""
+        ...
+
+
+class RankEngine(ResumableInference, Protocol):
+    """An engine over weights that are trained in between, on one rank or several of them together. The first one is
+    asked; the others follow it until it lets them go. Then the phase ends on all of them."""
+
+    policy: Policy
+    """Whose weights it samples by; see refit.publish for where they are from."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @policy_version.setter
+    def policy_version(self, policy_version: int) -> None:
+        """Set by refit.publish, once the weights are those of that version."""
+
+    def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
+        """Execute what the first rank does, until it lets the others go.
+
+        waits: what to enter while this rank waits for the next plan.
+        """
+        ...
+
+    def let_go(self) -> None:
+        """Have the other ranks, which follow this one, return; nothing where there are none."""
+        ...
+
+    def end_phase(self) -> None:
+        """Make room for training; nothing is asked any more."""
         ...

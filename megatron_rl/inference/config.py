@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,9 +49,24 @@ PAGE_TOKENS = {"cpu": 16, "cuda": 256}
 """Places of a page by `job.device`: few share more, and flash kernels for pages want multiples of 256."""
 
 
+def beyond_megatron(sampling: Sampling) -> str | None:
+    """What megatron-core's dynamic engine cannot do of this, by name; None where it can do all."""
+    if sampling.min_p > 0:
+        return "sampling.min_p"
+    if sampling.min_new_tokens > 0:
+        return "sampling.min_new_tokens"
+    if sampling.top_k > 0 and sampling.top_p < 1:
+        return "sampling.top_k together with top_p"
+    return None
+
+
 class InferenceConfig(Section):
     """The in-process engine."""
 
+    engine: Literal["native", "megatron"] = "native"
+    """native: this project's own; needs nothing. megatron: megatron-core's DynamicInferenceEngine; needs GPUs, bf16, a
+    model without experts, flash-attn 2.7.3 or later and einops. It takes neither min_p nor min_new_tokens nor top_k
+    together with top_p, and what it draws depends on what else is answered at the same time."""
     max_batch: PositiveInt = 256
     """Sequences decoded together on one replica; the rest wait for a free row."""
     prefill_tokens: PositiveInt = 16384
@@ -64,11 +79,12 @@ class InferenceConfig(Section):
     kernels read pages of a multiple of that."""
     cuda_graphs: bool = True
     """Whether what a GPU does for a token is recorded, once for each of few numbers of rows, and then replayed, instead
-    of being told operation by operation. It is not where no kernel reads the cache's pages, nor with experts or in FP8:
-    attempts/NNN/kernels.json says. false: to find out whether that is at fault."""
+    of being told operation by operation. It is not where no kernel reads the cache's pages, nor with experts, in FP8 or
+    by engine megatron: attempts/NNN/kernels.json says. false: to find out whether that is at fault."""
     share_prefixes: bool = True
     """Whether the keys and values of a beginning that the cache holds already are used again: of system prompts and
-    conversations. Answers to one prompt share it in any case."""
+    conversations. Answers to one prompt share it in any case. With engine megatron: whether answers share anything at
+    all, which they do not with megatron-core 0.16.1."""
 
 
 def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tuple[int, int]:

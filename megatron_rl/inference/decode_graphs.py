@@ -96,6 +96,8 @@ def why_not_recorded(
 
     page_tokens: of its cache.
     """
+    if config.engine == "megatron":
+        return "inference.engine is megatron"
     if not config.cuda_graphs:
         return "inference.cuda_graphs is false"
     if platform.graph_recorder(DTYPES[model.dtype], page_tokens) is None:

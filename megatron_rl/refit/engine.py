@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_rl.config import RunConfig
+from megatron_rl.inference.api import RankEngine
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.stops import Decode
 from megatron_rl.model.parallel import send_no_tokens
@@ -25,9 +26,9 @@ def build_engine(
     groups: Groups,
     ranks: EngineRanks,
     decode: Decode | None = None,
-) -> tuple[Engine, Refit]:
-    """Where both cut the model alike the engine samples by the trainer's own weights, else by a model of its own.
-    Collective.
+) -> tuple[RankEngine, Refit]:
+    """The engine that `inference.engine` chooses. Where both cut the model alike it samples by the trainer's own
+    weights, else by a model of its own. Collective.
 
     vocab_size, end_ids, decode: the tokenizer's; without `decode` there are no stop strings. ranks: of the engine.
     """
@@ -39,16 +40,15 @@ def build_engine(
         if config.model.num_experts is not None and not ranks.alone:
             for layer in policy.decoder.layers:
                 send_no_tokens(layer.mlp, policy.pg_collection)
-    engine = Engine(
-        policy,
-        config.model,
-        config.inference,
-        end_ids,
-        config.training.sequence_length,
-        ranks,
-        keeps_cache=config.offload == "none",
-        decode=decode,
-    )
+    longest = config.training.sequence_length
+    engine: RankEngine
+    if config.inference.engine == "megatron":
+        from megatron_rl.inference.megatron_engine import MegatronEngine  # megatron-core's own takes long to import
+
+        engine = MegatronEngine(policy, config.model, config.inference, end_ids, longest, ranks, decode)
+    else:
+        keeps_cache = config.offload == "none"
+        engine = Engine(policy, config.model, config.inference, end_ids, longest, ranks, keeps_cache, decode)
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 
 

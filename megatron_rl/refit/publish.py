@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.api import RankEngine
 
 
 class Refit(Protocol):
@@ -25,7 +25,7 @@ class SharedWeights:
 
     moved_bytes = 0
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RankEngine) -> None:
         self._engine = engine
 
     def publish(self, policy_version: int) -> None:

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.api import RankEngine
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.groups import Groups
 from megatron_rl.refit.plan import Box, Move, plan_moves, rounds_of
@@ -28,7 +28,7 @@ class ReshardedWeights:
     """Trainer and engine have a model each. A weight of which this rank has the same part in both is one tensor; the
     others are sent with every publication."""
 
-    def __init__(self, trained: Policy, engine: Engine, groups: Groups, round_bytes: int = ROUND_BYTES) -> None:
+    def __init__(self, trained: Policy, engine: RankEngine, groups: Groups, round_bytes: int = ROUND_BYTES) -> None:
         """Collective.
 
         trained: the trainer's model, whose weights stay where they are in memory from here on.

@@ -152,6 +152,7 @@ class _Rank:
             return None, trainer
         trainer.optimizer.offload()
         engine, _refit = build_engine(policy, config, self._vocab, {END}, self._platform, self._groups, ranks)
+        assert isinstance(engine, Engine), "the other one reads the device's numbers"
         self._memory.assign("inference weights", _tensors(engine.policy))
         self._memory.assign("weights", _tensors(policy))  # some of which are the engine's as well
         return engine, trainer

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.api import RankEngine
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.stream import shares
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 class AgentLoop:
     """The one asyncio loop of a rank, in which its agents and its engine take turns."""
 
-    def __init__(self, ranks: EngineRanks, engine: Engine, safe_points: SafePoints, runner: asyncio.Runner) -> None:
+    def __init__(self, ranks: EngineRanks, engine: RankEngine, safe_points: SafePoints, runner: asyncio.Runner) -> None:
         self._ranks = ranks
         self._engine = engine
         self._safe_points = safe_points

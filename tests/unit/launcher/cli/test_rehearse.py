@@ -49,6 +49,14 @@ def test_the_table_says_what_holds_the_peak_and_how_near_the_plan_is(monkeypatch
     assert "planned" in result.output
 
 
+def test_an_engine_that_cannot_be_rehearsed_is_refused_with_what_can(monkeypatch):
+    done(monkeypatch, 70.0)
+    result = mrl_rehearse(RECIPE, "--cluster", "h100", "inference.engine=megatron")
+    assert result.exit_code == 2
+    assert "inference.engine megatron cannot be rehearsed" in result.output
+    assert "inference.engine=native" in result.output
+
+
 def test_every_stage_and_role_is_listed(monkeypatch):
     done(monkeypatch, 70.0)
     two_stages = ("placement.training.tp=4", "placement.training.pp=2", "placement.inference.tp=4")

@@ -239,6 +239,7 @@ def test_sizes_are_few_and_a_quarter_larger_than_needed_at_most() -> None:
     [
         ({}, {}, False, None),
         ({}, {"cuda_graphs": False}, False, "inference.cuda_graphs is false"),
+        ({}, {"engine": "megatron"}, False, "inference.engine is megatron"),
         ({}, {}, True, "layers in FP8"),
         ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}, {}, False, "each expert"),
     ],

@@ -1,0 +1,35 @@
+"""What megatron-core's engine cannot do is refused while the recipe is read, by key and value."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.errors import BadInput
+from launcher.recipe.load import load_recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["job.device=cpu"], "job.device is cpu, and it needs GPUs"),
+        (["model.dtype=fp32"], "model.dtype is fp32"),
+        (["model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_hidden_size=64"], "model.num_experts"),
+        (["training.fp8=hybrid"], "training.fp8 is hybrid"),
+        (["sampling.min_p=0.1"], "sampling.min_p"),
+        (["sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
+        (["sampling.top_k=50", "sampling.top_p=0.9"], "sampling.top_k together with top_p"),
+        (["inference.page_tokens=128"], "inference.page_tokens is 128"),
+        (["inference.cache_tokens=200", "training.sequence_length=150", "sampling.max_new_tokens=100"], "cache_tokens"),
+        (["inference.max_batch=30"], "inference.max_batch 30 is no multiple of placement.inference.tp 8"),
+        (["resume.partial=regenerate"], "resume.partial is regenerate"),
+    ],
+)
+def test_it_is_named_and_the_native_engine_has_nothing_against_it(overrides: list[str], why: str) -> None:
+    load_recipe("qwen2.5-32b-dapo", overrides)
+    with pytest.raises(BadInput, match=r"inference\.engine is megatron, but") as refused:
+        load_recipe("qwen2.5-32b-dapo", ["inference.engine=megatron", *overrides])
+    assert why in str(refused.value)
+
+
+def test_the_headline_recipe_may_have_it() -> None:
+    assert load_recipe("qwen2.5-32b-dapo", ["inference.engine=megatron"]).config.inference.engine == "megatron"
