@@ -12,7 +12,8 @@ from megatron_rl.platform.paged_attention import PagedAttention
 
 
 class KeyValueCache:
-    """keys and values, each [layers, pages, page_tokens, kv_heads, head_size]; see pages.py for whose which is.
+    """keys and values, each [layers, pages, page_tokens, kv_heads, head_size]; where pages are gathered (see
+    `Platform.gathers_pages`) [layers, pages, kv_heads, page_tokens, head_size]. See pages.py for whose which is.
 
     A place is page * page_tokens + where in the page.
     """
@@ -25,21 +26,40 @@ class KeyValueCache:
         page_tokens: int,
         kv_heads: int,
         head_size: int,
+        gathered: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.keys = torch.zeros(layers, pages, page_tokens, kv_heads, head_size, dtype=dtype, device=device)
+        of_page = (kv_heads, page_tokens) if gathered else (page_tokens, kv_heads)
+        self.keys = torch.zeros(layers, pages, *of_page, head_size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        self._page_tokens = page_tokens
+        self._gathered = gathered
+        # Of all layers, as what is copied at once: the keys of a token, or of one of its heads.
+        self._copied = (self.keys.flatten(1, 3 if gathered else 2), self.values.flatten(1, 3 if gathered else 2))
+        self._heads = torch.arange(kv_heads, device=device)
 
-    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keys and values, [tokens, kv_heads, head_size], of one layer (counted from 1) to their places, [tokens]."""
-        self.keys[layer - 1].flatten(0, 1).index_copy_(0, places, key)
-        self.values[layer - 1].flatten(0, 1).index_copy_(0, places, value)
+    def index(self, places: Tensor) -> Tensor:
+        """What `write` and `read` want to know of places [tokens]."""
+        if not self._gathered:
+            return places
+        page, place = places // self._page_tokens, places % self._page_tokens
+        of_heads = (page[:, None] * len(self._heads) + self._heads) * self._page_tokens + place[:, None]
+        return of_heads.flatten()
 
-    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of places [tokens], each [tokens, kv_heads, head_size]."""
-        keys, values = self.keys[layer - 1].flatten(0, 1), self.values[layer - 1].flatten(0, 1)
-        return keys.index_select(0, places), values.index_select(0, places)
+    def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keys and values, [tokens, kv_heads, head_size], of one layer (counted from 1) to their places."""
+        keys, values = (copied[layer - 1] for copied in self._copied)
+        if self._gathered:
+            key, value = key.flatten(0, 1), value.flatten(0, 1)
+        keys.index_copy_(0, index, key)
+        values.index_copy_(0, index, value)
+
+    def read(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of places, each [tokens, kv_heads, head_size]."""
+        keys, values = (copied[layer - 1].index_select(0, index) for copied in self._copied)
+        shape = (-1, len(self._heads), keys.shape[-1])
+        return keys.view(shape), values.view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +71,9 @@ class PrefillLayout:
     source: Tensor
     """[copied] packed token ..."""
     target: Tensor
-    """[copied] ... and its place in the cache."""
+    """... and where in the cache it is copied to, see `KeyValueCache.index`."""
     seen: Tensor | None
-    """[seen] places that the packed tokens attend to, of one sequence after the other, their own included; None where
+    """Where that is which the packed tokens attend to, of one sequence after the other, their own included; None where
     they attend to one another alone."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -70,7 +90,7 @@ class DecodeLayout:
 
     cache: KeyValueCache
     target: Tensor
-    """[rows] place of the new token in the cache."""
+    """Where in the cache the new tokens go, see `KeyValueCache.index`."""
     pages: PagedAttention
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

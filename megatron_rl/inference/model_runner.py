@@ -52,13 +52,15 @@ class ModelRunner:
         spare_page = pages[0] if self._graphs else None
         self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids, spare_page)
         attention = policy.decoder.layers[0].self_attention
+        self._kv_heads = attention.num_query_groups_per_partition
         self._make_cache = partial(
             KeyValueCache,
             layers=model.num_layers,
             pages=pages[0] + (spare_page is not None),
             page_tokens=self._page_tokens,
-            kv_heads=attention.num_query_groups_per_partition,
+            kv_heads=self._kv_heads,
             head_size=attention.hidden_size_per_attention_head,
+            gathered=policy.gathers_pages(self._page_tokens),
             dtype=next(policy.parameters()).dtype,
             device=policy.device,
         )
@@ -122,7 +124,7 @@ class ModelRunner:
         stops = [prefill.start + len(prefill.tokens) for prefill in prefills]
         whole = whole_sequences(stops)
         if not any(prefill.start for prefill in prefills):
-            return PrefillLayout(self.policy.layout(whole), cache, source, target, None)
+            return PrefillLayout(self.policy.layout(whole), cache, source, cache.index(target), None)
         offsets = np.cumsum([0, *stops[:-1]])
         part = [
             np.arange(offset + prefill.start, offset + stop)
@@ -130,7 +132,7 @@ class ModelRunner:
         ]
         layout = self.policy.layout(whole, torch.from_numpy(np.concatenate(part)))
         seen = to_device(places_seen(prefills, self._page_tokens), device)
-        return PrefillLayout(layout, cache, source, target, seen)
+        return PrefillLayout(layout, cache, source, cache.index(target), cache.index(seen))
 
     def release(self) -> None:
         """Let go of the cache; nothing is under way."""
@@ -158,8 +160,8 @@ class ModelRunner:
         state = self._rows
         positions, table = state.position[rows], state.pages[rows]
         page = table.gather(1, (positions // self._page_tokens)[:, None]).squeeze(1)
-        paged = PagedRows(table, positions + 1, state.lengths(rows), self._page_tokens)
+        paged = PagedRows(table, positions + 1, state.lengths(rows), self._page_tokens, self._kv_heads)
         target = page * self._page_tokens + positions % self._page_tokens
-        layout = DecodeLayout(cache, target, self.policy.paged_attention(paged))
+        layout = DecodeLayout(cache, cache.index(target), self.policy.paged_attention(paged))
         logits: Tensor = self.policy.whole_logits(self.policy(state.token[rows], positions, layout))
         state.draw(rows, logits, work)

@@ -140,6 +140,10 @@ class Policy(GPTModel):
         """Attention to what lies in pages: see `Platform.paged_attention`."""
         return self._platform.paged_attention(rows, self.config.params_dtype)
 
+    def gathers_pages(self, page_tokens: int) -> bool:
+        """See `Platform.gathers_pages`."""
+        return self._platform.gathers_pages(self.config.params_dtype, page_tokens)
+
     def prepare(self, tokens: int, platform: Platform) -> None:
         """Note the platform and the size of the vocabulary without padding, and tabulate the rotations, [max positions,
         1, head size], computed in fp32 and kept in the model's dtype."""

@@ -88,6 +88,9 @@ class Platform(Protocol):
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         """How this device's kernels for queries of this type attend to what lies in pages."""
 
+    def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
+        """Whether attention gathers what lies in pages of so many tokens; those of a head then lie together in each."""
+
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         """Records decode steps of a model of this type; None where they cannot be: the device knows no such thing, or
         `paged_attention` to pages of so many tokens depends on what the host knows of their rows."""

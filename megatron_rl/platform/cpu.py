@@ -69,6 +69,9 @@ class CpuPlatform:
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return bucketed_attention(rows)
 
+    def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
+        return True
+
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         return None
 

@@ -77,6 +77,9 @@ class CudaPlatform:
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
 
+    def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
+        return not self.attention.reads_pages(dtype, page_tokens)
+
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         return self.graphs if self.attention.reads_pages(dtype, page_tokens) else None
 

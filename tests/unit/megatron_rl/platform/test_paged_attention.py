@@ -24,7 +24,7 @@ def by_formula(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> 
     out = torch.empty(*query.shape, dtype=torch.float64)
     for row, length in enumerate(rows.lengths.tolist()):
         places = [(int(rows.table[row, i // rows.page_tokens]), i % rows.page_tokens) for i in range(length)]
-        key, value = (torch.stack([each[page, place] for page, place in places]).double() for each in (keys, values))
+        key, value = (torch.stack([each[page, :, place] for page, place in places]).double() for each in (keys, values))
         for head in range(HEADS):
             of_head = head // (HEADS // KV_HEADS)
             scores = key[:, of_head] @ query[row, head].double() / HEAD**0.5
@@ -40,8 +40,8 @@ def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, T
     if min(lengths) > page_tokens:
         table[:, 0] = table[0, 0]
     query = torch.randn(len(lengths), HEADS, HEAD, generator=draw)
-    keys, values = torch.randn(2, 1 + len(lengths) * width, page_tokens, KV_HEADS, HEAD, generator=draw)
-    rows = PagedRows(table.int(), torch.tensor(lengths), np.array(lengths), page_tokens)
+    keys, values = torch.randn(2, 1 + len(lengths) * width, KV_HEADS, page_tokens, HEAD, generator=draw)
+    rows = PagedRows(table.int(), torch.tensor(lengths), np.array(lengths), page_tokens, KV_HEADS)
     return query, keys, values, rows
 
 
@@ -65,7 +65,7 @@ def test_on_a_cpu_a_row_is_the_same_bit_for_bit_whatever_the_others(lengths: lis
     together = bucketed_attention(rows).attend(query, keys, values)
     for row in range(len(lengths)):
         one = slice(row, row + 1)
-        alone = PagedRows(rows.table[one], rows.lengths[one], rows.bounds[one], 16)
+        alone = PagedRows(rows.table[one], rows.lengths[one], rows.bounds[one], 16, KV_HEADS)
         assert torch.equal(bucketed_attention(alone).attend(query[one], keys, values), together[one])
 
 
