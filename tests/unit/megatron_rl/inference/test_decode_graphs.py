@@ -167,8 +167,8 @@ def test_rows_that_nobody_has_stay_at_the_first_place_of_the_spare_page(policy: 
     engine.submit(ask([1, 2], 3, **LONG))
     run(engine, 10**6)
     rows, spare = engine._runner._rows, engine.load.pages
-    assert engine.cache is not None and engine.cache.keys[:, spare, 0].any()  # written by the fourth
-    assert not engine.cache.keys[:, spare, 1:].any()
+    assert engine.cache is not None and engine.cache.keys[:, spare, :, 0].any()  # written by the fourth
+    assert not engine.cache.keys[:, spare, :, 1:].any()
     assert rows.position[3:].tolist() == [0] * 8
     assert (rows.pages[3:] == spare).all()
 
