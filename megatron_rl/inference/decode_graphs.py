@@ -14,12 +14,15 @@ A step whose key is new is computed operation by operation, and recorded when it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.platform.api import GraphRecorder, Platform
+
+logger = logging.getLogger(__name__)
 
 MOST_RECORDED = 64
 """Recordings at a time. Requests of one kind need one for each size; others may ask for whatever they like."""
@@ -56,12 +59,13 @@ class DecodeGraphs:
             self._recorder.warm_up(step)
 
     def _record(self, step: Step) -> Step:
+        """What does the step from now on: where it cannot be recorded it is slower, and that is all."""
         self._addresses = self._addresses or _addresses(self._policy)
         try:
             return self._recorder.record(step)
         except RuntimeError as error:
-            error.add_note("A decode step could not be recorded: inference.cuda_graphs=false does without.")
-            raise
+            logger.warning("a decode step cannot be recorded, inference.cuda_graphs=false would not try: %s", error)
+            return step
 
     def keep_for_weights(self) -> None:
         """The policy has new weights: drop what was recorded, unless they are where those before were."""
