@@ -12,12 +12,12 @@ print(*(f"{name}=={m.version(name)}" for name in ("torch", "transformer-engine",
 
 wheel=$(printf '%s\n' "$@" | sort -V | tail -n 1)
 before=$(versions)
-pip install --no-cache-dir -c "$here/constraints.txt" "${wheel}[train,huggingface,math,wandb]"
+pip install --no-cache-dir -c "$here/constraints.txt" "${wheel}[train,huggingface,math,wandb,serve]"
 after=$(versions)
 if [[ $before != "$after" ]]; then
     echo "pip replaced packages that were built for this image: $before -> $after" >&2
     exit 1
 fi
-# What the ranks import first, or the image would be found wanting by a job.
-python3 -c 'import megatron.core, megatron_rl.attempt, transformers, math_verify'
+# What the ranks and `mrl serve` import first, or the image would be found wanting by a job.
+python3 -c 'import megatron.core, megatron_rl.attempt, transformers, math_verify, megatron_rl.server.app'
 echo "added mrl and its libraries to $before"

@@ -46,6 +46,7 @@ def default_token_file(environ: Mapping[str, str] = os.environ) -> Path:
 @click.option("--name", help="Of the model, for clients. Default: that of the run or directory.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the recipe's, or that of the weights.")
+@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU. Default: one for each processor.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Longest prompt and answer together, in tokens.")
 @click.option(
     "--max-waiting",
@@ -72,6 +73,7 @@ def command(
     name: str | None,
     device: str,
     dtype: str | None,
+    threads: int | None,
     max_length: int | None,
     max_waiting: int,
     requests_per_minute: int | None,
@@ -102,6 +104,7 @@ def command(
         "--name": name,
         "--device": device,
         "--dtype": dtype,
+        "--threads": threads,
         "--max-length": max_length,
         "--max-waiting": max_waiting,
         "--requests-per-minute": requests_per_minute,

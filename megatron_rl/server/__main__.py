@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"])
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--max-length", type=int)
     parser.add_argument("--max-waiting", type=int, default=1024)
     parser.add_argument("--requests-per-minute", type=int)
@@ -134,7 +135,11 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
     limits = Limits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
     try:
         with open_policy(
-            options.path, device=options.device, dtype=options.dtype, max_length=options.max_length
+            options.path,
+            device=options.device,
+            threads=options.threads,
+            dtype=options.dtype,
+            max_length=options.max_length,
         ) as opened:
             application = Application(
                 opened.engine,

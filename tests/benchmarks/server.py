@@ -6,7 +6,7 @@ one at a time   how much later an answer comes
 all at once     requests a second, whole and streamed
 
 A model of 0.03 million random weights, so that HTTP is most of what is seen; prompts of 16 tokens, answers of 16. All
-take turns within one run; what is shown are medians over the turns. `processor` is what the engine's or the server's
+take turns within one run, each with one thread for the arithmetic; what is shown are medians over the turns. `processor` is what the engine's or the server's
 process used, `client` what this one did to ask: a few lines over asyncio's streams, and for comparison httpx, which
 OpenAI's client is made of. No time is asserted. The last line is the server's time over the engine's, all at once.
 """
@@ -168,7 +168,8 @@ def serving(weights: Path, folder: Path) -> Iterator[Server]:
     """A server of these weights in a process of its own."""
     token_file = folder / "token"
     token_file.write_text(TOKEN)
-    command = [sys.executable, "-m", "megatron_rl.server", "--token-file", str(token_file), str(weights)]
+    options = ["--token-file", str(token_file), "--threads", "1"]
+    command = [sys.executable, "-m", "megatron_rl.server", *options, str(weights)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -16,7 +16,13 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 CONTAINERS = ROOT / "containers"
 SCRIPTS = sorted([*CONTAINERS.glob("*.sh"), *CONTAINERS.glob("*.sbatch")])
-OF_THE_IMAGE = {"torch", "numpy", "psutil", "tensorboard"}  # and what mrl's own launcher needs, which has no pins
+OF_THE_IMAGE = {
+    "torch",
+    "numpy",
+    "psutil",
+    "tensorboard",
+    "prometheus-client",
+}  # and what mrl's own launcher needs, which has no pins
 
 
 def pins() -> dict[str, str]:
@@ -28,7 +34,7 @@ def pins() -> dict[str, str]:
 def asked_for() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    installed = ("train", "huggingface", "math", "wandb", "prefetch")
+    installed = ("train", "huggingface", "math", "wandb", "serve", "prefetch")
     return [Requirement(text) for extra in installed for text in extras[extra]]
 
 
