@@ -24,10 +24,15 @@ class Answers:
     def __init__(self, path: Path, known: Mapping[Place, ProblemAnswers]) -> None:
         self.path = path
         self.known = dict(known)
+        self._size = _size(path)
 
     def add(self, lines: Sequence[ProblemAnswers]) -> None:
-        """Keep answers for good. Raises OSError, with the file as it was."""
+        """Keep answers for good. Raises OSError, with the file as it was, and ConfigurationError where somebody else
+        has written to it: not every file system has locks."""
+        if _size(self.path) != self._size:
+            raise _in_use(self.path)
         append_line(self.path, "\n".join(map(encode_line, lines)), durable=True)
+        self._size = _size(self.path)
         self.known |= {(line.set, line.mode, line.problem): line for line in lines}
 
 
@@ -52,9 +57,19 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigurationError(f"{path} is in use by another evaluation; wait for it, or give --out") from error
+        raise _in_use(path) from error
     except OSError:
-        pass  # a file system without locks
+        pass  # a file system without locks: see Answers.add
+
+
+def _in_use(path: Path) -> ConfigurationError:
+    return ConfigurationError(f"{path} is in use by another evaluation; wait for it, or give --out")
+
+
+def _size(path: Path) -> int:
+    """Of a file as it is now: on a network file system that is certain of one that was just opened."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _read(path: Path, settings: Mapping[str, Any]) -> dict[Place, ProblemAnswers]:

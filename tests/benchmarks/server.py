@@ -6,9 +6,10 @@ one at a time   how much later an answer comes
 all at once     requests a second, whole and streamed
 
 A model of 0.03 million random weights, so that HTTP is most of what is seen; prompts of 16 tokens, answers of 16. All
-take turns within one run, each with one thread for the arithmetic; what is shown are medians over the turns. `processor` is what the engine's or the server's
-process used, `client` what this one did to ask: a few lines over asyncio's streams, and for comparison httpx, which
-OpenAI's client is made of. No time is asserted. The last line is the server's time over the engine's, all at once.
+take turns within one run, each with one thread for its arithmetic; what is shown are medians over the turns.
+`processor` is what the engine's or the server's process used, `client` what this one did to ask: a few lines over
+asyncio's streams, and for comparison httpx, which OpenAI's client is made of. No time is asserted. The last line is the
+server's time over the engine's, all at once.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,21 @@ def test_two_evaluations_never_write_one_file(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     with kept_answers(file, SETTINGS), pytest.raises(ConfigurationError, match="in use"), kept_answers(file, SETTINGS):
         pass
+
+
+def test_where_there_are_no_locks_the_one_that_comes_second_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("megatron_rl.evaluate.answers.fcntl.flock", none)
+    file = tmp_path / "a.jsonl"
+    with kept_answers(file, SETTINGS) as first, kept_answers(file, SETTINGS) as second:
+        for problem in range(2):
+            first.add([line(problem)])
+        with pytest.raises(ConfigurationError, match="in use"):
+            second.add([line(0)])
+        first.add([line(2)])
+    with kept_answers(file, SETTINGS) as answers:
+        assert len(answers.known) == 3
