@@ -23,7 +23,8 @@ def settings_of(
     sets: Mapping[str, Sequence[Problem]],
     rows: int,
 ) -> dict[str, Any]:
-    """All that the scores depend on, as JSON."""
+    """All that the scores depend on, as JSON. Not the number of threads: it changes no more than how some products are
+    rounded, and a job may come back on a node that has others."""
     asked, source = evaluation.evaluate, opened.source
     return {
         "checkpoint": {
