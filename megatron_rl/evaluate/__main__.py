@@ -37,7 +37,7 @@ def main() -> int:
         return EXIT_USAGE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(f"{where}{error.strerror or error}; what was answered before is kept\n")
+        sys.stderr.write(f"{where}{error.strerror or error}; what was answered is kept, and the same command goes on\n")
         return EXIT_CRASHED
     return EXIT_FINISHED
 

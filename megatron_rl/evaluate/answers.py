@@ -31,9 +31,19 @@ class Answers:
         has written to it: not every file system has locks."""
         if _size(self.path) != self._size:
             raise _in_use(self.path)
-        append_line(self.path, "\n".join(map(encode_line, lines)), durable=True)
+        with naming(self.path):
+            append_line(self.path, "\n".join(map(encode_line, lines)), durable=True)
         self._size = _size(self.path)
         self.known |= {(line.set, line.mode, line.problem): line for line in lines}
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an error say which file could not be written: that a write found the disk full tells of no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager
@@ -80,7 +90,8 @@ def _read(path: Path, settings: Mapping[str, Any]) -> dict[Place, ProblemAnswers
     if not headers:
         if found.records or len(found.damaged) > 1:
             raise ConfigurationError(f"{path} is not a file of an evaluation's answers; give another --out")
-        append_line(path, encode_line(EvaluationSettings(dict(settings))), durable=True)
+        with naming(path):
+            append_line(path, encode_line(EvaluationSettings(dict(settings))), durable=True)
         return {}
     if different := differences(headers[0].settings, settings):
         raise ConfigurationError(

@@ -21,7 +21,7 @@ from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, EvaluationResult, ProblemAnswers, ScoredAnswer
 from megatron_rl.contract.records import write
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.evaluate.answers import Answers, kept_answers
+from megatron_rl.evaluate.answers import Answers, kept_answers, naming
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.result import result
 from megatron_rl.evaluate.settings import default_out, settings_of
@@ -93,7 +93,8 @@ def evaluate(
                 return None
             sizes = {name: len(problems) for name, problems in sets.items()}
             found = result(settings, sizes, answers.known, str(answers.path))
-            write(out, found)
+            with naming(out):
+                write(out, found)
             return found, out
 
 

@@ -86,3 +86,20 @@ def test_where_there_are_no_locks_the_one_that_comes_second_leaves(
         first.add([line(2)])
     with kept_answers(file, SETTINGS) as answers:
         assert len(answers.known) == 3
+
+
+def test_a_full_disk_is_told_with_the_file_and_costs_nothing_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "a.jsonl"
+    with kept_answers(file, SETTINGS) as answers:
+        answers.add([line(0)])
+        before = file.read_bytes()
+        with monkeypatch.context() as patched, pytest.raises(OSError, match=str(file)):
+            patched.setattr("megatron_rl.contract.files.os.fsync", full)
+            answers.add([line(1)])
+        assert file.read_bytes() == before
+        answers.add([line(1)])
