@@ -155,6 +155,7 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
     if origin:
         values = origin.config.model_dump()
         values["job"] |= device
+        values["inference"] |= {"engine": "native"}  # what answers in one process, on a CPU too
     else:
         folder = _published(asked.checkpoint)
         values = {

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from launcher.errors import BadInput
+from launcher.job.evaluation import Origin, job_recipe, requested
 from launcher.recipe.load import load_recipe
+from megatron_rl.contract.paths import RunDir
 
 
 @pytest.mark.parametrize(
@@ -31,5 +35,10 @@ def test_it_is_named_and_the_native_engine_has_nothing_against_it(overrides: lis
     assert why in str(refused.value)
 
 
-def test_the_headline_recipe_may_have_it() -> None:
-    assert load_recipe("qwen2.5-32b-dapo", ["inference.engine=megatron"]).config.inference.engine == "megatron"
+def test_a_run_that_has_it_is_evaluated_by_the_native_one(tmp_path: Path) -> None:
+    """Which answers in one process, on a CPU too, and can what is refused above."""
+    config = load_recipe("qwen2.5-math-7b-dapo", ["inference.engine=megatron"]).config
+    origin = Origin(RunDir(tmp_path), config)
+    asked = requested(origin, None, [], {"min_p": 0.1}, {"checkpoint": str(tmp_path)})
+    job = job_recipe(asked, origin, "h100", []).config
+    assert (config.inference.engine, job.inference.engine, job.job.device) == ("megatron", "native", "cpu")
