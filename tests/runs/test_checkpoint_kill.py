@@ -101,7 +101,7 @@ def test_a_lone_rank_may_die_at_any_moment(tmp_path: Path, again: int) -> None:
     assert found == {20, 40}  # killed before and after the rename
 
 
-@pytest.mark.parametrize("doomed", [0, 1])
+@pytest.mark.parametrize("doomed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_of_two_ranks_may_die_at_any_moment(tmp_path: Path, doomed: int) -> None:
     moments = run_ranks(tmp_path, 2, _two_saves, tmp_path / "whole", 40, doomed, 0)[doomed]
     for fatal in _telling(moments)[1 :: max(1, len(_telling(moments)) // 3)]:

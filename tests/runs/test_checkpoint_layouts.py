@@ -61,6 +61,8 @@ LAYOUTS = {
 
 EVERY_KIND = ("tp2", "cp2", "dp3", "tp2-pp2", "dp2-plain", "tp2-dp2-plain")
 """Layouts that between them cut in each way; the others are combinations of these."""
+BACK = ("cp2", "tp2-pp2", "tp2-dp2-plain")
+"""The same of checkpoints that they have written: one of each optimizer, and where ranks hold copies."""
 
 
 def slow_unless(quick: bool, *values: object, id: str) -> ParameterSet:
@@ -240,9 +242,7 @@ def test_one_rank_goes_on_in_another_layout(of_one_rank: OfOneRank, layout: str)
     assert ends(of_one_rank.folder, LAYOUTS[layout], of_one_rank.model)
 
 
-@pytest.mark.parametrize(
-    "layout", [slow_unless(name in EVERY_KIND, layout, id=name) for name, layout in LAYOUTS.items()]
-)
+@pytest.mark.parametrize("layout", [slow_unless(name in BACK, layout, id=name) for name, layout in LAYOUTS.items()])
 def test_another_layout_goes_on_on_one_rank(tmp_path: Path, layout: Layout) -> None:
     goes_on_on_one_rank(tmp_path, layout, BF16)
 

@@ -85,8 +85,18 @@ def test_the_newest_good_one_is_restored(run_dir: RunDir) -> None:
     assert model.holds(60)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [flip_a_bit, cut, Path.unlink, make_unreadable])
+FILES = ("__0_0.distcp", "common.pt", ".metadata", "metadata.json", "manifest.json")
+DAMAGES = (flip_a_bit, cut, Path.unlink, make_unreadable)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=() if damage is flip_a_bit or name in FILES[::4] else pytest.mark.slow)
+        for name in FILES
+        for damage in DAMAGES
+    ],
+)
 def test_any_damage_to_any_file_is_passed_over_before_anything_is_loaded(
     run_dir: RunDir, caplog: pytest.LogCaptureFixture, name: str, damage: Any
 ) -> None:

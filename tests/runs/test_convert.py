@@ -5,27 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from hf_helpers import PUBLISHED, SIZES, publish
 from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USAGE
 
-MRL = [sys.executable, "-c", "from launcher.cli.entry import mrl; mrl()"]
 WIDE = Qwen2Config(**SIZES | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4})  # 0.25 GB
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [*MRL, "convert", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def start(*arguments: str | Path) -> Command:
+    return Command(["mrl", "convert", *arguments])
 
 
 def convert(*arguments: str | Path) -> tuple[int, str, str]:
@@ -64,23 +61,31 @@ def test_there_and_back(tmp_path: Path, published: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
+def test_weights_that_are_not_whole_are_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
     shards = sorted(published.glob("*.safetensors"))
     broken = tmp_path / "hf"
     broken.mkdir()
     for file in published.iterdir():
         if file != shards[0]:
             (broken / file.name).write_bytes(file.read_bytes())
-    for source, said in (
-        (broken, f"error: {broken} is incomplete: {shards[0].name} is missing\n"),
-        (tmp_path / "none", f"error: SRC {tmp_path / 'none'}: no such directory; give one that holds config.json\n"),
-    ):
-        assert convert("hf-to-megatron", source, tmp_path / "m") == (EXIT_USAGE, "", said)
-    code, _, err = convert("hf-to-megatron", published, tmp_path / "m", "--shard-size", "5")
-    assert code == EXIT_USAGE and "'5' is no size such as 5GB" in err
+    said = f"error: {broken} is incomplete: {shards[0].name} is missing\n"
+    assert convert("hf-to-megatron", broken, tmp_path / "m") == (EXIT_USAGE, "", said)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_no_size_is_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
+    code, _, err = convert("hf-to-megatron", published, tmp_path / "m", "--shard-size", "5")
+    assert code == EXIT_USAGE and "'5' is no size such as 5GB" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_no_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    said = f"error: SRC {tmp_path / 'none'}: no such directory; give one that holds config.json\n"
+    assert convert("hf-to-megatron", tmp_path / "none", tmp_path / "m") == (EXIT_USAGE, "", said)
+
+
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(small_disk: Path, large: Path) -> None:
     """Seen before anything is written; a test of the conversion itself fills it in the middle."""
     code, _, err = convert("hf-to-megatron", large, small_disk / "m")
@@ -88,7 +93,7 @@ def test_a_full_disk_leaves_nothing(small_disk: Path, large: Path) -> None:
     assert not list(small_disk.iterdir())
 
 
-def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_writing(folder: Path, process: Command) -> None:
     deadline = time.monotonic() + 120
     while not any(path.is_file() and path.stat().st_size > 10**6 for path in folder.rglob("*.distcp")):
         assert process.poll() is None, process.communicate()
@@ -99,7 +104,7 @@ def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGINT, id="Ctrl-C"),
+        pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, id="TERM", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, id="KILL"),
     ],
@@ -140,6 +145,7 @@ def command_of(process: Path) -> bytes:
     return b""
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, published: Path) -> None:
     (tmp_path / "file").touch()
     code, _, err = convert("hf-to-megatron", published, tmp_path / "file" / "m")

@@ -166,7 +166,13 @@ OFFLOADED = ("generating", "training", "evaluating")
 """In these phases Adam's state is in the host's memory meanwhile. In the undisturbed run it never is."""
 
 
-@pytest.mark.parametrize("phase", PHASES)
+SHOWN_ELSEWHERE = ("scoring", "computing log-probs")
+"""The first by what cannot be saved in time, below; the second by test_layouts_agree.py."""
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=pytest.mark.slow if phase in SHOWN_ELSEWHERE else ()) for phase in PHASES]
+)
 def test_a_rank_leaves_soon_and_the_record_goes_on(
     phase: str, undisturbed: RunDir, tmp_path: Path, cache: Path
 ) -> None:
@@ -227,7 +233,10 @@ def test_what_cannot_be_saved_in_time_is_not_begun(tmp_path: Path, cache: Path, 
     assert reproducible(run_dir) == reproducible(undisturbed)
 
 
-@pytest.mark.parametrize(("left_s", "saved"), [(None, 4), (6.1, 2)], ids=["with time", "without time"])
+@pytest.mark.parametrize(
+    ("left_s", "saved"),
+    [pytest.param(None, 4, id="with time", marks=pytest.mark.slow), pytest.param(6.1, 2, id="without time")],
+)
 def test_a_step_that_has_begun_to_change_the_weights_is_finished_if_there_is_time(
     left_s: float | None, saved: int, tmp_path: Path, cache: Path, undisturbed: RunDir
 ) -> None:
@@ -262,7 +271,7 @@ def late_to_start(late: int, folder: Path, rank: int) -> None:
     DrainListener.started = slowly  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_of_which_one_leaves_before_they_have_all_met_leave_too(late: int, tmp_path: Path, cache: Path) -> None:
     run_dir = prepare(tmp_path / "run", recipe())
     attempt = Attempt(run_dir, cache, sabotage=partial(late_to_start, late, tmp_path))

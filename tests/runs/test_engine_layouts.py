@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,22 +58,25 @@ class Layout:
         return f"{of_training} -> TP{self.engine}"
 
 
-ON_TWO = [
-    Layout(engine=2, tp=2),
-    Layout(engine=1, tp=2),
-    Layout(engine=2, tp=2, sequence_parallel=True),
-    Layout(engine=2, pp=2),
-    Layout(engine=2),
-    Layout(engine=1, ep=2),
-]
-ON_FOUR = [
-    Layout(engine=2, tp=2),
-    Layout(engine=2, tp=2, pp=2),
-    Layout(engine=1, tp=2, pp=2),
-    Layout(engine=2, tp=2, ep=2),
-]
-SHARED = {Layout(engine=2, tp=2).name}
-"""Those whose engine samples by the trainer's own tensors."""
+LAYOUTS = {
+    2: [
+        Layout(engine=2, tp=2),
+        Layout(engine=1, tp=2),
+        Layout(engine=2, tp=2, sequence_parallel=True),
+        Layout(engine=2, pp=2),
+        Layout(engine=2),
+        Layout(engine=1, ep=2),
+    ],
+    4: [
+        Layout(engine=2, tp=2),
+        Layout(engine=2, tp=2, pp=2),
+        Layout(engine=1, tp=2, pp=2),
+        Layout(engine=2, tp=2, ep=2),
+    ],
+}
+"""By number of ranks."""
+SLOW = {2: [LAYOUTS[2][2]], 4: [LAYOUTS[4][0], LAYOUTS[4][2]]}
+"""Those of which every part is in another one."""
 
 
 @dataclass(frozen=True)
@@ -211,14 +216,16 @@ def see_all(rank: int, world: int, layouts: list[Layout]) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[Seen]]:
-    """By number of ranks and layout, what each rank saw."""
-    found = {}
-    for world, layouts in ((2, ON_TWO), (4, ON_FOUR)):
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Layout], list[Seen]]:
+    """What each of so many ranks saw of a layout."""
+
+    @functools.cache
+    def of_all(world: int, slow: bool) -> dict[Layout, list[Seen]]:
+        layouts = [layout for layout in LAYOUTS[world] if (layout in SLOW[world]) == slow]
         of_ranks = run_ranks(tmp_path_factory.mktemp("ranks"), world, see_all, layouts)
-        for layout, of_layout in zip(layouts, zip(*of_ranks, strict=True), strict=True):
-            found[world, layout.name] = list(of_layout)
-    return found
+        return {layout: [*each] for layout, each in zip(layouts, zip(*of_ranks, strict=True), strict=True)}
+
+    return lambda world, layout: of_all(world, layout in SLOW[world])[layout]
 
 
 @pytest.fixture(scope="module")
@@ -237,15 +244,17 @@ def alone(platform: Any, groups: Any) -> dict[bool, dict[int, list[Completion]]]
 
 
 ALL = [
-    pytest.param(world, layout, id=f"{world} ranks, {layout.name}")
-    for world, layouts in ((2, ON_TWO), (4, ON_FOUR))
+    pytest.param(
+        world, layout, id=f"{world} ranks, {layout.name}", marks=pytest.mark.slow if layout in SLOW[world] else ()
+    )
+    for world, layouts in LAYOUTS.items()
     for layout in layouts
 ]
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
 def test_the_engine_has_the_weights_of_the_trainer_bit_for_bit(world: int, layout: Layout, seen: Any) -> None:
-    assert [each.wrong for each in seen[world, layout.name]] == [[]] * world
+    assert [each.wrong for each in seen(world, layout)] == [[]] * world
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
@@ -254,7 +263,7 @@ def test_it_samples_the_same_tokens_as_one_rank_that_has_all_of_the_model(
 ) -> None:
     expected = alone[layout.ep > 1]
     together: dict[int, list[Completion]] = {}
-    for rank, each in enumerate(seen[world, layout.name]):
+    for rank, each in enumerate(seen(world, layout)):
         assert bool(each.answers) == (rank % layout.engine == 0)  # the first of each replica drives
         together |= each.answers
     assert together.keys() == expected.keys()
@@ -270,7 +279,7 @@ def test_it_samples_the_same_tokens_as_one_rank_that_has_all_of_the_model(
 @pytest.mark.parametrize(("world", "layout"), ALL)
 def test_nothing_is_sent_that_a_rank_has(world: int, layout: Layout, seen: Any) -> None:
     """Half of the model where a rank trains half of its layers and generates with all; nothing where it is the same."""
-    moved = {each.moved_bytes for each in seen[world, layout.name]}
+    moved = {each.moved_bytes for each in seen(world, layout)}
     assert len(moved) == 1
     same = layout.tp == layout.engine and layout.pp == layout.ep == 1
     assert (moved == {0}) == (same or (layout.tp, layout.pp, layout.ep) == (1, 1, 1))
@@ -279,7 +288,7 @@ def test_nothing_is_sent_that_a_rank_has(world: int, layout: Layout, seen: Any) 
 @pytest.mark.parametrize(("world", "layout"), [each for each in ALL if each.values[1].ep > 1])
 def test_experts_get_every_token_once(world: int, layout: Layout, seen: Any) -> None:
     """Also where ranks that share each expert out have the same tokens."""
-    for each in seen[world, layout.name]:
+    for each in seen(world, layout):
         assert each.tokens_of_experts == each.tokens_routed > 0
 
 

@@ -121,7 +121,7 @@ def test_what_is_found_says_under_which_settings(run: RunDir, undisturbed: dict[
         assert 0 < scores["scores"]["pass@4"]["value"] < 1, "else the comparison below shows nothing"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_one_that_was_ended_goes_on_and_finds_the_same(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -137,7 +137,7 @@ def test_a_run_may_die_again_and_again(
     [
         pytest.param(None, id="time to finish the step"),
         pytest.param(100.0, id="time to save, not to finish the step", marks=pytest.mark.slow),
-        pytest.param(0.0, id="no time"),
+        pytest.param(0.0, id="no time", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_may_be_asked_to_leave_whenever_it_looks(

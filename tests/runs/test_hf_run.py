@@ -66,6 +66,7 @@ def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_run_that_learns_nothing_exports_what_it_began_with(tmp_path: Path, published: Path) -> None:
     run = run_from(
         published,

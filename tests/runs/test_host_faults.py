@@ -22,7 +22,10 @@ SHORT_S, LONG_S, VERY_LONG_S = 10.0, 60.0, 600.0
 """Outages: one that retries outlast, one that sends the job elsewhere, one that only the wait for Slurm outlasts."""
 
 MakeCluster = Callable[..., Cluster]
-REQUEUEABLE = pytest.mark.parametrize("requeueable", [True, False], ids=["requeued", "succeeded by another job"])
+REQUEUEABLE = pytest.mark.parametrize(
+    "requeueable",
+    [pytest.param(True, id="requeued"), pytest.param(False, id="succeeded by another job", marks=pytest.mark.slow)],
+)
 
 
 @pytest.fixture

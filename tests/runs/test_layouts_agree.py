@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,7 +33,7 @@ from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
 from megatron_rl.training.trainer import Trainer
 
-STEPS = 5
+STEPS = 3
 CLOSE = 1e-5
 EVERYTHING = {
     "prompts_per_step": 4,
@@ -63,6 +65,8 @@ LAYOUTS = {
     "CP2 PP2 untied": ("untied", Layout(cp=2, pp=2)),
     "EP2 TP2": ("experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
+QUICK = {"DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied", "EP2 TP2"}
+"""Every way to cut a model, and two of them together; `make test-slow` has the others."""
 
 
 class Seen(NamedTuple):
@@ -162,11 +166,18 @@ def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
     return batch, trainer._input(batch, update_batch(part, agreed))
 
 
-def layouts_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
-    """What this rank sees of the layouts of so many ranks."""
-    found: dict[str, Any] = {
-        name: seen(layout, model, layout.groups()) for name, (model, layout) in LAYOUTS.items() if layout.ranks == ranks
+def layouts_of(rank: int, ranks: int, quick: bool) -> dict[str, Any]:
+    """What this rank sees of those layouts of so many ranks."""
+    return {
+        name: seen(layout, model, layout.groups())
+        for name, (model, layout) in LAYOUTS.items()
+        if layout.ranks == ranks and (name in QUICK) == quick
     }
+
+
+def more_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
+    """What this rank sees beside what every layout shows."""
+    found: dict[str, Any] = {}
     if ranks == 4:
         found["taught"] = taught(Layout(tp=2, pp=2), cache)
         found["asked"] = asked_to_leave(Layout(tp=2, pp=2))
@@ -243,25 +254,35 @@ class Whole(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each of several ranks saw, of all layouts of so many; started once for them."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """What each of several ranks sees; started once for all tests."""
 
-    def run(ranks: int) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("ranks")
-        return Ranks(folder, ranks, alone_of if ranks == 1 else layouts_of, folder).results(timeout_s=240)
+    @functools.cache
+    def run(ranks: int, sees: Callable[..., Any], *args: Any) -> list[dict[str, Any]]:
+        return Ranks(tmp_path_factory.mktemp("ranks"), ranks, sees, *args).results(timeout_s=240)
 
-    return {ranks: run(ranks) for ranks in (1, 2, 4)}
-
-
-@pytest.fixture(scope="module")
-def layouts(ranks: Any) -> dict[str, Whole]:
-    return {name: Whole.of([each[name] for each in ranks[layout.ranks]]) for name, (_, layout) in LAYOUTS.items()}
+    return run
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Any) -> dict[str, Whole]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def in_layout(run: Any) -> Callable[[str], Whole]:
+    @functools.cache
+    def in_layout(name: str) -> Whole:
+        return Whole.of([each[name] for each in run(LAYOUTS[name][1].ranks, layouts_of, name in QUICK)])
+
+    return in_layout
+
+
+@pytest.fixture(scope="module")
+def alone(run: Any, cache: Path) -> dict[str, Whole]:
     """What one rank sees of each model."""
-    return {model: Whole.of([ranks[1][0][model]]) for model in MODELS}
+    (found,) = run(1, alone_of, cache)
+    return {model: Whole.of([found[model]]) for model in MODELS}
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -271,45 +292,49 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return math.hypot(*differences) / math.hypot(*(tensor.norm() for tensor in one.values()))
 
 
-EXACT = [name for name, (model, _) in LAYOUTS.items() if model != "bf16"]
+EXACT = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name, (model, _) in LAYOUTS.items()
+    if model != "bf16"
+]
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_random_weights_are_the_same_in_every_layout(name: str, layouts: Any, alone: Any) -> None:
+def test_random_weights_are_the_same_in_every_layout(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone[LAYOUTS[name][0]].initial
-    assert layouts[name].initial.keys() == expected.keys()
-    assert all(torch.equal(layouts[name].initial[key], expected[key]) for key in expected)
+    assert in_layout(name).initial.keys() == expected.keys()
+    assert all(torch.equal(in_layout(name).initial[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_logprobs_agree(name: str, layouts: Any, alone: Any) -> None:
+def test_logprobs_agree(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone[LAYOUTS[name][0]].logprobs
     assert expected.std() > 0.5  # else anything would be close to anything
-    torch.testing.assert_close(layouts[name].logprobs, expected, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(in_layout(name).logprobs, expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_gradients_and_a_step_of_sgd_agree(name: str, layouts: Any, alone: Any) -> None:
+def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone[LAYOUTS[name][0]]
-    assert distance(expected.gradients, layouts[name].gradients) < CLOSE
+    assert distance(expected.gradients, in_layout(name).gradients) < CLOSE
     for key, whole_gradient in expected.gradients.items():  # each by itself: small ones are lost in the norm of all
         atol = 2 * CLOSE * float(whole_gradient.norm())
-        torch.testing.assert_close(layouts[name].gradients[key], whole_gradient, rtol=0, atol=atol)
-    assert distance(expected.after_sgd, layouts[name].after_sgd) < CLOSE
+        torch.testing.assert_close(in_layout(name).gradients[key], whole_gradient, rtol=0, atol=atol)
+    assert distance(expected.after_sgd, in_layout(name).after_sgd) < CLOSE
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_losses_of_adam_agree_over_five_steps(name: str, layouts: Any, alone: Any) -> None:
+def test_losses_of_adam_agree_over_three_steps(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone[LAYOUTS[name][0]]
-    for step, (ours, theirs) in enumerate(zip(layouts[name].losses, expected.losses, strict=True)):
+    for step, (ours, theirs) in enumerate(zip(in_layout(name).losses, expected.losses, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"
-    assert distance(expected.after_adam, layouts[name].after_adam) < 1e-4
+    assert distance(expected.after_adam, in_layout(name).after_adam) < 1e-4
 
 
 @pytest.mark.parametrize("name", [name for name, (model, _) in LAYOUTS.items() if model == "bf16"])
-def test_in_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, layouts: Any, alone: Any) -> None:
+def test_in_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, in_layout: Any, alone: Any) -> None:
     """Each rounds in its own places, tensor-parallel ones also what they sum."""
-    ours, expected, exact = layouts[name], alone["bf16"], alone["dense"]
+    ours, expected, exact = in_layout(name), alone["bf16"], alone["dense"]
     rounding = (expected.logprobs - exact.logprobs).norm()
     assert 0 < (ours.logprobs - exact.logprobs).norm() < 1.5 * rounding
     assert 0 < distance(exact.gradients, ours.gradients) < 1.5 * distance(exact.gradients, expected.gradients)
@@ -317,18 +342,18 @@ def test_in_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, layouts: Any
         assert one["loss.loss"] == pytest.approx(other["loss.loss"], abs=0.05)  # where ratios are up to 10
 
 
-def test_a_taught_base_model_is_the_same_in_every_layout(ranks: Any) -> None:
-    (expected,) = (whole([each["taught"]]) for each in ranks[1])
-    ours = whole(each["taught"] for each in ranks[4])
+def test_a_taught_base_model_is_the_same_in_every_layout(run: Any, cache: Path) -> None:
+    expected = whole(each["taught"] for each in run(1, alone_of, cache))
+    ours = whole(each["taught"] for each in run(4, more_of, cache))
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("copies", [0, 1], ids=["norms of heads", "tied embeddings"])
-def test_the_comparison_sees_copies_whose_gradients_are_not_summed(ranks: Any, copies: int) -> None:
+def test_the_comparison_sees_copies_whose_gradients_are_not_summed(run: Any, cache: Path, copies: int) -> None:
     with pytest.raises(AssertionError, match="ranks differ"):
-        whole(each["control"][copies] for each in ranks[2])
+        whole(each["control"][copies] for each in run(2, more_of, cache))
 
 
-def test_a_rank_that_is_asked_to_leave_ends_the_pass_in_which_others_wait_for_it(ranks: Any) -> None:
+def test_a_rank_that_is_asked_to_leave_ends_the_pass_in_which_others_wait_for_it(run: Any, cache: Path) -> None:
     """Else they would wait in vain, here for 30 seconds, and fail."""
-    assert [each["asked"] for each in ranks[4]] == [(True, True)] * 4
+    assert [each["asked"] for each in run(4, more_of, cache)] == [(True, True)] * 4

@@ -142,7 +142,7 @@ def sweep(make: Callable[..., Laptop], each: int | None, seconds: float) -> Tall
     return tally
 
 
-@pytest.mark.parametrize("seconds", [ONCE, LONG_S])
+@pytest.mark.parametrize("seconds", [ONCE, pytest.param(LONG_S, marks=pytest.mark.slow)])
 def test_a_local_run_is_not_lost_whatever_fails(make, record_property, seconds: float) -> None:
     tally = sweep(make, 3, seconds)
     tally.tell(f"local run, for {seconds:.0f} s", record_property)

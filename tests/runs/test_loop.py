@@ -136,6 +136,7 @@ def test_a_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, 
     assert [event.step for event in events] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow  # test_loop_layouts.py does it with four that depend on one another
 def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> None:
     """Four ranks, whose shares of the prompts differ: what two cannot do to each other, three others can. Without KL
     penalty each runs as many answers as have an advantage, and groups move to ranks that would have less to do."""

@@ -88,7 +88,7 @@ def test_pipelined_training_and_generation_on_tensor_parallel_ranks_agree_with_o
 @pytest.mark.parametrize(
     ("ranks", "placement"),
     [
-        pytest.param(2, TP2, id="TP2"),
+        pytest.param(2, TP2, id="TP2", marks=pytest.mark.slow),
         pytest.param(4, TP2, id="TP2 x DP2", marks=pytest.mark.slow),
         pytest.param(4, TP2_PP2 | {"inference": {"tp": 1}}, id="TP2 x PP2 -> TP1", marks=pytest.mark.slow),
         pytest.param(2, {"inference": {"tp": 2}}, id="DP2 -> TP2", marks=pytest.mark.slow),

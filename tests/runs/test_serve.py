@@ -178,6 +178,7 @@ def test_who_leaves_or_does_not_read_holds_up_nobody_and_frees_its_pages(served:
     assert served.metric("mrl_open_requests") == 1  # the one that asks
 
 
+@pytest.mark.slow
 def test_half_a_thousand_at_once(served: Served) -> None:
     async def crowd() -> list[int]:
         limits = httpx.Limits(max_connections=None)
@@ -230,7 +231,7 @@ def test_a_run_is_served_from_its_newest_good_checkpoint_until_it_is_stopped(run
         served.client.models.list()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_start_that_is_ended_leaves_no_process(
     published: tuple[Path, Any], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -245,6 +246,7 @@ def test_a_start_that_is_ended_leaves_no_process(
         assert (command.wait(), err) == (EXIT_INTERRUPTED, "interrupted\n")
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_whole_are_one_error(published: tuple[Path, Any], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

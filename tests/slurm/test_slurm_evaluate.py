@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from json_files import read_json
 from login import Login
 from records import STEPS, finish, hold, preempt, wait_until_held
@@ -14,6 +15,7 @@ BLOCK = 16
 """Problems that are answered together: twice the demo's 256 rows, with 32 answers to each problem."""
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_preempted_goes_on(login: Login, undisturbed: RunDir) -> None:
     hold(login, {"attempt": 1, "where": "evaluate", "step": BLOCK})
     asked = (undisturbed.root, "--cluster", "real", "--env-args", "evaluation_problems=24", "--set", "trained")

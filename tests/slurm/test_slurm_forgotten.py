@@ -14,7 +14,7 @@ from login import SECONDS, Login, Run
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=1")
 
 
-@pytest.fixture(params=["accounting_lab", pytest.param("forgetful_lab", marks=pytest.mark.slow)])
+@pytest.fixture(params=["accounting_lab", "forgetful_lab"])
 def login(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Login]:
     with Login(request.getfixturevalue(request.param), tmp_path / "home", tmp_path / "share") as user:
         yield user
@@ -35,6 +35,7 @@ def accounted(lab: Cluster, run: Run) -> list[str]:
     return rows()
 
 
+@pytest.mark.slow
 def test_the_state_is_the_same_while_slurm_remembers_and_as_true_as_can_be_later(login: Login) -> None:
     accounts = login.lab.accounting
     requeued = login.submit(*STUB, stub={"steps": 40, "seconds": 0.1})

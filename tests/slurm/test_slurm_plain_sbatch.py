@@ -18,7 +18,7 @@ def write_script(login: Login, *words: str | Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("name", ["run", 'it\'s a "run" of $HOME, 100% `new`'])
+@pytest.mark.parametrize("name", [pytest.param("run", marks=pytest.mark.slow), 'it\'s a "run" of $HOME, 100% `new`'])
 def test_the_script_alone_makes_the_run(login: Login, name: str) -> None:
     root = login.share / name
     login.share.mkdir()
@@ -34,6 +34,7 @@ def test_the_script_alone_makes_the_run(login: Login, name: str) -> None:
     assert len(run.seen()) == 2
 
 
+@pytest.mark.slow  # in containers: test_slurm_submit.py
 def test_a_submitted_run_has_the_same_files(login: Login) -> None:
     login.share.mkdir()
     script = write_script(login, *DEMO, "--run-dir", login.share / "plain")
@@ -53,6 +54,7 @@ def files(run: Run) -> set[str]:
     return {str(path.relative_to(run.dir.root)) for path in found}
 
 
+@pytest.mark.slow  # in containers: test_slurm_submit.py
 def test_a_finished_run_ends_at_once(login: Login) -> None:
     login.share.mkdir()
     script = write_script(login, *DEMO, "--run-dir", login.share / "run")
@@ -75,6 +77,7 @@ def test_a_second_job_does_not_touch_a_run_that_has_one(login: Login) -> None:
     assert first.dir.last_attempt() == 1
 
 
+@pytest.mark.slow  # in containers: test_slurm_submit.py
 def test_mrl_knows_a_run_that_it_did_not_submit(login: Login) -> None:
     login.share.mkdir()
     root = login.share / "submitted-by-sbatch"
