@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,15 @@ multiprocessing.set_forkserver_preload(
         "transformers.models.qwen2.modeling_qwen2",
     ]
 )
+
+
+# What imports make is no garbage, and to look for some takes a third of the time of collecting the tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
