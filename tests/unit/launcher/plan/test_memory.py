@@ -163,8 +163,15 @@ def test_what_a_rank_generates_by_and_does_not_train_is_held_beside(training, in
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("fields", [{}, {"num_query_groups": 4, "ffn_hidden_size": 160}], ids=["narrow", "wide"])
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        pytest.param("fp32", {}, id="narrow-fp32", marks=pytest.mark.slow),
+        pytest.param("bf16", {}, id="narrow-bf16"),
+        pytest.param("fp32", {"num_query_groups": 4, "ffn_hidden_size": 160}, id="wide-fp32"),
+        pytest.param("bf16", {"num_query_groups": 4, "ffn_hidden_size": 160}, id="wide-bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_activations_are_what_autograd_keeps(recompute, dtype, fields, groups):
     """Bytes that a GPU holds between the passes: those of eight layers less those of four. Two sequences that share
     their first token, so that attention gathers what it needs of them."""

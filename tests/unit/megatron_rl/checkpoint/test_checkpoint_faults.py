@@ -102,7 +102,7 @@ def problems_of(made: Checkpoints, published: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("seconds", [ONCE, LONG_S])
+@pytest.mark.parametrize("seconds", [ONCE, pytest.param(LONG_S, marks=pytest.mark.slow)])
 def test_no_fault_loses_a_checkpoint(tmp_path: Path, record_property, seconds: float) -> None:
     numbers = itertools.count()
     operations, problems = tried(tmp_path / "whole", None)

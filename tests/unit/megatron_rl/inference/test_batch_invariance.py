@@ -55,7 +55,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     return engine.take(requests[0].id) or []
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(
     request=REQUESTS,
     others=st.lists(REQUESTS, max_size=6),

@@ -59,7 +59,7 @@ def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], fou
             torch.testing.assert_close(torch.tensor(each.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     page_tokens=st.integers(1, 20),
     spare_tokens=st.integers(0, 60),

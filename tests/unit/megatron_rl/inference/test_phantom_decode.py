@@ -30,10 +30,10 @@ LONGEST = 400
 PAGE_TOKENS = 64
 TOKENIZER = CharacterTokenizer(ALPHABET)
 SAMPLINGS = [
-    Sampling(max_new_tokens=200),
-    Sampling(max_new_tokens=200, temperature=0.0),
-    Sampling(max_new_tokens=200, top_k=4, top_p=0.9, min_p=0.05, min_new_tokens=30),
-    Sampling(max_new_tokens=200, stop_tokens=(1, 2), stop=("77",)),
+    Sampling(max_new_tokens=72),
+    Sampling(max_new_tokens=72, temperature=0.0),
+    Sampling(max_new_tokens=72, top_k=4, top_p=0.9, min_p=0.05, min_new_tokens=30),
+    Sampling(max_new_tokens=72, stop_tokens=(1, 2), stop=("77",)),
 ]
 
 

@@ -45,7 +45,7 @@ def answered(scheduler: Scheduler, asked: GenerationRequest) -> None:
 PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=14)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     asked=st.lists(st.tuples(PROMPTS, st.integers(1, 5), st.integers(1, 20)), min_size=1, max_size=8),
     spare=st.integers(0, 12),

@@ -29,7 +29,7 @@ from megatron_rl.model.tokenizer import CharacterTokenizer
 TOKENIZER = CharacterTokenizer(ALPHABET)
 PROMPT = [1, 10, 2, 12]
 PLAIN = Sampling(max_new_tokens=24)
-LOOKS = [1, 3, 16]
+LOOKS = [1, pytest.param(3, marks=pytest.mark.slow), 16]
 
 
 @pytest.fixture(scope="module")
