@@ -101,6 +101,7 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     if each != FP32_BYTES:
         widened.append(memory_terms.of_shard(config, sizes, held, "widened gradients", FP32_BYTES))
     adam, cache = memory_terms.adam_states(config, sizes, held), memory_terms.kv_cache(config, sizes)
+    graphs = tuple(memory_terms.decode_graphs(config, vocab))
     models = [own]
     if config.grpo.kl_beta > 0:
         models.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
@@ -127,8 +128,8 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     if not sizes.partitioned:
         built += [(*models, *stays, engine) for engine in memory_terms.start(config, sizes, held)]
         models += memory_terms.engine_weights(config, sizes, vocab, held)
-        phases["generate"] = [(cache, memory_terms.prefill(config, sizes))]
-        stays = (*stays, cache) if config.offload == "none" else stays
+        phases["generate"] = [(cache, *graphs, memory_terms.prefill(config, sizes))]
+        stays = (*stays, cache, *graphs) if config.offload == "none" else stays
     for name in phases.keys() - {"build"}:
         phases[name] = [(*models, *stays, *(term for term in terms if term not in stays)) for terms in phases[name]]
     role = "training" if sizes.partitioned else "colocated"
@@ -141,6 +142,7 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memor
     terms = (
         Term("weights", size * held.all, f"{size} bytes x {in_words(held.all)} parameters"),
         memory_terms.kv_cache(config, sizes),
+        *memory_terms.decode_graphs(config, vocab),
         memory_terms.prefill(config, sizes),
     )
     return Memory("inference", stage, (_fullest("generate", config, [terms]),))

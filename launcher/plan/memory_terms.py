@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import pages_of
+from megatron_rl.inference.config import PAGE_TOKENS, pages_of, without_graphs
 from megatron_rl.model.config import ModelConfig
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
@@ -163,6 +163,20 @@ def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
         f"2 x {size} bytes x {layers} layers x {in_words(pages)} pages x {in_words(page_tokens)} tokens x "
         f"{heads} heads x {model.head_size}",
     )
+
+
+def decode_graphs(config: RunConfig, vocab: int) -> Iterator[Term]:
+    """What recorded decode steps keep for themselves, where they are recorded: of the largest, all that it makes. That
+    is of each logit what it was computed in, two copies in fp32, probabilities and their sums in fp64; with top-p all
+    tokens in order beside them, with top-k or min-p the probabilities that are left."""
+    _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
+    without = without_graphs(config.inference, config.model, fp8=config.training.fp8 != "none")
+    if config.job.device == "cpu" or config.model.dtype == "fp32" or page_tokens % PAGE_TOKENS["cuda"] or without:
+        return
+    sampling, rows = config.sampling, config.inference.max_batch
+    each = 40 if sampling.top_p < 1 else 26 if sampling.top_k or sampling.min_p else 22
+    formula = f"{rows} rows x {in_words(vocab)} of the vocabulary x {each} bytes"
+    yield Term("decode graphs", rows * vocab * each, formula)
 
 
 def start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[Term]:

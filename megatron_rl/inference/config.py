@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_rl.model.config import ModelConfig
 from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, Section
 
 MOST_STOPS = 16
@@ -93,3 +94,16 @@ def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tupl
     if inference.cache_tokens is not None:
         return inference.cache_tokens // page_tokens, page_tokens
     return inference.max_batch * -(-longest // page_tokens), page_tokens
+
+
+def without_graphs(inference: InferenceConfig, model: ModelConfig, *, fp8: bool) -> str | None:
+    """Why decode steps are not recorded, whatever the device and its kernels; None: they are where those allow it."""
+    if inference.engine == "megatron":
+        return "inference.engine is megatron"
+    if not inference.cuda_graphs:
+        return "inference.cuda_graphs is false"
+    if model.num_experts is not None:
+        return "the host decides how many tokens each expert gets"
+    if fp8:
+        return "layers in FP8 are not recorded"
+    return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 
-from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.config import InferenceConfig, without_graphs
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.platform.api import GraphRecorder, Platform
@@ -100,17 +100,10 @@ def why_not_recorded(
 
     page_tokens: of its cache.
     """
-    if config.engine == "megatron":
-        return "inference.engine is megatron"
-    if not config.cuda_graphs:
-        return "inference.cuda_graphs is false"
-    if platform.graph_recorder(DTYPES[model.dtype], page_tokens) is None:
-        return f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}"
-    if model.num_experts is not None:
-        return "the host decides how many tokens each expert gets"
-    if fp8:
-        return "layers in FP8 are not recorded"
-    return None
+    against = without_graphs(config, model, fp8=fp8)
+    if against is None and platform.graph_recorder(DTYPES[model.dtype], page_tokens) is None:
+        against = f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}"
+    return against
 
 
 def decode_graphs(policy: Policy, model: ModelConfig, config: InferenceConfig, page_tokens: int) -> DecodeGraphs | None:

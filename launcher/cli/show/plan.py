@@ -303,6 +303,7 @@ CURES = {
     "logits": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",
     "inference weights": "give placement.inference the sizes of placement.training",
     "KV cache": "lower inference.max_batch or training.sequence_length, or set inference.cache_tokens",
+    "decode graphs": "lower inference.max_batch, or set inference.cuda_graphs: false",
     "prefill": "lower inference.prefill_tokens",
     "context": "use larger GPUs",
 }

@@ -9,6 +9,7 @@ import torch
 from core_helpers import VOCAB, tiny_model, tiny_run
 
 from launcher.cluster.choice import load_clusters
+from launcher.plan import memory_terms
 from launcher.plan.gpu_memory import Memory, checkpoint_bytes, offloaded_bytes, rank_memories
 from launcher.plan.parameters import vocabulary, weights, whole_model
 from launcher.plan.sizes import Sizes
@@ -134,6 +135,26 @@ def test_the_cache_holds_a_key_and_a_value_of_every_token():
     assert terms["KV cache"] == 2 * 2 * model.num_layers * 10 * 48 * model.num_query_groups * model.head_size
     shorter = demanded(inference={"max_batch": 10}, training={"steps": 1, "sequence_length": 24})[1]
     assert shorter["KV cache"] * 2 == terms["KV cache"]
+
+
+def test_recorded_decode_steps_keep_what_the_largest_of_them_makes() -> None:
+    """Bytes a logit as the engine's steps were seen to make on tensors without numbers."""
+
+    def bytes_of(model: dict[str, Any] | None = None, inference: dict[str, Any] | None = None, **cuts: float) -> int:
+        config = tiny_run(
+            job={"device": "cuda"},
+            model={"dtype": "bf16", "max_position_embeddings": 512} | (model or {}),
+            training={"sequence_length": 512},
+            inference={"max_batch": 10} | (inference or {}),
+            sampling=cuts,
+        )
+        return sum(term.bytes for term in memory_terms.decode_graphs(config, 1000))
+
+    assert bytes_of() == 22 * 10 * 1000
+    assert bytes_of(top_k=3) == 26 * 10 * 1000
+    assert bytes_of(top_k=3, top_p=0.9) == 40 * 10 * 1000
+    assert bytes_of(inference={"cuda_graphs": False}) == bytes_of(inference={"page_tokens": 64}) == 0
+    assert bytes_of(model={"dtype": "fp32"}) == 0
 
 
 def test_partitioned_ranks_hold_either_adams_state_or_the_cache():
