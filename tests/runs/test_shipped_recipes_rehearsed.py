@@ -102,12 +102,14 @@ def test_other_layouts_need_what_is_planned(rehearsed: Rehearse, asked: tuple[st
 
 def as_planned(rank: Rehearsal, planned: Memory) -> None:
     """In every phase that is planned, to 5 %. Where a rank is built it holds the most now at one moment and now at
-    another, by the number of experts: of those few tell nothing about many."""
+    another, by the number of experts: of those few tell nothing about many. Decode steps are not recorded in a
+    rehearsal, which decodes one token: what recordings keep is planned alone."""
     for phase in planned.phases:
         held = sum(rank.phases[phase.name].values())
         if phase.name == "build" and held < max(sum(each.values()) for each in rank.phases.values()):
             continue
-        assert phase.tensors == pytest.approx(held, rel=0.05), (phase, rank.phases[phase.name])
+        kept = sum(term.bytes for term in phase.terms if term.name == "decode graphs")
+        assert phase.tensors - kept == pytest.approx(held, rel=0.05), (phase, rank.phases[phase.name])
 
 
 @pytest.mark.slow
