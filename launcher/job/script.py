@@ -164,6 +164,8 @@ class _Step:
     options: list[Shell]
     """Lines of options of srun."""
     command: Shell
+    shown: Shell | None = None
+    """What Slurm calls it; None: its name."""
     comment: Shell | None = None
     limit_s: int | None = None
     """Seconds after which it is ended."""
@@ -199,6 +201,10 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         name=Shell("train"),
         options=_shell(geometry(config, job.profile, plan, train, "train")),
         command=Shell(f"{python} -m {TRAINING} {run}"),
+        shown=Shell("evaluate") if config.evaluate else None,
+        comment=Shell("Its ranks evaluate; in file names, and to mrl attach, they are train.")
+        if config.evaluate
+        else None,
     )
     replicas = [step for step in plan.steps if step.replica is not None]
     if replicas:

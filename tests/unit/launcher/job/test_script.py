@@ -27,6 +27,7 @@ from megatron_rl.contract.attempt_records import AttemptStart
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
 from megatron_rl.contract.run_records import CodeSource
+from megatron_rl.evaluate.config import EvaluateConfig
 
 GOLDEN = Path(__file__).parent / "scripts"
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
@@ -389,3 +390,11 @@ class TestForget:
 
     def test_nothing_else_does(self, tmp_path):
         assert self.forget(tmp_path, self.OTHERS) == []
+
+
+def test_slurm_shows_an_evaluation_as_what_it_is():
+    job = a_job()
+    config = job.recipe.config.model_copy(update={"evaluate": EvaluateConfig(checkpoint="/shared/runs/other")})
+    script = render(replace(job, recipe=replace(job.recipe, config=config)))
+    assert "--job-name=evaluate" in script and "--job-name=train" not in script
+    assert "--job-name=train" in render(job)
