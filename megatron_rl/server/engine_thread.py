@@ -118,13 +118,14 @@ class EngineThread:
         self._open: set[Subscription] = set()
         self._stopped: str | None = None
         self._submitted = 0  # samples
-        self._taken = 0  # of these, by the engine's thread
+        self._begun = 0  # of these, by the engine
+        self._counted = 0  # of these, in its load
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._asked: dict[str, Subscription] = {}  # for the engine's thread
         self._outbox: deque[_News] = deque()
         self._told = False  # whether the HTTP loop knows that there is something in the outbox
         self.load = engine.load
-        """Of the engine, as of its last step."""
+        """Of the engine, as it began its last step or ended it."""
 
     def start(self) -> None:
         self._http = asyncio.get_running_loop()
@@ -137,7 +138,7 @@ class EngineThread:
     @property
     def waiting(self) -> int:
         """Samples that wait for the engine."""
-        return self._submitted - self._taken + self.load.waiting
+        return self._submitted - self._counted + self.load.waiting
 
     def submit(self, request: GenerationRequest, streamed: bool, news: asyncio.Event) -> Subscription:
         """Have the engine answer. Raises EngineGone.
@@ -200,6 +201,8 @@ class EngineThread:
                     return False
                 order()
                 wait = False
+        self.load = self._engine.load
+        self._counted = self._begun
         return True
 
     def _begin(self, subscription: Subscription) -> None:
@@ -210,7 +213,7 @@ class EngineThread:
             self._tell([(subscription, error)])
         else:
             self._asked[request.id] = subscription
-        self._taken += request.num_samples
+        self._begun += request.num_samples
 
     def _cancel(self, request_id: str) -> None:
         self._engine.cancel(request_id)

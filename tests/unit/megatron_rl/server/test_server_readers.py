@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -166,6 +167,34 @@ def test_a_whole_answer_is_told_of_once_and_a_streamed_one_as_it_grows(streamed:
         assert await asyncio.to_thread(thread.join)
 
     asyncio.run(asyncio.wait_for(listen(), 60))
+
+
+class BusyEngine(SayingEngine):
+    """In the middle of a step until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_step, self.may_go_on = threading.Event(), threading.Event()
+
+    def step(self) -> None:
+        self.in_step.set()
+        assert self.may_go_on.wait(60)
+        super().step()
+
+
+@limited
+async def test_who_waits_is_counted_while_the_engine_computes() -> None:
+    engine = BusyEngine()
+    thread = EngineThread(engine)
+    thread.start()
+    for count in (1, 2):
+        thread.submit(GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=3), 0), False, asyncio.Event())
+        assert await asyncio.to_thread(engine.in_step.wait, 60)
+        assert thread.waiting == count
+    engine.may_go_on.set()
+    await until(lambda: thread.waiting == 0)
+    thread.stop("enough")
+    assert await asyncio.to_thread(thread.join)
 
 
 @limited
