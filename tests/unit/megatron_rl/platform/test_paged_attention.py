@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,12 @@ def test_a_gpu_reads_pages_where_a_kernel_takes_them_and_gathers_them_elsewhere(
     _, _, _, small = pages_of([5, 3], 16, 0)
     _, _, _, rows = pages_of([500, 300], 256, 0)
     kernel = PagedKernel("one", lambda query, *_: query)
-    assert isinstance(CudaAttention(None, pages=kernel).paged(rows, torch.bfloat16), KernelAttention)
+    ours, of_longer = (
+        CudaAttention(None, pages=kernel).paged(replace(rows, bounds=rows.bounds + more), torch.bfloat16)
+        for more in (0, 200)
+    )
+    assert isinstance(ours, KernelAttention) and isinstance(of_longer, KernelAttention)
+    assert ours.longest == of_longer.longest == 512, "a recorded step would keep what the host knew"
     for attention, of, dtype in (
         (CudaAttention(None, pages=kernel), rows, torch.float32),
         (CudaAttention(None, pages=kernel), small, torch.bfloat16),
