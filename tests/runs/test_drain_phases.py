@@ -55,10 +55,11 @@ def slices(folder: Path) -> Iterator[float]:
 def slow_teaching(folder: Path, rank: int) -> None:
     from megatron_rl.training import supervised
 
-    original, pause = supervised.pack, slices(folder)
+    original = supervised.pack
 
     def slowly(*args: Any, **options: Any) -> Any:
-        time.sleep(next(pause))
+        (folder / "here").touch()
+        time.sleep(0.5)  # there are 40 steps
         return original(*args, **options)
 
     supervised.pack = slowly
