@@ -136,9 +136,9 @@ class ModelRunner:
 
     def release(self) -> None:
         """Let go of the cache; nothing is under way."""
-        self.cache = None
         if self._graphs:
-            self._graphs.drop()
+            self._graphs.drop()  # which waits for the last of what reads it
+        self.cache = None
 
     def weights_changed(self) -> None:
         """The policy has new weights."""
