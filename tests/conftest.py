@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+TESTS = Path(__file__).parent
+
 # A busy machine is no fault of the code: what is slow shows in the durations. What a commit must pass is the same each
 # time, so that who fails it has broken something; `make test-slow` looks at new examples each time, and at far more.
 settings.register_profile("mrl", deadline=None, max_examples=40, derandomize=True)
@@ -42,6 +44,16 @@ multiprocessing.set_forkserver_preload(
 
 # What imports make is no garbage, and to look for some takes a third of the time of collecting the tests.
 gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take files of every folder in turns: what waits for Slurm leaves the processors to what computes."""
+    files = list(dict.fromkeys(item.path for item in items))
+    folders: dict[str, list[Path]] = {}
+    for file in files:
+        folders.setdefault(file.relative_to(TESTS).parts[0], []).append(file)
+    share = {file: place / len(of) for of in folders.values() for place, file in enumerate(of)}
+    items.sort(key=lambda item: (share[item.path], files.index(item.path)))
 
 
 def pytest_collection_finish() -> None:

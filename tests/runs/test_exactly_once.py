@@ -116,7 +116,7 @@ def test_so_does_a_restart_that_dies_at_any_moment(make_run: MakeRun, undisturbe
 DEATHS = st.builds(Death, at=st.integers(1, 220), torn=st.sampled_from([0.0, 0.3, 1.0]), power=st.booleans())
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(deaths=st.lists(st.tuples(DEATHS, st.integers(0, 40)), min_size=2, max_size=5), dynamic=st.booleans())
 def test_a_run_may_die_again_and_again(
     make_run: MakeRun, undisturbed: dict[bool, Record], deaths: list[tuple[Death, int]], dynamic: bool

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
 from records import resume
@@ -26,6 +27,7 @@ def assert_away(run: Run) -> None:
     assert run.ends() in ([], [("stopped", "cancelled")])  # none where Slurm was faster
 
 
+@pytest.mark.slow
 @together
 def test_a_job_that_slurm_cancels_while_it_saves_for_another_reason(login: Login) -> None:
     run = is_saving(login)

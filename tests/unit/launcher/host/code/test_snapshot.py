@@ -388,7 +388,8 @@ def test_a_directory_that_is_no_snapshot_is_not_touched(tmp_path):
     assert (tmp_path / "run" / "code" / "precious.py").exists()
 
 
-def test_a_snapshot_that_cannot_be_read_is_not_made_anew(tmp_path):
+def test_a_snapshot_that_cannot_be_read_is_not_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "PATIENCE_S", 0.1)
     mine = repository(tmp_path / "mine", {"a.py": "x = 1\n"})
     _, code = shot(tmp_path, mine)
     for torn in (lambda: (code / "SNAPSHOT.json").write_text("{"), code.unlink):
