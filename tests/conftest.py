@@ -47,13 +47,18 @@ gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take files of every folder in turns: what waits for Slurm leaves the processors to what computes."""
+    """Take files of runs and slurm in turns: what waits for Slurm leaves the processors to what computes. Those of unit,
+    which are short, come last, so that no worker ends long before the other."""
     files = list(dict.fromkeys(item.path for item in items))
     folders: dict[str, list[Path]] = {}
     for file in files:
         folders.setdefault(file.relative_to(TESTS).parts[0], []).append(file)
-    share = {file: place / len(of) for of in folders.values() for place, file in enumerate(of)}
-    items.sort(key=lambda item: (share[item.path], files.index(item.path)))
+    order = {
+        file: (folder == "unit", place / len(of), folder)
+        for folder, of in folders.items()
+        for place, file in enumerate(of)
+    }
+    items.sort(key=lambda item: order[item.path])
 
 
 def pytest_collection_finish() -> None:
