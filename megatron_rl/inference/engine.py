@@ -33,6 +33,7 @@ from megatron_rl.inference.limits import Limits
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
+from megatron_rl.inference.pump import Pump
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.stops import Decode
 from megatron_rl.inference.transcript import RowAnswer
@@ -82,7 +83,7 @@ class Engine:
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast[StepPlan](ranks.control)
         self._callers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._pump = Pump(self)
 
     @property
     def policy_version(self) -> int:
@@ -236,7 +237,7 @@ class Engine:
             incoming.finish()
         except BaseException as error:
             self._scheduler.clear()
-            self._fail(error if isinstance(error, Exception) else RuntimeError("new weights did not come to their end"))
+            self.fail(error if isinstance(error, Exception) else RuntimeError("new weights did not come to their end"))
             raise
         self._half_updated = False
         self._publish(version, sampled)
@@ -247,7 +248,7 @@ class Engine:
         """See `InferenceInterface.generate`. A caller that is cancelled leaves nothing behind."""
         request_id = self.submit(request)
         answer = self._callers[request_id] = asyncio.get_running_loop().create_future()
-        self._start()
+        self._pump.start()
         try:
             return await answer
         finally:
@@ -262,7 +263,7 @@ class Engine:
     async def _stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         self._scheduler.submit(request, streamed=True)
         deltas = self._streams[request.id] = asyncio.Queue()
-        self._start()
+        self._pump.start()
         unfinished = request.num_samples
         try:
             while unfinished:
@@ -275,32 +276,16 @@ class Engine:
             del self._streams[request.id]
             self.cancel(request.id)
 
-    def _start(self) -> None:
-        """Have this loop drive the engine, if it does not yet."""
-        loop = asyncio.get_running_loop()
-        if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
-            self._pump = loop.create_task(self._work())
-
-    async def _work(self) -> None:
-        """Step until nothing is left to do; what goes wrong, all who wait are told."""
-        self._deliver()  # what was known to its end
-        while self.busy:
-            await asyncio.sleep(0)
-            try:
-                self.step()
-            except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller raises it
-                self._fail(error)
-                return
-            self._deliver()
-
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """See `Driven.fail`."""
         for answer in self._callers.values():
             if not answer.done():
                 answer.set_exception(error)
         for stream in self._streams.values():
             stream.put_nowait(error)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """See `Driven.deliver`."""
         for request_id in [each for each in self.answered if each in self._callers]:
             if not (answer := self._callers[request_id]).done():
                 answer.set_result(self._scheduler.answered.pop(request_id))

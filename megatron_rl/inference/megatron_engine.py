@@ -28,6 +28,7 @@ from megatron_rl.inference.megatron_parts import (
     close_dynamic_engine,
     sampling_params,
 )
+from megatron_rl.inference.pump import Pump
 from megatron_rl.inference.stops import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.model.config import ModelConfig
@@ -109,7 +110,7 @@ class MegatronEngine:
         self._numbers = itertools.count()
         self._seed = 0
         self._core: Any = None
-        self._pump: asyncio.Task[None] | None = None
+        self._pump = Pump(self)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See `InferenceInterface.generate`. A caller that is cancelled costs his answers' next token and no more.
@@ -129,7 +130,7 @@ class MegatronEngine:
         self._asked[request.id] = _Asked(transcripts, answer)
         self._open |= mine
         self._begun += mine
-        self._start()
+        self._pump.start()
         try:
             return await answer
         finally:
@@ -181,33 +182,21 @@ class MegatronEngine:
         self._core = None
         self._open, self._begun, self._ended, self._leaving = {}, [], [], set()
 
-    def _start(self) -> None:
-        """Have this loop drive the engine, if it does not yet."""
-        loop = asyncio.get_running_loop()
-        if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
-            self._pump = loop.create_task(self._work())
+    def fail(self, error: Exception) -> None:
+        """See `Driven.fail`."""
+        self._forget()
+        for asked in self._asked.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(error)
 
-    async def _work(self) -> None:
-        """Step until nothing is left to do; what goes wrong, all who wait are told."""
-        self._deliver()  # what was known to its end
-        while self.busy:
-            try:
-                self._step()
-            except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller raises it
-                self._forget()
-                for asked in self._asked.values():
-                    if not asked.answer.done():
-                        asked.answer.set_exception(error)
-                return
-            self._deliver()
-            await asyncio.sleep(0)
-
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """See `Driven.deliver`."""
         for asked in self._asked.values():
             if not asked.answer.done() and all(each.finish_reason for each in asked.transcripts):
                 asked.answer.set_result([each.completion() for each in asked.transcripts])
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One token for every row."""
         begun = [self._begin(number) for number in self._begun]
         turn = Turn(self._seed, begun, self._ended)
         self._begun, self._ended = [], []
