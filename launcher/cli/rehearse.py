@@ -11,7 +11,7 @@ import click
 from launcher.backends.rehearsal import Rehearsal, rehearse
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
-from launcher.plan.gpu_memory import rank_memory
+from launcher.plan.gpu_memory import as_rehearsed, rank_memory
 from launcher.plan.kinds import rank_kinds
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known
@@ -35,7 +35,8 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     """Run one rank of every kind (pipeline stage, role) of RECIPE at its true size, on tensors that have a shape, a
     type and a device and no numbers: the code of a run generates a token, scores, trains on the fullest micro-batch and
     updates the weights. Says the bytes at the peak of each phase and what holds them, beside the estimate of
-    `mrl plan`. Tokens are assumed to choose all experts equally often.
+    `mrl plan` for the same code (training.transformer_impl=local). Tokens are assumed to choose all experts equally
+    often.
 
     RECIPE is the name of a shipped recipe or a YAML file. Needs torch and megatron-core here, no GPU and no weights.
 
@@ -60,9 +61,8 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     tokens = tokens_known(config) or ASSUMED_VOCABULARY
     vocab = config.model.padded_vocab_size(tokens)
     done = rehearse(config, tokens, rank_kinds(sizes))
-    ranks = [
-        _row(one, rank_memory(config, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done
-    ]
+    ours = as_rehearsed(config)
+    ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done]
     fits = all(one.failure is None and (limit is None or one.peak_bytes + CONTEXT_BYTES <= limit) for one in done)
     if as_json:
         click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))

@@ -77,6 +77,11 @@ def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: i
     return (_inference if role == "inference" else _training)(config, sizes, vocab, stage)
 
 
+def as_rehearsed(config: RunConfig) -> RunConfig:
+    """The recipe with what a rehearsal computes by: there is no Transformer Engine without a GPU."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"transformer_impl": "local"})})
+
+
 def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
     """Bytes of one checkpoint, of all ranks together."""
     return whole_model(config.model, vocab) * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)

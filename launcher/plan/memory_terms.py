@@ -13,7 +13,6 @@ from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import PAGE_TOKENS, pages_of, without_graphs
-from megatron_rl.model.config import ModelConfig
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4
@@ -68,7 +67,7 @@ def activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
     norms the input, as it is, and the output where Transformer Engine computes them; of the feed-forward network the
     first output; of experts all but the activated gate."""
     tokens = _tokens(config, sizes)
-    kept = kept_bytes(config.model, sizes, config.training.recompute)
+    kept = kept_bytes(config, sizes, config.training.recompute)
     layers, in_flight = config.model.num_layers // sizes.pp, sizes.pp - stage
     formula = f"{in_words(tokens)} tokens x {layers} layers x {in_words(kept)} bytes"
     if in_flight > 1:
@@ -84,7 +83,7 @@ def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
     """
     model, recompute, size = config.model, config.training.recompute, WEIGHT_BYTES[config.model.dtype]
     tokens = _tokens(config, sizes)
-    again = kept_bytes(model, sizes, "none") - kept_bytes(model, sizes, recompute) * (recompute == "selective")
+    again = kept_bytes(config, sizes, "none") - kept_bytes(config, sizes, recompute) * (recompute == "selective")
     width, choices = model.ffn_hidden_size, 1
     if model.experts_per_token and model.expert_ffn_hidden_size:
         width, choices = model.expert_ffn_hidden_size, model.experts_per_token
@@ -103,13 +102,14 @@ def _tokens(config: RunConfig, sizes: Sizes) -> int:
     return -(-max(most, longest) // sizes.cp)
 
 
-def kept_bytes(model: ModelConfig, sizes: Sizes, recompute: str) -> int:
-    """Bytes that one layer keeps of one token on one rank."""
+def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
+    """Bytes that one layer keeps of one token on one rank. Where the ranks choose what computes it, the larger."""
+    model, fused = config.model, config.training.transformer_impl != "local"
     size, split = WEIGHT_BYTES[model.dtype], sizes.tp if sizes.sequence_parallel else 1
     if recompute == "full":
         return size * model.hidden_size // split
     selective = recompute == "selective"
-    norms = 2 * (2 * size if selective else 2 * FP32_BYTES + size) * model.hidden_size
+    norms = 2 * ((1 + fused) * size if selective else 2 * FP32_BYTES + size) * model.hidden_size
     heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
     attention = size * (3 * heads + 2 * groups * sizes.cp) * head + FP32_BYTES * heads
     attention += model.qk_norm * 2 * FP32_BYTES * (heads + groups) * head

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from launcher.backends.rehearsal import COMMAND, Rehearsal, answer, request
 from launcher.cli.rehearse import command
 from launcher.cluster.choice import load_clusters
-from launcher.plan.gpu_memory import Memory, rank_memory
+from launcher.plan.gpu_memory import Memory, as_rehearsed, rank_memory
 from launcher.plan.kinds import rank_kinds
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known, whole_model
@@ -54,7 +54,9 @@ def rehearsed() -> Iterator[Rehearse]:
             for kind in rank_kinds(sizes):
                 ask.write(request(config, tokens, kind))
                 ask.flush()
-                memory = rank_memory(config, sizes, config.model.padded_vocab_size(tokens), kind.role, kind.stage)
+                memory = rank_memory(
+                    as_rehearsed(config), sizes, config.model.padded_vocab_size(tokens), kind.role, kind.stage
+                )
                 found.append((answer(kind, answers.readline()), memory))
             return found
 
