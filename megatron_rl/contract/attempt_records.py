@@ -184,6 +184,21 @@ class Address(NamedTuple):
     port: int
 
 
+@record()
+class ReplicaAddress(NamedTuple):
+    """replicas/K/address.json: where an inference replica is asked, once it can be. Written by its rank 0, read by the
+    ranks that train."""
+
+    replica: int
+    start: int  # how often it was started in this attempt before
+    host: str
+    port: int
+    ranks: int
+    digest: str  # SHA-256 of its resolved.yaml
+    protocol: int  # of what is said there
+    at: float
+
+
 @record(version=None)
 class TimelineLine(NamedTuple):
     """A line of timeline.jsonl: a stretch of time since the line before it. Written by rank 0, read by goodput and by

@@ -64,6 +64,7 @@ CLUSTER_VARIABLE = "MRL_CLUSTER"  # name of the cluster profile
 ATTEMPT_VARIABLE = "MRL_ATTEMPT"  # number of the attempt
 STEP_VARIABLE = "MRL_STEP"  # step of the job that a process belongs to: train, infer-0, ...
 SUCCEEDS_VARIABLE = "MRL_SUCCEEDS"  # id of the job that submitted this one in its place
+START_VARIABLE = "MRL_START"  # how often this replica was started in this attempt before, from 0
 PARENT_VARIABLE = "MRL_PARENT_PID"  # process without which a rank ends at once
 CACHE_VARIABLE = "MRL_CACHE"  # folder for what is costly to make and may be lost
 SILENCE_VARIABLE = "MRL_SILENCE_S"  # of the ranks and of what watches them: job.silence_limit_s

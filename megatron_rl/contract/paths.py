@@ -5,7 +5,7 @@ Where a docstring names a record, its type in `attempt_records` or `run_records`
 
 import re
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 from megatron_rl.contract.files import AnyPath, names_in
 
@@ -85,6 +85,12 @@ class RunDir:
     def lock(self) -> Path:
         """flock of the one owner; its text is a LockOwner."""
         return self.root / ".lock"
+
+    @property
+    def token(self) -> Path:
+        """One line that opens the listeners of this run's ranks: for its owner's eyes alone, never in an argument, a
+        log or a script. Written by the host side before any rank starts."""
+        return self.root / "token"
 
     # What happened
 
@@ -199,14 +205,14 @@ def _steps_in(folder: Path) -> List[int]:
     return sorted((int(name[5:]) for name in names if re.match(r"^step-[0-9]{6,}$", name)), reverse=True)
 
 
-class Attempt:
-    """Files of one attempt: one start of the ranks."""
+class RankFiles:
+    """Files of the ranks of one world: how each of them is, and how they leave."""
 
-    def __init__(self, run: RunDir, number: int) -> None:
-        self.number = number
-        self.folder = run.root / "attempts" / "{:03d}".format(number)
-        self.logs = run.root / "logs" / "attempt-{:03d}".format(number)
-        self.latest_logs = run.root / "logs" / "latest"
+    def __init__(self, folder: Path, logs: Path, role: str) -> None:
+        """role: step of the attempt, such as `train`; names their logs."""
+        self.folder = folder
+        self.logs = logs
+        self.role = role
 
     @property
     def drain(self) -> Path:
@@ -219,14 +225,55 @@ class Attempt:
         return self.folder / "outcome.json"
 
     @property
-    def requeued(self) -> Path:
-        """Requeued."""
-        return self.folder / "requeued.json"
-
-    @property
     def progress(self) -> Path:
         """Progress; replaced, never appended."""
         return self.folder / "progress.json"
+
+    def address(self, name: str) -> Path:
+        """Address of a listener of these ranks, such as `train` (their rendezvous)."""
+        return self.folder / "addresses" / "{}.json".format(name)
+
+    def error(self, rank: int) -> Path:
+        """RankError of one rank."""
+        return self.folder / "error.{}.json".format(rank)
+
+    def errors(self) -> List[Path]:
+        """Error files written so far, lowest rank first. Raises OSError where the folder is there and cannot be
+        listed."""
+        found = [re.match(r"^error\.([0-9]+)\.json$", name) for name in names_in(self.folder)]
+        return [self.error(rank) for rank in sorted(int(match.group(1)) for match in found if match)]
+
+    @property
+    def heartbeats(self) -> Path:
+        """Folder of the ranks' heartbeats."""
+        return self.folder / "heartbeats"
+
+    def heartbeat(self, rank: int) -> Path:
+        """Heartbeat of one rank."""
+        return self.heartbeats / "{}.json".format(rank)
+
+    def stacks(self, rank: int, role: Optional[str] = None) -> Path:
+        """Where every thread of a rank was, each time it got STACKS_SIGNAL. role: another step's."""
+        return self.logs / "{}.{}.stacks".format(role or self.role, rank)
+
+    def log(self, rank: int, role: Optional[str] = None) -> Path:
+        """Output of one rank. role: another step's."""
+        return self.logs / "{}.{}.log".format(role or self.role, rank)
+
+
+class Attempt(RankFiles):
+    """Files of one attempt, one start of the ranks: of those that train, and what there is once."""
+
+    def __init__(self, run: RunDir, number: int) -> None:
+        name = "{:03d}".format(number)
+        super().__init__(run.root / "attempts" / name, run.root / "logs" / ("attempt-" + name), "train")
+        self.number = number
+        self.latest_logs = run.root / "logs" / "latest"
+
+    @property
+    def requeued(self) -> Path:
+        """Requeued."""
+        return self.folder / "requeued.json"
 
     @property
     def kernels(self) -> Path:
@@ -257,20 +304,6 @@ class Attempt:
         """FabricReport."""
         return self.folder / "fabric.json"
 
-    def address(self, name: str) -> Path:
-        """Address of a listener of this attempt, such as `train` (its rendezvous)."""
-        return self.folder / "addresses" / "{}.json".format(name)
-
-    def error(self, rank: int) -> Path:
-        """RankError of one rank."""
-        return self.folder / "error.{}.json".format(rank)
-
-    def errors(self) -> List[Path]:
-        """Error files written so far, lowest rank first. Raises OSError where the folder is there and cannot be
-        listed."""
-        found = [re.match(r"^error\.([0-9]+)\.json$", name) for name in names_in(self.folder)]
-        return [self.error(rank) for rank in sorted(int(match.group(1)) for match in found if match)]
-
     @property
     def timeline(self) -> Path:
         """TimelineLine, one per stretch of time. The seconds of a line are those of all ranks since the line before it;
@@ -278,28 +311,40 @@ class Attempt:
         return self.folder / "timeline.jsonl"
 
     @property
-    def heartbeats(self) -> Path:
-        """Folder of the ranks' heartbeats."""
-        return self.folder / "heartbeats"
-
-    def heartbeat(self, rank: int) -> Path:
-        """Heartbeat of one rank."""
-        return self.heartbeats / "{}.json".format(rank)
-
-    @property
     def hang(self) -> Path:
         """Hang."""
         return self.folder / "hang.json"
-
-    def stacks(self, rank: int, role: str = "train") -> Path:
-        """Where every thread of a rank was, each time it got STACKS_SIGNAL."""
-        return self.logs / "{}.{}.stacks".format(role, rank)
 
     @property
     def srun(self) -> Path:
         """What srun says of the training step itself, such as `node05: task 3: Killed`."""
         return self.folder / "srun.train"
 
-    def log(self, rank: int, role: str = "train") -> Path:
-        """Output of one rank."""
-        return self.logs / "{}.{}.log".format(role, rank)
+    def replica(self, number: int) -> "Replica":
+        """The files of one inference replica of this attempt."""
+        return Replica(self, number)
+
+    def replicas(self) -> List["Replica"]:
+        """Those of which a rank has written anything, lowest number first. Raises OSError where the folder is there
+        and cannot be listed."""
+        names = names_in(self.folder / "replicas")
+        return [Replica(self, number) for number in sorted(int(name) for name in names if re.match(r"^[0-9]+$", name))]
+
+
+class Replica(RankFiles):
+    """Files of the ranks of one inference replica, a world of its own. A later start of it in the same attempt writes
+    the same ones; it is asked to leave with the attempt."""
+
+    def __init__(self, attempt: Attempt, number: int) -> None:
+        super().__init__(attempt.folder / "replicas" / str(number), attempt.logs, "infer-{}".format(number))
+        self.attempt = attempt
+        self.number = number
+
+    @property
+    def drain(self) -> Path:
+        return self.attempt.drain
+
+    @property
+    def listener(self) -> Path:
+        """ReplicaAddress."""
+        return self.folder / "address.json"

@@ -34,3 +34,14 @@ def test_the_ranks_are_done_before_the_host_side_ends_them():
     assert codes.MARGIN_S > codes.LAST_MOMENT_S
     assert codes.STACKS_S > codes.STACKS_LIMIT_S
     assert codes.KILLED_TOO_S < codes.LAST_MOMENT_S
+
+
+def test_replicas_come_by_number_with_files_of_their_own_and_leave_with_their_attempt(tmp_path):
+    attempt = RunDir(tmp_path).attempt(3)
+    for name in ("10", "9", "x"):
+        (attempt.folder / "replicas" / name).mkdir(parents=True)
+    nine, ten = attempt.replicas()
+    assert (nine.number, ten.number) == (9, 10)
+    assert nine.drain == attempt.drain
+    assert nine.log(1) == attempt.log(1, role="infer-9")
+    assert nine.outcome != attempt.outcome
