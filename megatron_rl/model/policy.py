@@ -63,7 +63,9 @@ class Policy(GPTModel):
         else:
             if padding := self._padding(len(tokens), multiple):
                 tokens = pad(tokens, (0, padding))
-            embedded = self.embedding(tokens[None], positions[None])
+            # With the strides of a new tensor: megatron-core's is a transposed one, which torch multiplies by a copy of
+            # the weight for each token where the weight needs no gradient.
+            embedded = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
         rotation = Rotation(self._cosines[positions], self._sines[positions])
         made: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
         self.decoder.set_input_tensor(None)

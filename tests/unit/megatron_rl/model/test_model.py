@@ -126,6 +126,17 @@ def test_only_the_selected_tokens_have_logits(platform: Any, groups: Any) -> Non
     torch.testing.assert_close(selected, everything[micro.select], rtol=1e-6, atol=1e-6)
 
 
+def test_a_forward_copies_no_weight_for_each_token(platform: Any, groups: Any) -> None:
+    """As torch does, without a word, for a batched product, where a weight needs no gradient: all products are of two
+    matrices."""
+    policy = tiny_policy(platform, tiny_model(qkv_bias=False)).requires_grad_(False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        full_forward(policy, SENTENCE)
+    products = {event.key for event in profile.key_averages() if event.key.endswith("mm")}
+    assert products <= {"aten::mm", "aten::addmm"}
+    assert products
+
+
 def test_bf16_is_near_fp32(platform: Any, groups: Any) -> None:
     half = tiny_policy(platform, tiny_model(dtype="bf16"), scale=0.1)
     assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
