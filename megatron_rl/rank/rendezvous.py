@@ -30,19 +30,25 @@ def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
         ConfigurationError: rank 0 has none to publish.
     """
     if rank == 0:
-        # Bound by us, not by the store, which would listen on every interface of the node.
-        listener = socket.create_server((own_address(), 0), backlog=BACKLOG)
-        host, port = listener.getsockname()
-        lead_gloo(host)
-        store = dist.TCPStore(
-            host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = open_store(timeout)
         address.parent.mkdir(parents=True, exist_ok=True)
-        write(address, Address(host, port))
+        write(address, Address(store.host, store.port))
         return store
     found = _await(address, timeout)
     lead_gloo(address_towards(found.host))
     return dist.TCPStore(found.host, found.port, None, False, timeout, wait_for_workers=False)
+
+
+def open_store(timeout: timedelta) -> dist.TCPStore:
+    """A store that others reach on the job's interface of this node.
+
+    Raises ConfigurationError where the node has no address there.
+    """
+    # Bound by us, not by the store, which would listen on every interface of the node.
+    listener = socket.create_server((own_address(), 0), backlog=BACKLOG)
+    host, port = listener.getsockname()
+    lead_gloo(host)
+    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _await(file: Path, timeout: timedelta) -> Address:

@@ -38,7 +38,7 @@ class ReshardedWeights:
         own, asked = model_tensors(trained), model_tensors(engine.policy)
         for boxes in own.keys() & asked.keys():
             asked.pop(boxes).whole.data = own[boxes].whole.data
-        held, needed = _by_box(own.values()), _by_box(asked.values())
+        held, needed = parts_by_box(own.values()), parts_by_box(asked.values())
         # NCCL connects a group in its first collective, for which all must come; a round may be between two of them.
         dist.all_reduce(torch.zeros(1, device=trained.device), group=groups.world)
         of_ranks: list[Any] = [None] * dist.get_world_size(groups.control)
@@ -88,7 +88,7 @@ def model_tensors(policy: Policy) -> dict[tuple[Box, ...], ModelTensor]:
     return found
 
 
-def _by_box(tensors: Iterable[ModelTensor]) -> dict[Box, Tensor]:
+def parts_by_box(tensors: Iterable[ModelTensor]) -> dict[Box, Tensor]:
     return {box: part for tensor in tensors for box, part in tensor.parts.items()}
 
 

@@ -1,0 +1,182 @@
+"""Connections between the members of an epoch that carry nothing: one that ends tells that a member is gone.
+
+Each member has one to the first. When one ends, the first ends all others, so every member knows within moments,
+whatever it does meanwhile: a kernel of NCCL would wait for ever. A node without power says nothing; of that the
+kernel's keep-alive tells after some seconds.
+
+    member -> first   {"epoch": 3, "rank": 5, "secret": "..."}
+    first -> member   {"port": 40123}, once all are there
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from megatron_rl.rank.addresses import own_address
+from megatron_rl.refit.epoch import Epoch, ReplicaLost, TransferFailed
+
+HELLO_S = 2.0
+"""That one who connects has to say who it is: while the first member listens to it others wait."""
+LONGEST_LINE = 4096
+JOIN_S = 10.0
+"""For `on_loss` to come to its end."""
+_KEEP_ALIVE = {
+    "TCP_KEEPIDLE": 4,  # s without traffic until the first probe
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 10_000,  # ms that what was sent may stay unacknowledged
+}
+
+
+class Listener:
+    """Where the first member of an epoch awaits the others: a port of this node on the job's interface."""
+
+    def __init__(self) -> None:
+        """Raises ConfigurationError where the node has no address that others reach, OSError where none can be had."""
+        self.socket = socket.create_server((own_address(), 0), backlog=1024)
+        self.secret = secrets.token_urlsafe(32)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.socket.getsockname()
+        return str(host), int(port)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Lifeline:
+    """One member's end of it: of the first, connections to all others; of another, one to the first."""
+
+    def __init__(self, peers: Mapping[int, socket.socket]) -> None:
+        """peers: by rank of the epoch; they are closed with this."""
+        self._peers = dict(peers)
+        self._wake, self._woken = socket.socketpair()
+        self._watcher: threading.Thread | None = None
+        self.lost: frozenset[int] = frozenset()
+        """Ranks whose connection has ended: of the first member those that are gone; of another the first, which may
+        only say so of a third."""
+
+    @classmethod
+    def lead(cls, listener: Listener, epoch: Epoch, port: int, timeout: float) -> Self:
+        """Wait for all others, and tell each of a port. Collective with `follow`.
+
+        timeout: seconds. Raises ReplicaLost, of nobody where it is a rank of training, when one does not come in time.
+        """
+        peers: dict[int, socket.socket] = {}
+        give_up = time.monotonic() + timeout
+        try:
+            while missing := set(range(1, epoch.size)) - peers.keys():
+                listener.socket.settimeout(max(0.001, give_up - time.monotonic()))
+                try:
+                    connection, _ = listener.socket.accept()
+                except TimeoutError:
+                    names = ", ".join(map(epoch.name_of, sorted(missing)[:8]))
+                    why = f"epoch {epoch.number}: {names} did not come within {timeout:g} s"
+                    raise ReplicaLost(epoch.replicas_of(missing), why) from None
+                rank = _who(connection, epoch)
+                if rank in missing:
+                    peers[rank] = connection
+                else:
+                    connection.close()
+            for rank, connection in peers.items():
+                try:
+                    _send(connection, {"port": port})
+                except OSError as error:
+                    why = f"epoch {epoch.number}: {epoch.name_of(rank)} is gone: {error}"
+                    raise ReplicaLost(epoch.replicas_of([rank]), why) from error
+        except BaseException:
+            for connection in peers.values():
+                connection.close()
+            raise
+        return cls(peers)
+
+    @classmethod
+    def follow(cls, epoch: Epoch, rank: int, timeout: float) -> tuple[Self, int]:
+        """Come to the first member. Returns once all are there, with the port that it tells of.
+
+        timeout: seconds. Raises TransferFailed where the first is gone, does not want this one, or is too slow.
+        """
+        connection = None
+        try:
+            connection = socket.create_connection((epoch.host, epoch.port), timeout)
+            _send(connection, {"epoch": epoch.number, "rank": rank, "secret": epoch.secret})
+            port = int(_receive(connection)["port"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if connection is not None:
+                connection.close()
+            raise TransferFailed(
+                f"epoch {epoch.number}: no start from {epoch.host}:{epoch.port} within {timeout:g} s: {error}"
+            ) from error
+        return cls({0: connection}), port
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Begin to watch. on_loss: called once, in a thread, when a member is gone."""
+        for connection in self._peers.values():
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEP_ALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._watcher = threading.Thread(target=self._watch, args=(on_loss,), name="lifeline", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """End it, and with it everybody's. `on_loss` is not called any more."""
+        self._woken.close()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(JOIN_S)
+        self._end()
+        self._wake.close()
+
+    def _watch(self, on_loss: Callable[[], object]) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for rank, connection in self._peers.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            ready = [key.data for key, _ in selector.select()]  # nobody ever sends anything
+        self.lost = frozenset(rank for rank in ready if rank is not None)
+        self._end()
+        if self.lost:
+            on_loss()
+
+    def _end(self) -> None:
+        for connection in self._peers.values():
+            connection.close()
+
+
+def _who(connection: socket.socket, epoch: Epoch) -> int | None:
+    """The rank of who connects; None of one who does not belong here."""
+    try:
+        connection.settimeout(HELLO_S)
+        hello = _receive(connection)
+        known = hmac.compare_digest(str(hello["secret"]).encode(), epoch.secret.encode())
+        return int(hello["rank"]) if known and hello["epoch"] == epoch.number else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _send(connection: socket.socket, content: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(content).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """One line, byte by byte: nothing is read that comes after it. Raises OSError and ValueError."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) >= LONGEST_LINE:
+            raise ConnectionError("the connection ended before it said anything")
+        line += byte
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise ValueError("not what was expected")
+    return content

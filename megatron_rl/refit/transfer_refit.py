@@ -1,0 +1,213 @@
+"""Publishing a policy version to replicas that have worlds of their own, whoever of them comes and goes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart, TransferFailed
+from megatron_rl.refit.lifeline import Listener
+from megatron_rl.refit.transfer import Sender
+from megatron_rl.refit.transfer_group import TransferGroup
+
+logger = logging.getLogger("megatron_rl")
+
+WAIT_S = 1.0
+"""Between two looks whether a replica has come."""
+
+
+class ReplicaControl(Protocol):
+    """What rank 0 of training asks of the replicas, and learns of them."""
+
+    def live(self) -> Sequence[tuple[int, int, int]]:
+        """(number, start, ranks) of those that answered lately. Waits for nobody; there may be none."""
+        ...
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Have all replicas of an epoch join it. Returns when all have accepted: they join meanwhile.
+
+        Raises ReplicaLost.
+        """
+        ...
+
+    def receive(self, version: int) -> None:
+        """Have all replicas of the epoch receive a version. Returns when all have begun. Raises ReplicaLost."""
+        ...
+
+    def swap(self, version: int) -> Collection[ReplicaStart]:
+        """Have all replicas of the epoch generate by what they received. Returns those that do: others are lost."""
+        ...
+
+
+class TransferRefit:
+    """Implements `Refit` on the training ranks."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        control: dist.ProcessGroup,
+        backend: str,
+        replicas: ReplicaControl | None,
+        look: Callable[[], None],
+        timeout: timedelta,
+        patience: timedelta,
+    ) -> None:
+        """
+        sender: of this rank.
+        control: all ranks of training, over gloo.
+        backend: of torch.distributed, for the transfers.
+        replicas: of rank 0; None elsewhere.
+        look: called on all ranks about once a second while no replica is there. Collective. What it raises comes out of
+            `publish`.
+        timeout: bounds every wait within a transfer.
+        patience: time for any replica to take a version.
+        """
+        assert (replicas is not None) == (dist.get_rank(control) == 0)
+        self._sender = sender
+        self._control = control
+        self._backend = backend
+        self._replicas = replicas
+        self._look = look
+        self._timeout = timeout
+        self._patience = patience
+        self._number = 0
+        self._group: TransferGroup | None = None
+        self._left_out: set[ReplicaStart] = set()  # of this publication
+        self._listener: Listener | None = None  # of rank 0, between the beginning of an epoch and its own joining
+
+    @property
+    def moved_bytes(self) -> int:
+        """See `Refit.moved_bytes`: all replicas together."""
+        return self._sender.moved_bytes
+
+    def publish(self, policy_version: int) -> None:
+        """See `Refit.publish`. A replica that is gone, or that does not take the weights, is left out; one that has
+        come since is taken in. Publishing a version again gives it to those that came too late for it.
+
+        Raises:
+            NoReplicaLeft: on all ranks where no replica has taken it within `patience`.
+            ValueError: the replicas' model is another one.
+        """
+        give_up = time.monotonic() + self._patience.total_seconds()
+        while not self._publish_to_some(policy_version):
+            self._look()
+            if self._decide(lambda: time.monotonic() > give_up):
+                raise NoReplicaLeft(
+                    f"no inference replica has taken policy version {policy_version} within {self._patience}: "
+                    "see the logs of the replicas, infer-*.log"
+                )
+            time.sleep(WAIT_S)
+
+    def close(self) -> None:
+        """End the epoch. Not collective."""
+        self._leave()
+
+    def _publish_to_some(self, version: int) -> bool:
+        """Whether a replica has the version now, after one epoch or several, each without those that failed in the one
+        before. The same on all ranks."""
+        self._left_out.clear()
+        while (epoch := self._decide(self._membership)) is not None:
+            try:
+                if self._group is None or self._group.epoch != epoch:
+                    self._agreed(partial(self._join, epoch))
+                if self._decide(lambda: self._ask_to_receive(version)):
+                    self._agreed(lambda: self._sender.publish(version))
+                    return bool(self._decide(lambda: self._swap(version)))
+            except TransferFailed as error:
+                logger.warning("policy version %d: %s", version, error)
+            self._leave()
+            if not self._decide(lambda: self._left_out):
+                break  # nobody knows who it was: the same again would fail again
+        return False
+
+    def _membership(self) -> Epoch | None:
+        """Of rank 0: the epoch to go on with, that there is or a new one that has begun; None where nobody is there."""
+        assert self._replicas is not None
+        while live := sorted(Member(*each) for each in self._replicas.live() if each[:2] not in self._left_out):
+            if self._group is not None and self._group.intact and self._group.epoch.replicas == (*live,):
+                return self._group.epoch
+            self._leave()
+            self._number += 1
+            self._listener = Listener()
+            host, port = self._listener.address
+            ranks = dist.get_world_size(self._control)
+            epoch = Epoch(self._number, host, port, self._listener.secret, ranks, (*live,))
+            try:
+                self._replicas.begin_epoch(epoch)
+            except ReplicaLost as error:
+                self._leave_out(error.who, error)
+                continue
+            return epoch
+        return None
+
+    def _join(self, epoch: Epoch) -> None:
+        listener, self._listener = self._listener, None
+        if listener is None:  # not on rank 0
+            self._leave()
+        rank = dist.get_rank(self._control)
+        try:
+            self._group = TransferGroup.join(epoch, rank, self._backend, self._timeout, listener)
+        except ReplicaLost as error:
+            self._left_out |= error.who
+            raise
+        self._sender.connect(self._group)
+        if rank == 0:
+            names = ", ".join(str(member.replica) for member in epoch.replicas)
+            moved = self._sender.moved_bytes
+            logger.info("epoch %d: replicas %s get %d bytes with each version", epoch.number, names, moved)
+
+    def _ask_to_receive(self, version: int) -> bool:
+        assert self._replicas is not None
+        try:
+            self._replicas.receive(version)
+        except ReplicaLost as error:
+            self._leave_out(error.who, error)
+            return False
+        return True
+
+    def _swap(self, version: int) -> bool:
+        """Whether there is a replica that has done so."""
+        assert self._replicas is not None and self._group is not None
+        swapped = frozenset(self._replicas.swap(version))
+        if lost := self._group.epoch.started - swapped:
+            self._leave_out(lost, ReplicaLost(lost, f"did not take version {version}"))
+        return bool(swapped)
+
+    def _leave_out(self, who: Collection[ReplicaStart], why: ReplicaLost) -> None:
+        self._left_out |= {*who}
+        logger.warning("left out of the next epoch: %s", why)
+        self._leave()
+
+    def _leave(self) -> None:
+        """End the epoch for all its members."""
+        if self._group is not None:
+            self._left_out |= self._group.lost
+            self._group.close()
+            self._group = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _decide(self, decision: Callable[[], Any]) -> Any:
+        """What rank 0 decides, on all ranks."""
+        told = [decision() if self._replicas is not None else None]
+        dist.broadcast_object_list(told, group_src=0, group=self._control)
+        return told[0]
+
+    def _agreed(self, work: Callable[[], None]) -> None:
+        """Do something on all ranks. Raises TransferFailed on all where it failed on one."""
+        failure = None
+        try:
+            work()
+        except TransferFailed as error:
+            failure = str(error)
+        found: list[Any] = [None] * dist.get_world_size(self._control)
+        dist.all_gather_object(found, failure, group=self._control)
+        if failures := [reason for reason in found if reason is not None]:
+            raise TransferFailed(failures[0])

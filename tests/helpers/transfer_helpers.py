@@ -1,0 +1,124 @@
+"""Replicas of one rank in threads: a transfer group cannot tell them from processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from megatron_rl.model.policy import Policy
+from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart
+from megatron_rl.refit.lifeline import Listener
+from megatron_rl.refit.transfer import Receiver
+from megatron_rl.refit.transfer_group import TransferGroup
+
+LIMIT = timedelta(seconds=60)
+ROUND_BYTES = 5000
+"""Less than the tiny models have, so that they take several rounds."""
+
+
+def host_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def begin(training_ranks: int, *replicas: tuple[int, int, int], number: int = 1) -> tuple[Epoch, Listener]:
+    """An epoch of (number, start, ranks), and where its first member waits for the others."""
+    listener = Listener()
+    members = tuple(Member(*each) for each in replicas)
+    return Epoch(number, *listener.address, listener.secret, training_ranks, members), listener
+
+
+class ThreadedReplica:
+    """What a replica's rank does with a transfer group, in a thread."""
+
+    def __init__(self, policy: Policy, number: int, start: int = 0) -> None:
+        self.policy = policy
+        self.version: int | None = None
+        self.fails_at: str | None = None
+        """The next request, of "begin", "receive" and "swap", that it refuses; "transfer": it begins to receive and is
+        gone; "wrong": it receives another version."""
+        self.started = (number, start)
+        self._receiver = Receiver(policy, host_memory, ROUND_BYTES)
+        self._thread = ThreadPoolExecutor(1)
+        self._group: TransferGroup | None = None
+        self._doing: Future[None] | None = None
+
+    def begin(self, epoch: Epoch) -> None:
+        self._do(self._join, epoch)
+
+    def receive(self, version: int) -> None:
+        if self.fails_at == "transfer":
+            self._do(self.leave)
+        else:
+            self._do(self._receive, version + (self.fails_at == "wrong"))
+        if self.fails_at in ("transfer", "wrong"):
+            self.fails_at = None
+
+    def swap(self) -> bool:
+        """Whether it has done so."""
+        assert self._doing is not None
+        if self._doing.exception(LIMIT.total_seconds()) is not None:
+            return False
+        self.version = self._receiver.swap()
+        return True
+
+    def leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+    def _do(self, work, *args) -> None:  # type: ignore[no-untyped-def]
+        self._doing = self._thread.submit(work, *args)
+
+    def _join(self, epoch: Epoch) -> None:
+        self.leave()
+        self._group = TransferGroup.join(epoch, epoch.member_rank(*self.started, 0), "gloo", LIMIT)
+        self._receiver.connect(self._group)
+
+    def _receive(self, version: int) -> None:
+        assert self._group is not None
+        self._receiver.receive(version)
+
+
+class ThreadedReplicas:
+    """Implements `ReplicaControl`."""
+
+    def __init__(self, *replicas: ThreadedReplica) -> None:
+        self.replicas = {replica.started: replica for replica in replicas}
+        self.epochs: list[list[int]] = []
+        """Replicas of each that was begun."""
+
+    def live(self) -> list[Member]:
+        return [Member(*started, 1) for started in self.replicas]
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        self.epochs.append([member.replica for member in epoch.replicas])
+        self._of_epoch = [self.replicas[member.started] for member in epoch.replicas]
+        self._ask("begin", epoch)
+
+    def receive(self, version: int) -> None:
+        self._ask("receive", version)
+
+    def swap(self, version: int) -> Collection[ReplicaStart]:
+        refusing = self._refusing("swap")
+        return {replica.started for replica in self._of_epoch if replica not in refusing and replica.swap()}
+
+    def close(self) -> None:
+        for replica in self.replicas.values():
+            replica.leave()
+
+    def _ask(self, request: str, what: object) -> None:
+        refusing = self._refusing(request)
+        for replica in self._of_epoch:
+            if replica not in refusing:
+                getattr(replica, "begin" if request == "begin" else "receive")(what)
+        if refusing:
+            raise ReplicaLost({replica.started for replica in refusing})
+
+    def _refusing(self, request: str) -> list[ThreadedReplica]:
+        found = [replica for replica in self._of_epoch if replica.fails_at == request]
+        for replica in found:
+            replica.fails_at = None
+        return found

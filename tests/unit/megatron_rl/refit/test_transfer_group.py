@@ -1,0 +1,120 @@
+"""Who is of an epoch is in its group, and nobody else; as soon as one is gone it is over for all."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transfer_helpers import LIMIT, begin
+
+from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, TransferFailed
+from megatron_rl.refit.lifeline import Listener
+from megatron_rl.refit.transfer import checksum
+from megatron_rl.refit.transfer_group import TransferGroup
+
+EPOCHS = st.builds(
+    lambda training, replicas: Epoch(
+        7, "host", 1, "key", training, tuple(Member(number, *each) for number, each in sorted(replicas.items()))
+    ),
+    st.integers(1, 9),
+    st.dictionaries(st.integers(0, 9), st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=4),
+)
+
+
+@given(EPOCHS)
+def test_every_rank_of_an_epoch_has_a_number_of_its_own_and_the_epoch_goes_through_json(epoch: Epoch) -> None:
+    ranks = [epoch.member_rank(each.replica, each.start, rank) for each in epoch.replicas for rank in range(each.ranks)]
+    assert ranks == [*range(epoch.training_ranks, epoch.size)]
+    assert epoch.replicas_of(range(epoch.training_ranks)) == frozenset()
+    assert epoch.replicas_of(ranks) == epoch.started
+    assert Epoch.from_json(json.loads(json.dumps(epoch.to_json()))) == epoch
+    assert "key" not in repr(epoch)
+    with pytest.raises(ValueError, match="is not of membership epoch 7"):
+        epoch.member_rank(99, 0, 0)
+
+
+def all_join(epoch: Epoch, listener: Listener, limit: timedelta = LIMIT) -> list[Callable[[], TransferGroup]]:
+    """What gives each member's group, or what came in its way."""
+    with ThreadPoolExecutor(epoch.size) as pool:
+        join = partial(TransferGroup.join, epoch, backend="gloo", timeout=limit)
+        listeners = [listener] + [None] * (epoch.size - 1)
+        return [pool.submit(join, rank, listener=each).result for rank, each in enumerate(listeners)]
+
+
+def test_members_tell_one_another_what_json_can_hold() -> None:
+    epoch, listener = begin(2, (0, 0, 1))
+    groups = [join() for join in all_join(epoch, listener)]
+    said: list[Any] = [{"size": 10**6, "text": "x" * 5000}, ["two"], None]
+    with ThreadPoolExecutor(3) as pool:
+        heard = [*pool.map(lambda group, each: group.gather(each), groups, said)]
+    assert heard == [said] * 3
+    for group in groups:
+        group.close()
+
+
+def test_the_end_of_one_member_is_the_end_for_those_that_wait_and_known_to_those_that_do_not() -> None:
+    epoch, listener = begin(1, (0, 0, 1), (1, 2, 1))
+    leader, waits, goes = (join() for join in all_join(epoch, listener))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(waits.exchange, [], [(2, torch.empty(8))])
+        goes.close()
+        with pytest.raises(TransferFailed, match="epoch 1 is over"):
+            waiting.result(LIMIT.total_seconds())
+    with pytest.raises(TransferFailed, match="epoch 1 is over"):
+        leader.exchange([], [(1, torch.empty(8))])
+    assert not leader.intact
+    assert not waits.intact
+    assert (1, 2) in leader.lost
+    for group in (leader, waits):
+        group.close()
+
+
+def test_one_who_was_not_told_of_the_epoch_is_turned_away() -> None:
+    epoch, listener = begin(1, (0, 0, 1))
+    strangers = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"epoch": 1, "rank": 1, "secret": "guessed"}\n',
+        b"[]\n",
+        b"x" * 9999,
+    ]
+    for content in strangers:
+        with socket.create_connection(listener.address) as stranger:
+            stranger.sendall(content)
+    groups = [join() for join in all_join(epoch, listener)]
+    assert all(group.intact for group in groups)
+    for group in groups:
+        group.close()
+
+
+def test_who_does_not_come_is_named() -> None:
+    epoch, listener = begin(1, (4, 1, 1))
+    with pytest.raises(
+        ReplicaLost, match=r"replica 4: epoch 1: rank 0 of replica 4 did not come within 0.05 s"
+    ) as lost:
+        TransferGroup.join(epoch, 0, "gloo", timedelta(seconds=0.05), listener)
+    assert lost.value.who == {(4, 1)}
+    with pytest.raises(TransferFailed, match=r"epoch 1: no start from .* within 60 s: .*refused"):
+        TransferGroup.join(epoch, 1, "gloo", LIMIT)
+
+
+@given(st.integers(1, 400), st.data())
+def test_a_checksum_tells_of_a_wrong_bit_and_of_pieces_in_each_others_place(words: int, data: st.DataObject) -> None:
+    packed = torch.randint(0, 256, (16 * words,), dtype=torch.uint8, generator=torch.Generator().manual_seed(words))
+    other = packed.clone()
+    place = data.draw(st.integers(0, len(packed) - 1))
+    other[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(packed) != checksum(other)
+    piece = 2 ** data.draw(st.integers(4, 9))
+    if len(packed) >= 2 * piece:
+        swapped = torch.cat([packed[piece : 2 * piece], packed[:piece], packed[2 * piece :]])
+        assert torch.equal(swapped, packed) or checksum(packed) != checksum(swapped)

@@ -1,0 +1,168 @@
+"""A version comes to every replica that is there, bit for bit, whoever of them goes and comes meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import stir, tiny_policy
+from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
+
+from megatron_rl.model.policy import Policy
+from megatron_rl.rank.safe_points import LeaveAgreed
+from megatron_rl.refit import transfer_refit
+from megatron_rl.refit.epoch import NoReplicaLeft
+from megatron_rl.refit.transfer import Sender
+from megatron_rl.refit.transfer_refit import TransferRefit
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_refit, "WAIT_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def policies(platform: Any, groups: Any) -> list[Policy]:
+    """One that is trained and those of three replicas."""
+    return [tiny_policy(platform) for _ in range(4)]
+
+
+@pytest.fixture
+def trained(policies: list[Policy]) -> Policy:
+    return policies[0]
+
+
+@pytest.fixture
+def replicas(policies: list[Policy]) -> Iterator[ThreadedReplicas]:
+    """Two of them."""
+    for seed, policy in enumerate(policies):
+        stir(policy, 0.3, seed)
+    control = ThreadedReplicas(*(ThreadedReplica(policy, number) for number, policy in enumerate(policies[1:3])))
+    yield control
+    control.close()
+
+
+@pytest.fixture
+def refit(trained: Policy, replicas: ThreadedReplicas, groups: Any) -> Iterator[Callable[..., TransferRefit]]:
+    made = []
+
+    def make(look: Callable[[], None] = lambda: None, patience: timedelta = LIMIT) -> TransferRefit:
+        sender = Sender(trained, ROUND_BYTES)
+        made.append(TransferRefit(sender, groups.control, "gloo", replicas, look, LIMIT, patience))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def same(one: Policy, other: Policy) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def have(replicas: ThreadedReplicas, trained: Policy, version: int) -> list[int]:
+    """Numbers of the replicas that generate by the trained weights and say so."""
+    return [
+        number
+        for (number, _), each in replicas.replicas.items()
+        if each.version == version and same(each.policy, trained)
+    ]
+
+
+def test_every_replica_has_the_weights_bit_for_bit_and_one_epoch_serves_many_versions(
+    refit: Any, replicas: ThreadedReplicas, trained: Policy
+) -> None:
+    publish = refit()
+    for version in (3, 4):
+        stir(trained, 0.1, seed=version)
+        publish.publish(version)
+        assert have(replicas, trained, version) == [0, 1]
+    assert replicas.epochs == [[0, 1]]
+    assert publish.moved_bytes == 2 * sum(weight.nbytes for weight in trained.parameters())
+
+
+@pytest.mark.parametrize("fails_at", ["begin", "receive", "transfer"])
+def test_a_replica_that_fails_is_left_out_and_the_others_get_the_version(
+    fails_at: str, refit: Any, replicas: ThreadedReplicas, trained: Policy
+) -> None:
+    publish = refit()
+    replicas.replicas[0, 0].fails_at = fails_at
+    publish.publish(1)
+    assert have(replicas, trained, 1) == [1]
+    assert replicas.epochs == [[0, 1], [1]]
+    publish.publish(2)
+    assert have(replicas, trained, 2) == [0, 1], "it was not given another chance"
+
+
+def test_a_failure_between_two_publications_is_noticed(refit: Any, replicas: ThreadedReplicas, trained: Policy) -> None:
+    publish = refit()
+    publish.publish(1)
+    replicas.replicas.pop((1, 0)).leave()
+    publish.publish(2)
+    assert have(replicas, trained, 2) == [0]
+
+
+@pytest.mark.parametrize("fails_at", ["wrong", "swap"])
+def test_one_that_has_not_got_what_was_sent_or_does_not_swap_holds_nobody_up(
+    fails_at: str, refit: Any, replicas: ThreadedReplicas, trained: Policy
+) -> None:
+    publish = refit()
+    replicas.replicas[1, 0].fails_at = fails_at
+    publish.publish(1)
+    assert have(replicas, trained, 1) == [0]
+    publish.publish(2)
+    assert have(replicas, trained, 2) == [0, 1]
+
+
+def test_a_replica_that_is_started_again_is_taken_in(
+    refit: Any, replicas: ThreadedReplicas, trained: Policy, policies: list[Policy]
+) -> None:
+    publish = refit()
+    publish.publish(1)
+    replicas.replicas.pop((1, 0)).leave()
+    replicas.replicas[1, 1] = ThreadedReplica(policies[3], 1, start=1)
+    publish.publish(1)  # the same version once more, to who came too late for it
+    assert have(replicas, trained, 1) == [0, 1]
+
+
+def test_where_no_replica_is_there_one_is_awaited_and_the_ranks_may_leave_meanwhile(
+    refit: Any, replicas: ThreadedReplicas, trained: Policy
+) -> None:
+    later = [replicas.replicas.popitem() for _ in range(2)]
+
+    def look() -> None:
+        if later:
+            replicas.replicas.update([later.pop()])
+
+    refit(look).publish(1)
+    assert have(replicas, trained, 1) == [0]
+    replicas.replicas.clear()
+
+    def leave() -> None:
+        raise LeaveAgreed
+
+    with pytest.raises(LeaveAgreed):
+        refit(leave).publish(2)
+    with pytest.raises(NoReplicaLeft, match="no inference replica has taken policy version 2 within 0:00:00"):
+        refit(patience=timedelta(0)).publish(2)
+
+
+def test_nothing_stays_open_of_epochs_that_are_over(refit: Any, replicas: ThreadedReplicas, trained: Policy) -> None:
+    publish = refit()
+    fail = [None, "transfer", "begin", "wrong"]
+
+    def some_epochs(count: int) -> list[int]:
+        for version in range(count):
+            replicas.replicas[0, 0].fails_at = fail[version % 4]
+            publish.publish(version)
+        publish.close()
+        replicas.close()
+        return [len([*Path("/proc/self", kind).iterdir()]) for kind in ("fd", "task")]
+
+    before = some_epochs(4)
+    assert some_epochs(36) == before
+    assert len(replicas.epochs) >= 50
