@@ -199,6 +199,20 @@ class ReplicaAddress(NamedTuple):
     at: float
 
 
+@record()
+class ReplicaState(NamedTuple):
+    """replicas/K/state.json: what the host side makes of an inference replica. Written by it with every change; read by
+    the ranks that train, which wait for none that is given up, by the judge of the attempt's end and by the views."""
+
+    replica: int
+    state: str  # one of codes
+    starts: int  # in this attempt
+    at: float  # since when
+    hosts: List[str] = []  # that it runs on; a local run names none
+    why: Optional[str] = None  # how it ended last, with its rank; None: it never has
+    misconfigured: bool = False  # and by that it would end so again
+
+
 @record(version=None)
 class TimelineLine(NamedTuple):
     """A line of timeline.jsonl: a stretch of time since the line before it. Written by rank 0, read by goodput and by

@@ -29,6 +29,11 @@ MISCONFIGURED = "misconfigured"
 LOST = "lost"  # whoever had to record the end was killed, and the ranks have left no word of it
 STOPPED = "stopped"  # drained because somebody wanted the run to stop
 
+# What becomes of an inference replica while its attempt goes on (ReplicaState.state)
+REPLICA_RUNNING = "running"
+REPLICA_WAITING = "waiting"  # it ended, and is started again in a moment
+REPLICA_GIVEN_UP = "given up"  # it ended too often, or would end so again
+
 # Heartbeats
 HEARTBEAT_S = 10.0  # seconds between heartbeats, at most
 HEARTBEAT_LEFT = "left"  # phase of the last heartbeat of a rank that leaves in order

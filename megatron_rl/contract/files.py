@@ -19,18 +19,21 @@ ROOM_PATIENCE_S = 30.0  # seconds: a save that fills the disk gives the space ba
 logger = logging.getLogger(__name__)
 
 
-def write_atomic(path: AnyPath, text: str, durable: bool = True) -> None:
+def write_atomic(path: AnyPath, text: str, durable: bool = True, private: bool = False) -> None:
     """Write `text` so that readers and a crash see either the old file or the whole new one. Raises OSError; its folder
     must be there.
 
     Args:
         durable: whether it must outlive a power failure; what is written every few seconds need not.
+        private: whether nobody but its owner may ever read it.
     """
     target = Path(str(path))
     # A process id is unique on its node only, and the nodes share the file system.
     temporary = str(target.with_name(".{}.{}.tmp".format(target.name, uuid.uuid4().hex)))
     try:
         with open(temporary, "w", encoding="utf-8") as file:
+            if private:
+                os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)
             file.write(text)
             file.flush()
             if durable:

@@ -252,6 +252,21 @@ class RankFiles:
         """Heartbeat of one rank."""
         return self.heartbeats / "{}.json".format(rank)
 
+    @property
+    def image(self) -> Path:
+        """Text file with the path of the container image that the steps of the attempt were given."""
+        return self.folder / "image"
+
+    @property
+    def hang(self) -> Path:
+        """Hang."""
+        return self.folder / "hang.json"
+
+    @property
+    def srun(self) -> Path:
+        """What srun says of the step itself, such as `node05: task 3: Killed`."""
+        return self.folder / "srun.{}".format(self.role)
+
     def stacks(self, rank: int, role: Optional[str] = None) -> Path:
         """Where every thread of a rank was, each time it got STACKS_SIGNAL. role: another step's."""
         return self.logs / "{}.{}.stacks".format(role or self.role, rank)
@@ -290,11 +305,6 @@ class Attempt(RankFiles):
         """Marks."""
         return self.folder / "marks.json"
 
-    @property
-    def image(self) -> Path:
-        """Text file with the path of the container image that the steps were given."""
-        return self.folder / "image"
-
     def health(self, host: str) -> Path:
         """NodeHealth of one node."""
         return self.folder / "health" / "{}.json".format(host)
@@ -310,22 +320,12 @@ class Attempt(RankFiles):
         the first: since `began`."""
         return self.folder / "timeline.jsonl"
 
-    @property
-    def hang(self) -> Path:
-        """Hang."""
-        return self.folder / "hang.json"
-
-    @property
-    def srun(self) -> Path:
-        """What srun says of the training step itself, such as `node05: task 3: Killed`."""
-        return self.folder / "srun.train"
-
     def replica(self, number: int) -> "Replica":
         """The files of one inference replica of this attempt."""
         return Replica(self, number)
 
     def replicas(self) -> List["Replica"]:
-        """Those of which a rank has written anything, lowest number first. Raises OSError where the folder is there
+        """Those that have been started, lowest number first. Raises OSError where the folder is there
         and cannot be listed."""
         names = names_in(self.folder / "replicas")
         return [Replica(self, number) for number in sorted(int(name) for name in names if re.match(r"^[0-9]+$", name))]
@@ -343,6 +343,15 @@ class Replica(RankFiles):
     @property
     def drain(self) -> Path:
         return self.attempt.drain
+
+    @property
+    def image(self) -> Path:
+        return self.attempt.image
+
+    @property
+    def state(self) -> Path:
+        """ReplicaState."""
+        return self.folder / "state.json"
 
     @property
     def listener(self) -> Path:
