@@ -16,9 +16,10 @@ from launcher.host.judge import policy
 from launcher.host.judge.causes import OF_ENDED
 from launcher.host.judge.nodes import to_exclude
 from launcher.host.judge.policy import Decision, Facts, decide
+from launcher.host.judge.replicas import without_replicas
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import Verdict, verdict_of
-from launcher.host.record.evidence import Observed, read_drain, read_evidence
+from launcher.host.record.evidence import Observed, read_drain, read_evidence, read_replicas
 from launcher.host.record.goodput import write_usage
 from launcher.host.record.ledger import (
     newest_known_checkpoint,
@@ -60,7 +61,7 @@ def close(
     outcome = read(Outcome, attempt.outcome)
     drained = isinstance(outcome, Unreadable) or (isinstance(outcome, Outcome) and outcome.outcome == DRAINED)
     request = surroundings.final_request(attempt, read_drain(attempt) or request, drained)
-    verdict = verdict_of(read_evidence(attempt, observed, request))
+    verdict = without_replicas(verdict_of(read_evidence(attempt, observed, request)), read_replicas(attempt))
     facts = surroundings.facts(attempt, request)
     seconds = round(now - began, 3)
     end = conclude(run, attempt, verdict, request, facts, now, job_id=surroundings.job_id, seconds=seconds)
@@ -159,7 +160,7 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: Opti
     attempt = run.attempt(start.attempt)
     request = read_drain(attempt)
     evidence = read_evidence(attempt, Observed(unseen=unseen), request)
-    verdict = verdict_of(evidence)
+    verdict = without_replicas(verdict_of(evidence), read_replicas(attempt))
     dead = dead_nodes(start.nodes)
     if verdict.outcome in (LOST, DRAINED):
         cause = _cause_of_end(run, start, request, dead)

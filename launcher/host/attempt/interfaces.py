@@ -1,10 +1,11 @@
 """What the life of an attempt asks of whatever starts its processes, and of whatever is around it."""
 
 from abc import ABC, abstractmethod
-from typing import List, Optional
+from typing import List, Optional, Sequence
 
 from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.policy import Facts
+from launcher.host.record.evidence import Observed
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain
 from megatron_rl.contract.paths import Attempt
 
@@ -31,6 +32,32 @@ class Steps(ABC):
     def exits(self) -> List[RankExit]:
         """The ranks that have ended, as far as their own processes tell."""
         return []
+
+
+class World(ABC):
+    """The ranks of one world, which stand and fall together: of an inference replica, since it was started last."""
+
+    hosts: Sequence[str] = ()  # that they run on, where that is not this machine
+
+    @abstractmethod
+    def observed(self, now: float) -> Optional[Observed]:
+        """How they ended; None as long as one of them runs. The others are ended once one has failed."""
+
+    @abstractmethod
+    def signal(self, signum: int) -> None:
+        """Send a signal to each of them. Raises SlurmRefused."""
+
+    @abstractmethod
+    def end(self, now: float, hurried: bool) -> None:
+        """End them; called again until they have ended. Raises SlurmRefused.
+
+        Args:
+            hurried: without leaving them time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Kill whatever is left of them."""
 
 
 class Surroundings(ABC):

@@ -11,6 +11,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Set
 from launcher.host.attempt.interfaces import Steps, Surroundings
 from launcher.host.judge.causes import is_complete
 from launcher.host.judge.evidence import RankExit
+from launcher.host.judge.hang import describe_hang
 from launcher.host.judge.verdict import ASKED_FOR_STACKS
 from launcher.host.process.signals import Signals
 from launcher.host.record.evidence import Observed
@@ -98,6 +99,11 @@ class AttemptRunner:
     def ended_ranks(self) -> int:
         """How many ranks have ended, where their own processes tell."""
         return len(self._ended)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the attempt was asked to leave, or is being ended: nothing is started any more."""
+        return self.request is not None or self._ending
 
     def ask_to_leave(self, request: Drain) -> None:
         """Have the attempt leave. The first cause is the cause: what follows, follows from it. The earliest deadline
@@ -241,10 +247,3 @@ class AttemptRunner:
         if self._complaints.get(name) != why:
             self._complaints[name] = why
             print("the watch over the steps tries again: {}".format(why), file=sys.stderr)
-
-
-def describe_hang(hang: Hang) -> str:
-    """`rank 3 on node05 has been silent for 1800 s (generate, step 41): ending the ranks`."""
-    where = " on {}".format(hang.host) if hang.host else ""
-    facts = (hang.rank, where, hang.silent_s, hang.phase, hang.step)
-    return "rank {}{} has been silent for {:.0f} s ({}, step {}): ending the ranks".format(*facts)

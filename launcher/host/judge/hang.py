@@ -67,6 +67,13 @@ def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Op
     return _hang(last, now)
 
 
+def describe_hang(hang: Hang) -> str:
+    """`rank 3 on node05 has been silent for 1800 s (generate, step 41): ending the ranks`."""
+    where = " on {}".format(hang.host) if hang.host else ""
+    facts = (hang.rank, where, hang.silent_s, hang.phase, hang.step)
+    return "rank {}{} has been silent for {:.0f} s ({}, step {}): ending the ranks".format(*facts)
+
+
 def _present(heartbeats: Sequence[Heartbeat], began: float) -> List[Heartbeat]:
     """One heartbeat for each rank that has not left; of those that never sent one, an imagined one from the start."""
     known = {beat.rank for beat in heartbeats}

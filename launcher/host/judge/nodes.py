@@ -109,6 +109,22 @@ def assign(plan: PlanRecord, hosts: Sequence[str], unfit: Dict[str, str], given:
     return NodeAssignment(chosen.nodes, steps, fit[chosen.nodes :], unfit)
 
 
+def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> NodeAssignment:
+    """The assignment with spare nodes in the place of a step's dead ones; as it was where there are too few.
+
+    Args:
+        dead: hosts of the step that have died since.
+    """
+    spare = [host for host in assignment.spare if host not in dead]
+    lost = [host for host in assignment.steps[step] if host in dead]
+    if not lost or len(spare) < len(lost):
+        return assignment
+    stands_in = dict(zip(lost, spare))
+    hosts = [stands_in.get(host, host) for host in assignment.steps[step]]
+    bad = dict(assignment.bad, **{host: "died in the attempt" for host in lost})
+    return assignment._replace(steps=dict(assignment.steps, **{step: hosts}), spare=spare[len(lost) :], bad=bad)
+
+
 def _plans(plan: PlanRecord) -> List[Union[PlanRecord, SmallerPlan]]:
     """All plans, the largest first."""
     return [plan, *plan.alternatives]

@@ -165,7 +165,7 @@ def _unrecorded(evidence: AttemptEvidence) -> Verdict:
         codes = sorted({ended.code for ended in evidence.exits})
         return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes))
     ended = describe_exit(evidence.code or 0)
-    return Verdict(CRASHED, None, "the training step {} and recorded no outcome".format(ended))
+    return Verdict(CRASHED, None, "the step {} and recorded no outcome".format(ended))
 
 
 def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:

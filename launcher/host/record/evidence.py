@@ -13,10 +13,19 @@ from launcher.host.judge.nodes import NodeReports
 from launcher.host.record.heartbeats import read_heartbeats
 from launcher.host.record.logs import first_exit, last_line, timed_out_collective
 from launcher.host.record.reading import PATIENCE_S
-from megatron_rl.contract.attempt_records import Drain, FabricReport, Hang, Heartbeat, NodeHealth, Outcome, RankError
-from megatron_rl.contract.codes import LAST_MOMENT_S, SIGNALLED
+from megatron_rl.contract.attempt_records import (
+    Drain,
+    FabricReport,
+    Hang,
+    Heartbeat,
+    NodeHealth,
+    Outcome,
+    RankError,
+    ReplicaState,
+)
+from megatron_rl.contract.codes import LAST_MOMENT_S, REPLICA_RUNNING, SIGNALLED
 from megatron_rl.contract.files import names_in
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import Attempt, RankFiles
 from megatron_rl.contract.records import ABSENT, Unreadable, if_readable, read
 
 
@@ -40,10 +49,11 @@ def read_drain(attempt: Attempt, patience: float = PATIENCE_S) -> Optional[Drain
     return None if found is ABSENT else found
 
 
-def read_evidence(attempt: Attempt, observed: Observed, drain: Optional[Drain]) -> AttemptEvidence:
-    """All that there is to judge an attempt by.
+def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]) -> AttemptEvidence:
+    """All that there is to judge the ranks of one world by: those of an attempt that train, or those of a replica.
 
     Args:
+        attempt: their files.
         observed: by the process that ran it.
         drain: the request to leave, as far as it is known by now.
     """
@@ -77,6 +87,18 @@ def read_evidence(attempt: Attempt, observed: Observed, drain: Optional[Drain]) 
     )
 
 
+def read_replicas(attempt: Attempt) -> List[ReplicaState]:
+    """What had become of the attempt's inference replicas; of one whose state cannot be read, that it ran."""
+    try:
+        return [
+            if_readable(read(ReplicaState, replica.state)) or ReplicaState(replica.number, REPLICA_RUNNING, 0, 0.0)
+            for replica in attempt.replicas()
+        ]
+    except OSError as error:
+        print("the replicas of the attempt cannot be listed: {}".format(error), file=sys.stderr)
+        return []
+
+
 def read_node_reports(attempt: Attempt) -> NodeReports:
     """What the checks of the nodes have found so far. Raises OSError."""
     folder = attempt.health("x").parent
@@ -92,7 +114,7 @@ def read_node_reports(attempt: Attempt) -> NodeReports:
     return NodeReports(nodes, unreadable, if_readable(read(FabricReport, attempt.fabric, PATIENCE_S)))
 
 
-def _read_errors(attempt: Attempt, before: float) -> Tuple[List[RankError], Dict[int, str]]:
+def _read_errors(attempt: RankFiles, before: float) -> Tuple[List[RankError], Dict[int, str]]:
     """The ranks' error reports, oldest first, and of those that cannot be read what is wrong with them.
 
     Args:
@@ -122,7 +144,7 @@ def _changed(path: Path, told: float) -> float:
         return told
 
 
-def _heartbeats(attempt: Attempt) -> List[Heartbeat]:
+def _heartbeats(attempt: RankFiles) -> List[Heartbeat]:
     """Those that nobody has watched, by the one clock of the file system: the nodes' may be hours apart."""
     try:
         beats = read_heartbeats(attempt)
@@ -132,7 +154,7 @@ def _heartbeats(attempt: Attempt) -> List[Heartbeat]:
     return [by_clock_of_reader(beat, _changed(attempt.heartbeat(beat.rank), beat.written)) for beat in beats]
 
 
-def _timed_out(attempt: Attempt, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:
+def _timed_out(attempt: RankFiles, exits: List[RankExit], heartbeats: List[Heartbeat]) -> Dict[int, str]:
     """Rank -> its collective that timed out. Where one aborted, every rank is asked: srun names the first alone."""
     aborted = {ended.rank for ended in exits if -ended.code == signal.SIGABRT}
     ranks = aborted | {beat.rank for beat in heartbeats} if aborted else set()
@@ -140,14 +162,14 @@ def _timed_out(attempt: Attempt, exits: List[RankExit], heartbeats: List[Heartbe
     return {rank: collective for rank, collective in found.items() if collective is not None}
 
 
-def _stacks(attempt: Attempt) -> Dict[int, str]:
-    """Rank of the training step -> where its stacks are, below the run directory."""
+def _stacks(attempt: RankFiles) -> Dict[int, str]:
+    """Rank -> where its stacks are, below the run directory."""
     stacks = {}
     try:
         for name in names_in(attempt.logs):
             role, _, rest = name.partition(".")
             rank, _, kind = rest.partition(".")
-            if (role, kind) == ("train", "stacks") and rank.isdigit() and (attempt.logs / name).stat().st_size:
+            if (role, kind) == (attempt.role, "stacks") and rank.isdigit() and (attempt.logs / name).stat().st_size:
                 stacks[int(rank)] = "{}/{}/{}".format(attempt.logs.parent.name, attempt.logs.name, name)
     except OSError as error:
         print("the stacks of the ranks cannot be listed: {}".format(error), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The heartbeats of an attempt's ranks, read from time to time."""
+"""The heartbeats of the ranks of one world, read from time to time."""
 
 from typing import Dict, List, Optional, Tuple
 
@@ -6,11 +6,11 @@ from launcher.host.judge.hang import by_clock_of_reader, silent_rank
 from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import HEARTBEAT_S
 from megatron_rl.contract.files import names_in
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import if_readable, read
 
 
-def read_heartbeats(attempt: Attempt) -> List[Heartbeat]:
+def read_heartbeats(attempt: RankFiles) -> List[Heartbeat]:
     """The newest of each rank that has sent one that can be read. Raises OSError."""
     files = [attempt.heartbeats / name for name in sorted(names_in(attempt.heartbeats)) if name.endswith(".json")]
     found = [if_readable(read(Heartbeat, file)) for file in files if not file.name.startswith(".")]
@@ -26,7 +26,7 @@ class HangWatch:
         limit: seconds of silence that are held against a rank; 0: none.
     """
 
-    def __init__(self, attempt: Attempt, limit: float) -> None:
+    def __init__(self, attempt: RankFiles, limit: float) -> None:
         self._attempt, self._limit = attempt, limit
         self._every = min(HEARTBEAT_S, limit / 5)
         self._began: Optional[float] = None

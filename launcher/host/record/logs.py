@@ -8,7 +8,7 @@ from typing import List, Optional
 from launcher.host.judge.causes import cause_in_log
 from launcher.host.judge.evidence import RankExit
 from megatron_rl.contract.attempt_records import AttemptStart
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import RankFiles, RunDir
 
 LINE_LIMIT = 300  # characters of a log's last line
 TAIL = 4096  # bytes of a log that are read for it
@@ -51,14 +51,14 @@ def tail(path: Path, size: int) -> str:
         return ""
 
 
-def last_line(attempt: Attempt, rank: int) -> str:
+def last_line(attempt: RankFiles, rank: int) -> str:
     """The line of a rank's log that tells how it ended: the last with anything in it, or why its container did not
     start; empty where there is none."""
     lines = [line.strip() for line in tail(attempt.log(rank), TAIL).split("\n") if line.strip()]
     return (reason_of_container(lines) or (lines or [""])[-1])[:LINE_LIMIT]
 
 
-def timed_out_collective(attempt: Attempt, rank: int) -> Optional[str]:
+def timed_out_collective(attempt: RankFiles, rank: int) -> Optional[str]:
     """The collective of a rank that timed out, by the words of NCCL's watchdog in its log; None without any. It aborts
     the rank, so stacks follow, of C++ and of Python: the last line says nothing."""
     found = _TIMED_OUT.search(tail(attempt.log(rank), LONG_TAIL))
@@ -74,8 +74,8 @@ def reason_of_container(lines: List[str]) -> Optional[str]:
     return next((line for line in said if not _EMPTY_WORDS.search(line)), None)
 
 
-def first_exit(attempt: Attempt) -> Optional[RankExit]:
-    """The first rank that ended, by what srun said of the training step: nothing else names one that was killed."""
+def first_exit(attempt: RankFiles) -> Optional[RankExit]:
+    """The first rank that ended, by what srun said of the step: nothing else names one that was killed."""
     return parse_first_exit(tail(attempt.srun, LONG_TAIL))
 
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.nodes import NodeReports, NotEnoughNodes, assign, skewed_clocks, to_exclude, unfit_nodes
+from launcher.host.judge.nodes import (
+    NodeReports,
+    NotEnoughNodes,
+    assign,
+    replaced,
+    skewed_clocks,
+    to_exclude,
+    unfit_nodes,
+)
 from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
 from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
@@ -33,6 +41,15 @@ def test_a_spare_node_stands_in_for_a_bad_one():
     assignment = assign(PARTITIONED, HOSTS, {"n2": "7 of 8 GPUs"})
     assert assignment.steps == {"train": ["n1", "n3"], "infer-0": ["n4"], "infer-1": ["n5"]}
     assert assignment.spare == []
+
+
+def test_a_spare_node_stands_in_for_that_of_a_replica_which_died():
+    before = assign(PARTITIONED, HOSTS, {})
+    assert replaced(before, "infer-0", []) == before
+    after = replaced(before, "infer-0", ["n3"])
+    assert after.steps == {"train": ["n1", "n2"], "infer-0": ["n5"], "infer-1": ["n4"]}
+    assert (after.spare, after.bad) == ([], {"n3": "died in the attempt"})
+    assert replaced(after, "infer-1", ["n4"]) == after, "there is none left"
 
 
 def test_too_many_bad_nodes_are_named():

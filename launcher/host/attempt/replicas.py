@@ -1,0 +1,148 @@
+"""The inference replicas of an attempt: started beside its training, and again when one ends or falls silent.
+
+What starts the ranks of one depends on where the attempt runs (slurm_replicas, local_ranks); whether and when is one
+policy (judge.replicas). Training never ends over a replica here: only its own ranks know whether they go on without.
+"""
+
+import shutil
+from typing import Callable, List, Optional
+
+from launcher.host.attempt.interfaces import World
+from launcher.host.judge.hang import describe_hang
+from launcher.host.judge.replicas import RESTARTS, after_end, describe
+from launcher.host.judge.verdict import Verdict, verdict_of
+from launcher.host.record.evidence import Observed, read_evidence
+from launcher.host.record.heartbeats import HangWatch
+from launcher.host.slurm.call import SlurmRefused
+from megatron_rl.contract.attempt_records import Hang, ReplicaState
+from megatron_rl.contract.codes import (
+    MISCONFIGURED,
+    REPLICA_GIVEN_UP,
+    REPLICA_RUNNING,
+    REPLICA_WAITING,
+    STACKS_LIMIT_S,
+    STACKS_SIGNAL,
+)
+from megatron_rl.contract.paths import Attempt, Replica
+from megatron_rl.contract.records import write
+
+Start = Callable[[int, int], World]
+"""(number of a replica, how often it was started before) -> its ranks, started. Raises OSError."""
+
+
+class Replicas:
+    """All replicas of an attempt.
+
+    Args:
+        count: how many; numbered from 0.
+        silence_limit: seconds of silence that are held against a rank; 0: none.
+    """
+
+    def __init__(self, attempt: Attempt, count: int, start: Start, silence_limit: float) -> None:
+        self._all = [_Kept(attempt.replica(number), start, silence_limit) for number in range(count)]
+
+    def look(self, now: float) -> None:
+        """Do what is due: start those that do not run, end those that hang. One that gives trouble keeps no other from
+        its turn. Raises OSError, SlurmRefused."""
+        troubles: List[Exception] = []
+        for replica in self._all:
+            try:
+                replica.look(now)
+            except (OSError, SlurmRefused) as error:
+                troubles.append(error)
+        for trouble in troubles[:1]:
+            raise trouble
+
+    @property
+    def ranks(self) -> List[World]:
+        """Those that have been started and not seen to end."""
+        return [replica.ranks for replica in self._all if replica.ranks is not None]
+
+
+class _Kept:
+    """One replica over all its starts in an attempt."""
+
+    def __init__(self, files: Replica, start: Start, silence_limit: float) -> None:
+        self._files, self._start, self._silence_limit = files, start, silence_limit
+        self.ranks: Optional[World] = None
+        self._starts = self._used = 0
+        self._due: Optional[float] = 0.0  # None: it runs, or is given up
+        self._began = 0.0
+        self._watch = HangWatch(files, silence_limit)
+        self._hang: Optional[Hang] = None
+        self._kill_at = 0.0
+        self._state = ReplicaState(files.number, REPLICA_WAITING, 0, 0.0)
+        self._unwritten = False
+
+    def look(self, now: float) -> None:
+        """Do what is due. Raises OSError, SlurmRefused."""
+        if self.ranks is None and self._due is not None and now >= self._due:
+            self._start_ranks(now)
+        if self.ranks is not None:
+            self._see_silence(self.ranks, now)
+            observed = self.ranks.observed(now)
+            if observed is not None:
+                self._conclude(self.ranks, observed, now)
+        if self._unwritten:
+            write(self._files.state, self._state)
+            self._unwritten = False
+
+    def _start_ranks(self, now: float) -> None:
+        _forget(self._files)
+        self.ranks = self._start(self._files.number, self._starts)
+        self._starts += 1
+        self._due, self._began = None, now
+        self._hang, self._watch = None, HangWatch(self._files, self._silence_limit)
+        self._tell(REPLICA_RUNNING, now)
+
+    def _see_silence(self, ranks: World, now: float) -> None:
+        if self._hang is None:
+            self._hang = self._watch.look(now)
+            if self._hang is not None:
+                print("{} {}".format(self._files.role, describe_hang(self._hang)))
+                self._kill_at = now + STACKS_LIMIT_S
+                ranks.signal(STACKS_SIGNAL)
+        elif now >= self._kill_at:
+            ranks.end(now, hurried=True)
+
+    def _conclude(self, ranks: World, observed: Observed, now: float) -> None:
+        observed = observed._replace(hang=self._hang, heartbeats=self._watch.newest)
+        verdict = verdict_of(read_evidence(self._files, observed, None))
+        ranks.close()
+        self.ranks = None
+        restart = after_end(self._used, now - self._began, verdict)
+        self._used = restart.used
+        why = describe(self._files.role, verdict)
+        if restart.pause_s is None:
+            print("{}; it is given up".format(why))
+            self._tell(REPLICA_GIVEN_UP, now, why, verdict)
+            return
+        self._due = now + restart.pause_s
+        again = "{}; it starts again in {:.0f} s, restart {} of at most {}"
+        print(again.format(why, restart.pause_s, restart.used, RESTARTS))
+        self._tell(REPLICA_WAITING, now, why, verdict)
+
+    def _tell(self, state: str, now: float, why: Optional[str] = None, verdict: Optional[Verdict] = None) -> None:
+        self._state = ReplicaState(
+            replica=self._files.number,
+            state=state,
+            starts=self._starts,
+            at=now,
+            hosts=list(self.ranks.hosts) if self.ranks is not None else [],
+            why=why or self._state.why,
+            misconfigured=verdict is not None and verdict.outcome == MISCONFIGURED,
+        )
+        self._unwritten = True
+
+
+def _forget(files: Replica) -> None:
+    """Make the folder, without what an earlier start has left there: it would be taken for the next one's. Raises
+    OSError."""
+    files.folder.mkdir(parents=True, exist_ok=True)
+    for path in [files.listener, files.outcome, files.hang, files.srun, *files.errors()]:
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            pass
+    for folder in (files.heartbeats, files.address("any").parent):
+        shutil.rmtree(str(folder), ignore_errors=True)
