@@ -25,6 +25,7 @@ OURS = (
     "MRL_CLUSTER",
     "MRL_ATTEMPT",
     "MRL_STEP",
+    "MRL_START",
     "PYTHONPATH",
     "PYTHONNOUSERSITE",
     "PYTHONUNBUFFERED",
@@ -38,7 +39,7 @@ LIMITS = 'for of in l n; do ulimit -S -$of "$(ulimit -H -$of)"; done 2>/dev/null
 it: Slurm brings those of the login node along."""
 
 TRAINING = "megatron_rl.rank_main"
-INFERENCE = "megatron_rl.server.inference"
+INFERENCE = "megatron_rl.replica_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,9 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
         counts[2] = Option("ntasks", TASKS, f'"$((${{#hosts[@]}} * {step.tasks_per_node}))"')
     log = Option("output", f"{LOGS}/{step.name}.%t.log", f'"$logs/{name}.%t.log"')
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
-    # Slurm counts the CPUs of a node that several replicas share as taken by the first.
-    shared = [Option("overlap")] if step.tasks_per_node < plan.gpus_per_node else []
-    return [[*counts, *per_node(config, profile, step.tasks_per_node)], [*binding(profile), *ending, *shared]]
+    # Slurm counts the CPUs of a node as taken by another replica there, and by one that was killed, for a while.
+    beside = [Option("overlap")] if step.replica is not None else []
+    return [[*counts, *per_node(config, profile, step.tasks_per_node)], [*binding(profile), *ending, *beside]]
 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:

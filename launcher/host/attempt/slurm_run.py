@@ -11,14 +11,17 @@ from launcher.host.attempt.host_fault import come_back
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo, own
 from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
+from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
-from launcher.host.attempt.slurm_steps import Replicas, Script, SlurmSteps
+from launcher.host.attempt.slurm_replicas import SlurmReplicas
+from launcher.host.attempt.slurm_steps import Script, SlurmSteps
 from launcher.host.judge.causes import is_ending
 from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import STAYS
 from launcher.host.process.signals import Signals
 from launcher.host.record.logs import LONG_TAIL, signed, tail
+from launcher.host.record.token import make_token
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently
 from launcher.host.slurm.formats import expand_hosts, is_dead
@@ -104,7 +107,11 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
     try:
         steps.use_code(code_paths(context))
         assignment = preparation.run()
-        code = _train(runner, steps, assignment)
+        kept = SlurmReplicas(context, steps, attempt, assignment)
+        if kept.count:
+            make_token(context.run)
+        replicas = Replicas(attempt, kept.count, kept.start, silence_limit)
+        code = _train(runner, steps, assignment, replicas)
         # Else there is no time left, and the next job of ours on these nodes does it.
         if settings.checks.image is not None and runner.request is None:
             preparation.forget_containers(context.hosts)
@@ -123,13 +130,12 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
     return close(context.run, attempt, job, runner.observed(code, unready), runner.request, began)
 
 
-def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:
+def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment, replicas: Replicas) -> int:
     """The exit code of the training step."""
     errors = runner.attempt.srun
-    replicas = Replicas(steps, {name: hosts for name, hosts in assignment.steps.items() if name != TRAIN})
     train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(errors))
     runner.training = True
-    runner.also.append(lambda now: None if runner.request is not None else replicas.restart_ended(now))
+    runner.also.append(lambda now: None if runner.leaving else replicas.look(now))
     runner.wait(lambda: train.exit_code() is not None)
     runner.look(time.time())
     code = signed(train.exit_code() or 0)

@@ -1,6 +1,6 @@
 """The steps of a Slurm job: functions of its script, each of which becomes one srun.
 
-An inference replica is a step of its own, started again when it ends: a lost one takes nobody else along.
+An inference replica is a step of its own: a lost one takes nobody else along.
 """
 
 import signal
@@ -19,8 +19,6 @@ from megatron_rl.contract.paths import Attempt
 
 LEAVE_LIMIT_S = 30.0  # that the srun of a step has to end when it is told to; Slurm ends what is left
 DOCUMENT_LIMIT_S = 30.0
-REPLICA_RESTARTS = 5  # of each in one attempt
-REPLICA_PAUSE_S = 5.0  # whatever ended one may pass
 
 
 class Script:
@@ -63,17 +61,24 @@ class SlurmSteps(Steps):
         self._environ["PYTHONPATH"], self._folder = code.pythonpath, code.folder
         self._environ["PWD"] = code.folder  # bash keeps this name of it: containers may not know what a link leads to
 
-    def start(self, name: str, hosts: Sequence[str], errors: Optional[str] = None) -> Child:
+    def start(
+        self,
+        name: str,
+        hosts: Sequence[str],
+        errors: Optional[str] = None,
+        variables: Optional[Dict[str, str]] = None,
+    ) -> Child:
         """Start a step. Raises OSError.
 
         Args:
             name: of a function of the script; of several steps with one function, with a number: infer-0.
             errors: file for what srun says; default: our own log.
+            variables: that this step has beside the others'.
         """
         self._stop([name], 0.0)
         child = Child(
             ["bash", self._script.path, "step", name, ",".join(hosts)],
-            self._environ,
+            dict(self._environ, **(variables or {})),
             errors=errors,
             folder=self._folder,
             inherited=[self._lock],
@@ -104,30 +109,3 @@ class SlurmSteps(Steps):
             time.sleep(0.1)
         for child in children:
             child.close()
-
-
-class Replicas:
-    """The inference replicas of one attempt.
-
-    Args:
-        hosts: step of a replica -> its nodes.
-    """
-
-    def __init__(self, steps: SlurmSteps, hosts: Dict[str, List[str]]) -> None:
-        self._steps, self._hosts = steps, hosts
-        self._running: Dict[str, Child] = {name: steps.start(name, nodes) for name, nodes in hosts.items()}
-        self._restarts = dict.fromkeys(hosts, 0)
-        self._due: Dict[str, float] = {}
-
-    def restart_ended(self, now: float) -> None:
-        """Start those again that ended a moment ago. Raises OSError."""
-        for name, child in list(self._running.items()):
-            if child.exit_code() is not None and self._restarts[name] < REPLICA_RESTARTS:
-                self._restarts[name] += 1
-                self._due[name] = now + REPLICA_PAUSE_S
-                del self._running[name]
-                told = "replica {} ended; start {} of at most {} more"
-                print(told.format(name, self._restarts[name], REPLICA_RESTARTS))
-        for name in [name for name, at in self._due.items() if now >= at]:
-            self._running[name] = self._steps.start(name, self._hosts[name])
-            del self._due[name]

@@ -128,6 +128,13 @@ def steps_of(job_id: str) -> List[str]:
     return [step for step in steps if step.rpartition(".")[2].isdigit()]
 
 
+def step_called(job_id: str, name: str) -> Optional[str]:
+    """Id of the newest step of a job that has this name; None: none runs. Raises SlurmRefused."""
+    rows = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i %j"]).splitlines()
+    found = [row.split()[0] for row in rows if row.split()[1:] == [name]]
+    return max(found, key=lambda step: int(step.rpartition(".")[2])) if found else None
+
+
 def version() -> List[int]:
     """[22, 5, 8]; empty where it cannot be told."""
     try:

@@ -2,7 +2,7 @@
 
 from typing import Dict, Optional, Sequence
 
-from launcher.host.slurm.ask import steps_of
+from launcher.host.slurm.ask import step_called, steps_of
 from launcher.host.slurm.call import SlurmRefused, call, submitting_environment, unclear
 from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
@@ -11,6 +11,17 @@ from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 def signal_steps(job_id: str, name: str) -> None:
     """Send a signal to the steps of a job; its batch script does not get it."""
     call(["scancel", "--signal={}".format(name), job_id])
+
+
+def signal_step(job_id: str, step: str, name: str) -> None:
+    """Send a signal to the tasks of one step, if it runs.
+
+    Args:
+        step: its name, such as infer-0.
+    """
+    found = step_called(job_id, step)
+    if found is not None:
+        call(["scancel", "--signal={}".format(name), found])
 
 
 def cancel(job_id: str) -> None:
