@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -11,10 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.host.process.processes import start_time
+from launcher.plan.sizes import Sizes
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
 
 RANK_COMMAND = [sys.executable, "-m", "megatron_rl.rank_main"]
+REPLICA_COMMAND = [sys.executable, "-m", "megatron_rl.replica_main"]
 NEEDED = ("torch", "megatron")
 
 
@@ -70,17 +73,21 @@ class Supervisor:
 
 
 def supervisor_command(
-    run: RunDir, attempt: Attempt, job: JobConfig, drain_limit_s: float, owner: int | None
+    run: RunDir, attempt: Attempt, job: JobConfig, sizes: Sizes, drain_limit_s: float, owner: int | None
 ) -> list[str]:
     """The command that supervises one attempt here.
 
     Args:
+        sizes: of the plan.
         drain_limit_s: seconds the ranks have to save when they are asked to leave.
         owner: process id whose death drains the run; None lets it live on.
     """
     supervisor = [sys.executable, "-m", "launcher.host.supervise"]
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
-    supervisor += ["--ranks", str(job.world_size), "--threads", str(job.threads_per_rank), "--device", job.device]
+    supervisor += ["--ranks", str(sizes.training_world), "--threads", str(job.threads_per_rank), "--device", job.device]
+    if sizes.partitioned:
+        supervisor += ["--replicas", str(sizes.replicas), "--replica-ranks", str(sizes.replica_size)]
+        supervisor += ["--replica-command", shlex.join(REPLICA_COMMAND)]
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
     if owner is not None:
         supervisor += ["--owner", f"{owner}:{start_time(owner)}"]

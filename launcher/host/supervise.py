@@ -9,6 +9,7 @@ it are ended. A later drain file with an earlier deadline counts: `deadline: now
 
 import argparse
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -16,12 +17,14 @@ import time
 from typing import List, Optional
 
 from launcher.host.attempt.conclude import close, conclude_lost
+from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
 from launcher.host.attempt.runner import AttemptRunner
-from launcher.host.attempt.this_machine import LocalRanks, RankSettings, ThisMachine
+from launcher.host.attempt.this_machine import ThisMachine
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.process.signals import Signals
 from launcher.host.record.ledger import point_latest, write_line
 from launcher.host.record.striping import make_checkpoints
+from launcher.host.record.token import make_token
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -74,17 +77,29 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
     began = time.time()
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
-    write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=options.ranks))
+    processes = options.ranks + options.replicas * options.replica_ranks
+    write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=processes))
     machine = ThisMachine(run, options.drain_limit, options.owner)
     settings = RankSettings(
-        options.ranks, options.threads, options.device, options.silence_limit, options.grace, options.command
+        options.ranks,
+        options.threads,
+        options.device,
+        options.silence_limit,
+        options.grace,
+        options.command,
+        options.replicas,
+        options.replica_ranks,
+        shlex.split(options.replica_command),
     )
     ranks = LocalRanks(run, attempt, settings)
     runner = AttemptRunner(attempt, ranks, machine, Signals(REQUESTS), options.silence_limit, options.grace)
     unready = None
     try:
+        if options.replicas:
+            make_token(run)
         ranks.start()
         runner.training = True
+        runner.also.append(lambda now: None if runner.leaving else ranks.replicas.look(now))
         runner.wait(lambda: runner.ended_ranks == options.ranks)
     except OSError as error:
         unready = "the ranks could not be started: {}".format(error)
@@ -98,7 +113,10 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="supervise", description="Start and watch the ranks of one attempt.")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="processes to start on this machine")
+    parser.add_argument("--ranks", type=int, required=True, help="processes that train, to start on this machine")
+    parser.add_argument("--replicas", type=int, default=0, help="inference replicas to start beside them")
+    parser.add_argument("--replica-ranks", type=int, default=1, help="processes of each replica")
+    parser.add_argument("--replica-command", default="", help="of each of these, as a shell would read it")
     parser.add_argument("--threads", type=int, default=1, help="OMP and MKL threads of each")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--owner", help="PID:START-TICKS of the process whose death drains the run")
@@ -107,7 +125,7 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     parser.add_argument(
         "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
     )
-    parser.add_argument("command", nargs="+", help="of each rank, after --")
+    parser.add_argument("command", nargs="+", help="of each rank that trains, after --")
     return parser.parse_args(arguments)
 
 

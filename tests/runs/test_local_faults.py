@@ -20,7 +20,7 @@ from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Tally, fault
 from simulated_job import STEPS, Training
 
 from launcher.host import supervise
-from launcher.host.attempt import this_machine
+from launcher.host.attempt import local_ranks
 from launcher.host.process.lock import owner_of
 from launcher.host.record.ledger import ends_in, read_ledger, starts_in
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -52,7 +52,7 @@ class Laptop:
             patch.setattr(supervise, name, stand_in)
         patch.setattr(os, "setsid", lambda: None)
         patch.setattr(signal, "signal", lambda *given: None)
-        patch.setattr(this_machine, "Child", self._start_rank)
+        patch.setattr(local_ranks, "Child", self._start_rank)
 
     def start(self) -> None:
         """As mrl-submit starts it."""

@@ -18,6 +18,7 @@ from launcher.fetch.prefetch import export_packages
 from launcher.job.admission import check
 from launcher.job.directories import run_directory
 from launcher.job.run_directory import Prepared, prepare
+from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved
@@ -49,9 +50,9 @@ def refuse_slurm_only(request: Request, count: int) -> None:
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     """Do with this run what was asked for; the exit code. Raises BadInput."""
     recipe = planned.recipe
-    make_plan(recipe, None)  # which refuses a layout that these ranks cannot have, and names the nearest
+    sizes = make_plan(recipe, None).sizes  # which refuses an impossible layout, and names the nearest
     if request.dry_run:
-        _show(recipe, planned.given, request)
+        _show(recipe, sizes, planned.given, request)
         return EXIT_FINISHED
     if missing := not_yet(recipe.config):
         raise BadInput(missing)
@@ -60,10 +61,10 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
         prepared = prepare(recipe, root, request.change)
     if prepared.attempt is None:
         return _tell_finished(recipe.config, prepared.run)
-    return _start(recipe, prepared, prepared.attempt, request)
+    return _start(recipe, sizes, prepared, prepared.attempt, request)
 
 
-def _show(recipe: Recipe, root: Path | None, request: Request) -> None:
+def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> None:
     """The dry run: the resolved recipe on stdout, everything else on stderr."""
     config = recipe.config
     changed = check(recipe, root, request.change) if root else []
@@ -76,14 +77,22 @@ def _show(recipe: Recipe, root: Path | None, request: Request) -> None:
         click.echo(f"change: {one}", err=True)
     for obstacle in not_yet(config):
         click.echo(f"would be refused: {obstacle}", err=True)
-    click.echo(f"would start {_in_brief(config)} in {place}; its resolved recipe:", err=True)
+    click.echo(f"would start {_in_brief(config, sizes)} in {place}; its resolved recipe:", err=True)
     click.echo(dump_resolved(config), nl=False)
 
 
-def _in_brief(config: RunConfig) -> str:
-    """`demo on 2 CPU processes of this machine`."""
+def _in_brief(config: RunConfig, sizes: Sizes) -> str:
+    """`demo on 2 CPU processes of this machine`; partitioned: `demo on 3 CPU processes of this machine, 2 of which
+    train and 1 only generates`."""
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
-    return f"{config.name} on {config.job.world_size} {kind} of this machine"
+    text = f"{config.name} on {config.job.world_size} {kind} of this machine"
+    if not sizes.partitioned:
+        return text
+    train, generate = sizes.training_world, sizes.generating
+    return (
+        f"{text}, {train} of which {'trains' if train == 1 else 'train'} and {generate} only "
+        f"{'generates' if generate == 1 else 'generate'}"
+    )
 
 
 def _tell_finished(config: RunConfig, run: RunDir) -> int:
@@ -105,7 +114,7 @@ def _resume_command(recipe: Recipe, run: RunDir) -> str:
     return shlex.join(["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(run.root)])
 
 
-def _start(recipe: Recipe, prepared: Prepared, attempt: Attempt, request: Request) -> int:
+def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, request: Request) -> int:
     """Run the prepared attempt to its end; the exit code."""
     # A dry run needs none of these, and they are slow to import.
     from launcher.backends.local import Supervisor, supervisor_command
@@ -118,14 +127,14 @@ def _start(recipe: Recipe, prepared: Prepared, attempt: Attempt, request: Reques
     for one in prepared.changes:
         tell(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
-    tell(f"starting {_in_brief(config)} in {run.root}{number}", err=request.as_json)
+    tell(f"starting {_in_brief(config, sizes)} in {run.root}{number}", err=request.as_json)
     if complaint := submissions.note(run, LOCAL, None):
         tell(f"note: {complaint}", err=True)
     drain_limit_s = config.save.timeout_s + DRAIN_MARGIN_S
     owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
     with interruptions.caught():
-        supervisor = Supervisor(supervisor_command(run, attempt, config.job, drain_limit_s, owner))
+        supervisor = Supervisor(supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner))
         follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:
             started = follower.wait_for_start()

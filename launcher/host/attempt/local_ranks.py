@@ -1,0 +1,192 @@
+"""The ranks of a local run: processes of this machine, in a world that trains and, partitioned, one for each inference
+replica. They end with this process."""
+
+import os
+import signal
+import time
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+from launcher.host.attempt.interfaces import Steps, World
+from launcher.host.attempt.replicas import Replicas
+from launcher.host.attempt.runner import LEAVE_LIMIT_S
+from launcher.host.judge.evidence import RankExit
+from launcher.host.process.processes import Child
+from launcher.host.record.evidence import Observed
+from megatron_rl.contract.codes import PARENT_VARIABLE, SILENCE_VARIABLE, START_VARIABLE
+from megatron_rl.contract.paths import Attempt, RankFiles, RunDir
+
+CLOSE_S = 2.0  # that the kernel has to end what was killed
+
+
+class RankSettings(NamedTuple):
+    """How the ranks are started."""
+
+    ranks: int  # that train
+    threads: int  # OMP and MKL threads of each
+    device: str  # cpu or cuda
+    silence_limit: float
+    grace: float  # seconds between SIGTERM and SIGKILL
+    command: Sequence[str]  # of each that trains; which run and attempt is added
+    replicas: int = 0
+    replica_ranks: int = 1  # of each replica
+    replica_command: Sequence[str] = ()  # of each of those; which replica is added too
+
+
+class LocalRanks(Steps):
+    """The processes of one attempt."""
+
+    tick_s = 0.1
+    remind_s = 2.0
+    end_together = False
+
+    def __init__(self, run: RunDir, attempt: Attempt, settings: RankSettings) -> None:
+        self._run, self._attempt, self._settings = run, attempt, settings
+        self._training = _Processes(settings.grace)
+        self.replicas = Replicas(attempt, settings.replicas, self._start_replica, settings.silence_limit)
+
+    def start(self) -> None:
+        """Start the ranks that train. Raises OSError."""
+        # Ranks inherit this, so that neither a drain nor a question for its stack can kill one that has no handler yet.
+        for signum in (signal.SIGUSR1, signal.SIGQUIT):
+            signal.signal(signum, signal.SIG_IGN)
+        settings = self._settings
+        command = [*settings.command, *self._which()]
+        self._training.start(command, self._environment(), settings.ranks, 0, self._attempt)
+
+    def exits(self) -> List[RankExit]:
+        return self._training.exits()
+
+    @property
+    def code(self) -> int:
+        """The worst exit code of the ranks that train, as srun would give it for a step."""
+        return self._training.code
+
+    def signal(self, signum: int) -> None:
+        for world in self._worlds():
+            world.signal(signum)
+
+    def end(self, now: float, hurried: bool) -> None:
+        for world in self._worlds():
+            world.end(now, hurried)
+
+    def close(self) -> None:
+        """End whatever is left of them; the replicas have a moment to leave in order."""
+        self._training.close()
+        replicas = self.replicas.ranks
+        give_up = time.monotonic() + self._settings.grace + CLOSE_S
+        while any(world.observed(time.time()) is None for world in replicas) and time.monotonic() < give_up:
+            for world in replicas:
+                world.end(time.time(), hurried=False)
+            time.sleep(self.tick_s)
+        for world in replicas:
+            world.close()
+
+    def _worlds(self) -> List[World]:
+        return [self._training, *self.replicas.ranks]
+
+    def _start_replica(self, number: int, start: int) -> World:
+        settings = self._settings
+        command = [*settings.replica_command, *self._which(), "--replica", str(number)]
+        environment = dict(self._environment(), **{START_VARIABLE: str(start)})
+        first = settings.ranks + number * settings.replica_ranks
+        world = _Processes(settings.grace)
+        try:
+            world.start(command, environment, settings.replica_ranks, first, self._attempt.replica(number))
+        except OSError:
+            world.close()
+            raise
+        return world
+
+    def _which(self) -> List[str]:
+        return ["--run-dir", str(self._run.root), "--attempt", str(self._attempt.number)]
+
+    def _environment(self) -> Dict[str, str]:
+        settings = self._settings
+        # Threads of a rank wait for each other at the end of each operator. Where other work takes a core from one of
+        # them, the rest would spin: steps take five times as long, and the others get nothing either.
+        environment = {"OMP_WAIT_POLICY": "passive"}
+        environment.update(os.environ)
+        environment.update(
+            {
+                "OMP_NUM_THREADS": str(settings.threads),
+                "MKL_NUM_THREADS": str(settings.threads),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONUNBUFFERED": "1",
+                PARENT_VARIABLE: str(os.getpid()),
+                SILENCE_VARIABLE: str(settings.silence_limit),
+            }
+        )
+        if settings.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        return environment
+
+
+class _Processes(World):
+    """The processes of one world.
+
+    Args:
+        grace: seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._children: List[Child] = []
+        self._exits: Dict[int, RankExit] = {}
+        self._by_themselves: List[RankExit] = []
+        self._told_to_end: Optional[float] = None
+        self._left_at: Optional[float] = None
+
+    def start(
+        self, command: Sequence[str], environment: Dict[str, str], ranks: int, first: int, files: RankFiles
+    ) -> None:
+        """Start all of its ranks. Raises OSError.
+
+        Args:
+            first: number of its rank 0 among all processes of the run, by which each has a GPU of its own.
+        """
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks)}
+            child = Child(list(command), dict(environment, **place), output=str(files.log(rank)))
+            self._children.append(child)
+
+    def exits(self) -> List[RankExit]:
+        """The ranks that have ended, in the order in which that was seen."""
+        for rank, child in enumerate(self._children):
+            code = child.exit_code()
+            if code is not None and rank not in self._exits:
+                self._exits[rank] = RankExit(rank, code)
+        return list(self._exits.values())
+
+    @property
+    def code(self) -> int:
+        """The worst of the exit codes so far."""
+        return max([ended.code for ended in self._exits.values()] or [0], key=abs)
+
+    def observed(self, now: float) -> Optional[Observed]:
+        exits = self.exits()
+        if self._told_to_end is None:
+            self._by_themselves = exits
+        if exits and self._left_at is None:
+            self._left_at = now
+        if len(exits) == len(self._children):
+            return Observed(exits=self._by_themselves, code=self.code)
+        if any(ended.bad for ended in exits) or (self._left_at is not None and now >= self._left_at + LEAVE_LIMIT_S):
+            self.end(now, hurried=False)
+        return None
+
+    def signal(self, signum: int) -> None:
+        for rank, child in enumerate(self._children):
+            if rank not in self._exits:
+                child.send(signum)
+
+    def end(self, now: float, hurried: bool) -> None:
+        """Have them leave, and end those that have not after a while; called again until they have."""
+        if self._told_to_end is None:
+            self._told_to_end = now
+            self.signal(signal.SIGTERM)
+        elif hurried or now >= self._told_to_end + self._grace:
+            self.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()

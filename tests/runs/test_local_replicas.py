@@ -1,0 +1,132 @@
+"""The replicas of a partitioned run on this machine, here processes that only act as them: started beside the ranks
+that train, again when they end, and gone with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from json_files import read_json
+from run_helpers import FAKE_RANK
+
+from launcher.host.process.processes import start_time
+from launcher.host.record.evidence import read_replicas
+from launcher.host.record.ledger import ends_in, read_ledger
+from megatron_rl.contract.attempt_records import Drain
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
+
+FAKE_REPLICA = str(Path(__file__).parents[1] / "helpers" / "fake_replica.py")
+LIMIT_S = 60.0
+
+
+class Partitioned:
+    """A supervisor of one rank that trains and two replicas of two ranks each."""
+
+    def __init__(self, root: Path, training: str, replicas: str) -> None:
+        self.run = RunDir(root)
+        self.attempt = self.run.attempt(1)
+        self.attempt.folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(root), "--attempt", "1"]
+        command += ["--ranks", "1", "--device", "cpu", "--grace", "0.5", "--silence-limit", "60"]
+        command += ["--replicas", "2", "--replica-ranks", "2"]
+        command += ["--replica-command", f"{sys.executable} {FAKE_REPLICA} {replicas}"]
+        command += ["--", sys.executable, FAKE_RANK, training]
+        self.process = subprocess.Popen(command, start_new_session=True)
+
+    def pid(self, replica: int, rank: int, start: int = 0) -> int:
+        return int(self.seen(replica, rank, start)["pid"])
+
+    def seen(self, replica: int, rank: int, start: int = 0) -> dict:
+        file = self.attempt.folder / f"replica.{replica}.{rank}.{start}.json"
+        self.wait_for(file.exists)
+        return read_json(file)
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not what():
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.02)
+
+    def finish(self) -> None:
+        """Have the training end."""
+        write(self.attempt.drain, Drain("test", "the test", time.time(), deadline=time.time() + LIMIT_S))
+        assert self.process.wait(LIMIT_S) == 75, self.log
+
+    @property
+    def log(self) -> str:
+        return self.attempt.log(0, role="supervisor").read_text()
+
+    def left_over(self) -> list[int]:
+        pids = [read_json(file)["pid"] for file in self.attempt.folder.glob("replica.*.json")]
+        return [pid for pid in pids if start_time(pid) is not None]
+
+
+@pytest.fixture
+def partitioned(tmp_path: Path) -> Iterator[Callable[..., Partitioned]]:
+    started: list[Partitioned] = []
+
+    def start(training: str, replicas: str) -> Partitioned:
+        started.append(Partitioned(tmp_path, training, replicas))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_replicas_run_beside_the_training_and_end_with_it(partitioned):
+    run = partitioned("long", "serve")
+    places = [run.seen(replica, rank) for replica in (0, 1) for rank in (0, 1)]
+    assert [(int(seen["RANK"]), seen["WORLD_SIZE"]) for seen in places] == [(0, "2"), (1, "2")] * 2
+    assert [seen["LOCAL_RANK"] for seen in places] == ["1", "2", "3", "4"], "each has a GPU of its own"
+    assert len({seen["token"] for seen in places}) == 1
+    assert len(places[0]["token"]) >= 32
+    assert places[0]["mode"] == 0o600
+    run.finish()
+    assert run.left_over() == []
+    assert "infer-0" not in run.log
+    (start, end) = read_ledger(run.run)
+    assert start.ranks == 5
+    assert (end.outcome, end.error) == ("drained", None)
+    assert "start 0: serve" in run.attempt.log(1, role="infer-1").read_text()
+
+
+def test_a_replica_that_is_killed_is_started_again_and_the_training_goes_on(partitioned):
+    run = partitioned("long", "serve")
+    sister = run.pid(1, 1)
+    os.kill(run.pid(1, 0), signal.SIGKILL)
+    assert start_time(run.pid(1, 0, start=1)) is not None
+    assert start_time(sister) is None, "its world ends with it"
+    assert start_time(run.pid(0, 0)) is not None, "the others do not"
+    run.wait_for(lambda: [state.starts for state in read_replicas(run.attempt)] == [1, 2])
+    assert "infer-1 rank 0: it was killed by SIGKILL" in run.log
+    run.finish()
+    assert run.left_over() == []
+    assert ends_in(read_ledger(run.run))[0].error is None
+
+
+def test_replicas_without_a_supervisor_are_gone(partitioned):
+    run = partitioned("long", "serve")
+    pids = [run.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)]
+    run.process.kill()
+    run.wait_for(lambda: not any(start_time(pid) for pid in pids))
+
+
+def test_a_run_whose_replicas_all_have_a_wrong_configuration_has_one_too(partitioned):
+    run = partitioned("hangs", "misconfigured")
+    run.wait_for(lambda: [state.misconfigured for state in read_replicas(run.attempt)] == [True, True])
+    rank = int((run.attempt.folder / "pid.0").read_text())
+    os.kill(rank, signal.SIGKILL)  # as it would end by itself, once it knows
+    assert run.process.wait(LIMIT_S) == 78, run.log
+    (end,) = ends_in(read_ledger(run.run))
+    assert end.outcome == "misconfigured"
+    assert "no inference replica was left: infer-0 rank 0" in end.error
+    assert "no such model" in end.error
