@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
+from megatron_rl.platform.cards import find_card
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.cuda_graphs import CudaGraphs
 from megatron_rl.platform.dense_attention import FanOut
@@ -22,18 +23,6 @@ from megatron_rl.platform.varlen_attention import find_varlen_kernel
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-
-BF16_PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-}
-"""Of dense matrix products, from NVIDIA's data sheets. The first that is part of torch's name of the device counts."""
 
 
 class CudaPlatform:
@@ -124,7 +113,8 @@ class CudaPlatform:
         name = torch.cuda.get_device_name(self.device)
         if dtype != "bf16" or "MIG" in name:  # a slice of a device
             return None
-        return next((peak for part, peak in BF16_PEAK_FLOPS.items() if part in name), None)
+        card = find_card(name)
+        return card.bf16_flops if card else None
 
     def seed(self, seed: int) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -21,7 +21,7 @@ ORDER = {
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host
-        errors recipe cluster plan backends fetch runs job doctor cli.show cli.submit cli
+        errors recipe cluster plan simulate backends fetch runs job doctor cli.show cli.submit cli
     """,
 }
 CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which import one another and nothing else of theirs
@@ -30,7 +30,9 @@ LIGHT = (
     "megatron_rl.contract",
     "megatron_rl.section",
     "megatron_rl.agent.registry",
+    "megatron_rl.model.flops",
     "megatron_rl.model.hf_config",
+    "megatron_rl.platform.cards",
     "megatron_rl.supported",
 )
 """What the launcher may import of the other side, beside every room's `config`."""
