@@ -1,0 +1,110 @@
+"""What is assumed of a recipe's work and speed: estimated for a card, or as a run measured it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from launcher.cluster.profile import Profile
+from launcher.errors import BadInput
+from launcher.plan.parameters import vocabulary
+from launcher.plan.summary import ASSUMED_VOCABULARY
+from launcher.simulate.estimate import NOMINAL_CPU, Correction, estimate_work
+from launcher.simulate.measured import Measured, read_measured
+from launcher.simulate.scenario import Work
+from launcher.simulate.splits import Assumptions, lay_out, pace, scenario_of
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.platform.cards import CARDS, Card, find_card
+
+USUAL_CARD = "H100"
+
+
+def assume(
+    config: RunConfig,
+    profile: Profile | None,
+    card: str | None = None,
+    answer_tokens: float | None = None,
+    measured: RunDir | None = None,
+) -> Assumptions | None:
+    """What is known of a recipe; None for processes on CPUs that no run has measured.
+
+    Args:
+        profile: of the cluster; None: this machine.
+        card: name of a GPU; None: the one that the profile names.
+        answer_tokens: of an answer, mean; None: a share of the limit.
+        measured: a run of the same model, whose record is taken in place of estimates.
+
+    Raises:
+        BadInput: these do not go together, or say nothing.
+    """
+    if measured is not None:
+        if card is not None or answer_tokens is not None:
+            raise BadInput(
+                "--measured: says speeds and lengths, which --card and --answer-tokens estimate: give either"
+            )
+        return _as_measured(config, profile, read_measured(measured))
+    if config.job.device == "cpu":
+        if card is not None or answer_tokens is not None:
+            raise BadInput("job.device is cpu: how fast that is only a run can tell: --measured RUN")
+        return None
+    chosen = _choose_card(card, profile)
+    try:
+        work = estimate_work(config, answer_tokens)
+    except ValueError as error:
+        raise BadInput(f"--answer-tokens: {error} (sampling.max_new_tokens)") from error
+    vocab = vocabulary(config) or ASSUMED_VOCABULARY
+    return Assumptions(config, work, chosen, vocab, f"estimated for {chosen.name}", profile=profile)
+
+
+def _choose_card(name: str | None, profile: Profile | None) -> Card:
+    """The card of this name, or the one that a cluster's profile names; USUAL_CARD where nobody says."""
+    card = find_card(name if name is not None else profile.gpu_type if profile else USUAL_CARD)
+    if card is None and name is not None:
+        raise BadInput(f"--card {name}: is not known; there are {', '.join(card.name for card in CARDS)}")
+    return card or next(card for card in CARDS if card.name == USUAL_CARD)
+
+
+def _as_measured(config: RunConfig, profile: Profile | None, measured: Measured) -> Assumptions:
+    """What is estimated for the run that was measured, times what it took over that."""
+    if _shape(measured.config) != _shape(config):
+        raise BadInput(f"--measured {measured.run}: is a run of another model, whose speed says nothing of this one")
+    cpu = measured.config.job.device == "cpu"
+    if cpu != (config.job.device == "cpu"):
+        raise BadInput(
+            f"--measured {measured.run}: has job.device {measured.config.job.device}, and the recipe has not"
+        )
+    own = Assumptions(
+        config=measured.config,
+        work=_work_of(measured.config, measured),
+        card=NOMINAL_CPU if cpu else _choose_card(None, profile),
+        vocab=vocabulary(config) or ASSUMED_VOCABULARY,
+        basis=f"as measured in {measured.steps} step{'s' * (measured.steps > 1)} of {measured.run}",
+    )
+    by = _correction(own, measured)
+    return replace(own, config=config, work=_work_of(config, measured), correction=by, profile=profile)
+
+
+def _shape(config: RunConfig) -> dict[str, Any]:
+    """Of the model, wherever its first weights came from."""
+    return config.model.model_dump(exclude={"init", "huggingface", "checkpoint"})
+
+
+def _work_of(config: RunConfig, measured: Measured) -> Work:
+    """The recipe's batches of the answers that a run saw."""
+    lengths = replace(measured.lengths, maximum=config.sampling.max_new_tokens)
+    return Work(config.grpo.prompts_per_step, config.grpo.group_size, measured.prompt_tokens, lengths)
+
+
+def _correction(own: Assumptions, measured: Measured) -> Correction:
+    """What a run took over what is estimated for it.
+
+    Args:
+        own: of that run.
+    """
+    placed, nodes = own.config.placement, own.config.job.most_nodes
+    apart = (placed.inference.nodes or 0) if placed.mode == "partitioned" else 0
+    laid_out = lay_out(own.config, nodes, apart, None)
+    assert laid_out is not None, "it ran"
+    found = pace(scenario_of(own, *laid_out, measured.max_lag if apart else 0))
+    return Correction(measured.generate_s / found.generate_s, measured.train_s / found.train_s, measured.other_s)

@@ -1,0 +1,189 @@
+"""What the parts of a step take on a layout: by the card's data sheet, the model's arithmetic, and what runs usually
+get of them. No GPU has been measured here: a run's own record is better (measured.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
+from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
+from launcher.plan.parameters import Weights, weights
+from launcher.plan.sizes import Sizes
+from launcher.simulate.lengths import Lognormal
+from launcher.simulate.scenario import Costs, DecodeSpeed, Work
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.config import pages_of
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.flops import training_flops
+from megatron_rl.platform.cards import Card
+
+TRAINING_MFU = 0.35
+"""Share of the peak that forward and backward passes use. Megatron-LM's README reports 0.41 to 0.48 for pre-training on
+H100s; packed answers of unequal lengths fill less."""
+PREFILL_MFU = 0.4
+"""... and prompts: a rule of thumb."""
+DECODE_OVERHEAD = 1.6
+"""A token's seconds over those in which the card reads what it needs: the aim of tests/benchmarks/gpu_decode.py."""
+ALL_REDUCE_S = 15e-6
+"""Of one that is small, within a node, of which a layer needs two where it is cut: a rule of thumb."""
+NETWORK_BYTES_PER_S = 50e9
+"""Of one GPU to other nodes: an adapter of 400 Gb/s each."""
+NETWORK_SHARE = 0.5
+"""What of that arrives: a refit over gloo took twice as long as a raw broadcast (tests/benchmarks/refit.py)."""
+HOST_BYTES_PER_S = 25e9
+"""Between a GPU and its host's memory, pinned: a rule of thumb."""
+FILE_SYSTEM_BYTES_PER_S = 10e9
+"""That a job writes, where the cluster profile has no fs_bandwidth."""
+MEAN_LENGTH = 0.3
+"""Of an answer, as a share of the limit: NeMo-RL reports 3,252 tokens of Qwen3-32B on competition mathematics."""
+MEAN_PROMPT = 0.25
+"""Of a prompt, as a share of what the longest answer leaves of the sequence."""
+NOMINAL_CPU = Card("CPU", 5e10, 1e10)
+"""Of a process, to be corrected by what a run measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What a run took over what is estimated for it."""
+
+    generate: float = 1.0
+    train: float = 1.0
+    other_s: float = 0.0
+    """Seconds of a step that neither generates nor trains nor sends weights: rewards, exchange, waiting for ranks."""
+
+
+AS_ESTIMATED = Correction()
+
+
+def estimate_work(config: RunConfig, answer_tokens: float | None) -> Work:
+    """What a step is made of, by the recipe.
+
+    Args:
+        answer_tokens: of an answer, mean; None: MEAN_LENGTH.
+    """
+    limit, grpo = config.sampling.max_new_tokens, config.grpo
+    prompt = max(1, round(MEAN_PROMPT * (config.sequence_length - limit)))
+    mean = answer_tokens or max(1.0, MEAN_LENGTH * limit)
+    return Work(grpo.prompts_per_step, grpo.group_size, prompt, Lognormal.with_mean(mean, limit))
+
+
+def estimate_costs(
+    config: RunConfig, sizes: Sizes, vocab: int, card: Card, work: Work, fs_bytes_per_s: float | None = None
+) -> Costs:
+    """What the parts of a step take.
+
+    Args:
+        vocab: rows of the embedding.
+        work: what is prefilled and cached is counted for its lengths.
+        fs_bytes_per_s: that the job can write; None: FILE_SYSTEM_BYTES_PER_S.
+    """
+    model, size = config.model, WEIGHT_BYTES[config.model.dtype]
+    held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep)
+    engine = weights(model, vocab, sizes.inference_tp, sizes.inference_pp)
+    flops = sizes.training_world * card.bf16_flops * TRAINING_MFU
+    passes = _passes(config) * _bubble(config, sizes, work)
+    per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1) * passes / flops
+    per_square = training_flops(model, vocab, tokens=0, pairs=1, predictions=0) / 2 * passes / flops
+    saved = checkpoint_bytes(config, vocab)
+    return Costs(
+        decode=_decode_speed(config, sizes, engine, card),
+        rows=_rows(config, work),
+        prefill_token_s=_forward_flops(model, vocab) / (sizes.replica_size * card.bf16_flops * PREFILL_MFU),
+        train_token_s=per_token,
+        train_square_s=per_square,
+        training_replicas=sizes.dp,
+        step_s=_update_s(config, sizes, vocab, held) + work.prompts * work.prompt_tokens * per_token,
+        refit_s=_refit_s(sizes, size * weights(model, vocab).all),
+        swap_s=size * engine.all / card.memory_bytes_per_s if sizes.partitioned else 0.0,
+        save_blocked_s=saved / sizes.training_world / HOST_BYTES_PER_S,
+        save_s=saved / (fs_bytes_per_s or FILE_SYSTEM_BYTES_PER_S),
+    )
+
+
+def corrected(costs: Costs, by: Correction) -> Costs:
+    """As a run measured them."""
+    decode = DecodeSpeed(
+        tuple((rows, seconds * by.generate) for rows, seconds in costs.decode.points),
+        costs.decode.cached_token_s * by.generate,
+    )
+    return replace(
+        costs,
+        decode=decode,
+        prefill_token_s=costs.prefill_token_s * by.generate,
+        train_token_s=costs.train_token_s * by.train,
+        train_square_s=costs.train_square_s * by.train,
+        step_s=costs.step_s * by.train + by.other_s,
+    )
+
+
+def _decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card) -> DecodeSpeed:
+    """A token of all rows reads the weights once, of the experts those that are asked, and the caches."""
+    model, size = config.model, WEIGHT_BYTES[config.model.dtype]
+    layers, heads = model.num_layers // sizes.inference_pp, -(-model.num_query_groups // sizes.inference_tp)
+    sync = 2 * layers * ALL_REDUCE_S * (sizes.inference_tp > 1)
+    share = (model.experts_per_token or 0) / (model.num_experts or 1)
+
+    def seconds(rows: int) -> float:
+        asked = 1 - (1 - share) ** rows  # experts that any row needs, chosen equally often
+        read = size * (engine.dense + engine.experts * asked) / card.memory_bytes_per_s
+        computed = 2 * rows * (engine.dense + engine.experts * share) / (card.bf16_flops * PREFILL_MFU)
+        return DECODE_OVERHEAD * max(read, computed) + sync
+
+    most = config.inference.max_batch
+    counts = sorted({1, most, *(2**power for power in range(1, most.bit_length()))})
+    cached = 2 * size * layers * heads * model.head_size / card.memory_bytes_per_s
+    # Stages of a pipeline take turns.
+    return DecodeSpeed(
+        tuple((rows, sizes.inference_pp * seconds(rows)) for rows in counts),
+        sizes.inference_pp * DECODE_OVERHEAD * cached,
+    )
+
+
+def _rows(config: RunConfig, work: Work) -> int:
+    """Answers in flight that a replica has rows, and room in its cache, for."""
+    pages, tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
+    return max(1, min(config.inference.max_batch, int(pages * tokens / (work.prompt_tokens + work.lengths.mean))))
+
+
+def _forward_flops(model: ModelConfig, vocab: int) -> float:
+    return training_flops(model, vocab, tokens=1, pairs=0, predictions=0) / 3
+
+
+def _passes(config: RunConfig) -> float:
+    """Forward and backward passes over a batch; to score by the old weights, and by those of the KL penalty, is a third
+    of one each."""
+    grpo = config.grpo
+    scored = (grpo.updates_per_pass * grpo.iterations > 1) + (grpo.kl_beta > 0)
+    return grpo.iterations + scored / 3
+
+
+def _bubble(config: RunConfig, sizes: Sizes, work: Work) -> float:
+    """Time of a pipeline over that of its work: arXiv 1811.06965."""
+    tokens = work.answers * (work.lengths.mean + work.prompt_tokens / work.group_size)
+    updates = sizes.dp * config.grpo.updates_per_pass
+    microbatches = max(1.0, tokens / updates / (sizes.cp * config.training.tokens_per_microbatch))
+    return 1 + (sizes.pp - 1) / microbatches
+
+
+def _update_s(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> float:
+    """Gradients to their owners and weights back, between data-parallel ranks, and Adam's state there and back where it
+    is in the host's memory."""
+    size = WEIGHT_BYTES[config.model.dtype]
+    each = (FP32_BYTES if config.optimizer.grad_reduce_in_fp32 else size) + size
+    sent = each * held.all if sizes.dp * sizes.cp > 1 else 0
+    moved = 2 * offloaded_bytes(config, sizes, vocab)
+    updates = config.grpo.updates_per_pass * config.grpo.iterations
+    return updates * (sent / (NETWORK_BYTES_PER_S * NETWORK_SHARE) + moved / HOST_BYTES_PER_S)
+
+
+def _refit_s(sizes: Sizes, whole: int) -> float:
+    """The weights from the ranks of one data-parallel replica to all others; none where those that generate have them.
+
+    Args:
+        whole: bytes of all weights.
+    """
+    if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.inference_pp in (1, sizes.pp):
+        return 0.0
+    senders = min(sizes.tp * sizes.pp, sizes.replica_size)
+    return whole / senders / (NETWORK_BYTES_PER_S * NETWORK_SHARE)

@@ -1,0 +1,92 @@
+"""What a run's own record says of its lengths and speeds, to be used in place of estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from launcher.errors import BadInput
+from launcher.recipe.load import read_resolved
+from launcher.simulate.lengths import Lognormal
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Unreadable, read_lines
+
+RECENT = 50
+"""Steps that are looked at; the first of a run, in which kernels are compiled, is not among them."""
+OTHER = ("time/reward_s", "time/log_probs_s", "time/offload_s", "time/refit_s")
+"""Parts of a step that the simulation knows nothing of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The newest steps of a run, in their mean."""
+
+    run: str
+    config: RunConfig
+    steps: int
+    lengths: Lognormal
+    prompt_tokens: int
+    step_s: float
+    generate_s: float
+    """In which a replica computed."""
+    train_s: float
+    other_s: float
+    """In which it did neither, nor waited."""
+    max_lag: int
+    """Versions that its answers were behind, at most."""
+
+
+def read_measured(run: RunDir) -> Measured:
+    """What the newest steps of a run were like.
+
+    Raises:
+        BadInput: it has made no more than one step, or its files cannot be read.
+    """
+    name, config, found = run.root.name, read_resolved(run.resolved), read_lines(MetricsLine, run.metrics)
+    if isinstance(found, Unreadable):
+        raise BadInput(str(found))
+    lines = [line.values for line in found.records[1:]][-RECENT:]
+    if not lines:
+        raise BadInput(f"{run.metrics}: {name} has not made two steps yet: there is nothing to measure")
+
+    def mean(metric: str, default: float | None = None) -> float:
+        values = [float(line[metric]) for line in lines if metric in line]
+        if not values and default is None:
+            raise BadInput(f"{run.metrics}: no step says {metric}")
+        return fmean(values) if values else default or 0.0
+
+    step_s, busy = mean("time/step_s"), mean("system/replica_busy_mean", 0.0)
+    lengths = Lognormal.fitted(
+        mean=mean("answer_length"),
+        largest=mean("answer_length_max"),
+        cut=mean("truncated_ratio", 0.0),
+        answers=config.grpo.prompts_per_step * config.grpo.group_size,
+        maximum=config.sampling.max_new_tokens,
+    )
+    return Measured(
+        run=name,
+        config=config,
+        steps=len(lines),
+        lengths=lengths,
+        prompt_tokens=max(1, round(mean("prompt_length"))),
+        step_s=step_s,
+        generate_s=busy * step_s or mean("time/generate_s"),
+        train_s=mean("time/train_s"),
+        other_s=sum(mean(part, 0.0) for part in OTHER),
+        max_lag=max(int(line.get("staleness_max", 0)) for line in lines),
+    )
+
+
+def idle_shares(lines: Sequence[MetricsLine]) -> tuple[float, float] | None:
+    """Shares of the time of these steps of a partitioned run in which training ranks waited for answers, and in which
+    replicas had nothing to compute, mean over them; None where no step says the latter."""
+    said = [line.values for line in lines if "system/replica_busy_mean" in line.values]
+    seconds = sum(values["time/step_s"] for values in said)
+    if not seconds:
+        return None
+    waited = sum(values.get(f"time/{part}_s", 0.0) for values in said for part in ("generate", "reward", "wait"))
+    busy = sum(values["system/replica_busy_mean"] * values["time/step_s"] for values in said)
+    return min(1.0, waited / seconds), max(0.0, 1 - busy / seconds)

@@ -1,0 +1,233 @@
+"""The simulation itself: a run from event to event.
+
+    prompts -> admitted by the bound -> a replica -> answered -> their batch is whole -> trained in order -> new weights
+                     ^                                                                                          |
+                     +------------------------------ one more version is published ----------------------------+
+
+Batch s is made of the ordinals [s P, (s + 1) P) and trained by version s. Those below (version + 1 + max_lag) P are
+admitted, so a token is at most max_lag versions old when it is trained. Answers go on across versions.
+
+A preemption with enough grace saves, and what is half answered is gone on with; any other end of an attempt goes back
+to the newest checkpoint, and all that came after it is made again. A node that only generates takes its replicas along
+and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+from launcher.simulate.agenda import Agenda
+from launcher.simulate.outcome import Outcome, Step
+from launcher.simulate.pool import Pool
+from launcher.simulate.replica import Answer
+from launcher.simulate.scenario import NEVER, Scenario
+
+SAVES_IN_GRACE = 1.5
+"""What a save is taken for when it is decided whether it fits; as at a real drain."""
+
+
+def simulate(scenario: Scenario, steps: int, seed: int = 0) -> Outcome:
+    """A run of so many steps; the same for the same arguments."""
+    return _Run(scenario, seed).until(steps)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What has ended of the answers of a batch."""
+
+    missing: int
+    tokens: int = 0
+    squares: int = 0
+    longest: int = 0
+    versions: Counter[int] = field(default_factory=Counter)
+    """Tokens by the version that sampled them."""
+
+    def add(self, answer: Answer) -> None:
+        self.missing -= 1
+        self.tokens += answer.tokens
+        self.squares += answer.tokens**2
+        self.longest = max(self.longest, answer.tokens)
+        for version, tokens in answer.sampled:
+            self.versions[version] += tokens  # type: ignore[assignment]
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self._scenario = scenario
+        self._seed = seed
+        self._chance = Random(f"faults of seed {seed}")
+        self._agenda = Agenda()
+        self._pool = Pool(scenario, self._agenda, self._take)
+        self._steps: list[Step] = []  # of the surviving line
+        self._batches: dict[int, _Batch] = {}  # that are admitted and not trained
+        self._admitted = 0  # ordinals
+        self._checkpoint = 0  # steps that are safe
+        self._training_since: float | None = None
+        self._blocked = False  # the training world saves
+        self._generated_s = 0.0  # Pool.busy_s at the end of the step before
+        self._trained_s = self._queued_s = self._starting_s = 0.0
+        self._attempts, self._repeated = 1, 0
+
+    def until(self, steps: int) -> Outcome:
+        self._begin_attempt([], 0.0)
+        while len(self._steps) < steps:
+            self._agenda.go_on()
+        return self._outcome()
+
+    # Generation
+
+    def _admit(self, now: float) -> None:
+        """Let generation begin with as many prompts as the bound allows."""
+        work = self._scenario.work
+        answers: list[Answer] = []
+        for number in range(self._admitted // work.prompts, len(self._steps) + 1 + self._scenario.max_lag):
+            self._batches[number] = _Batch(work.answers)
+            for ordinal in range(number * work.prompts, (number + 1) * work.prompts):
+                lengths = work.lengths.of_group(self._seed, ordinal, work.group_size)
+                answers += (Answer(ordinal, sample, tokens) for sample, tokens in enumerate(lengths))
+            self._admitted = (number + 1) * work.prompts
+        self._pool.submit(answers, now)
+
+    def _take(self, answer: Answer, now: float) -> None:
+        self._batches[answer.ordinal // self._scenario.work.prompts].add(answer)
+        self._train_if_ready(now)
+
+    # Training
+
+    def _train_if_ready(self, now: float) -> None:
+        batch = self._batches.get(len(self._steps))
+        if self._blocked or self._training_since is not None or batch is None or batch.missing:
+            return
+        self._training_since = now
+        costs = self._scenario.costs
+        seconds = costs.train_s(batch.tokens, batch.squares, batch.longest)
+        self._agenda.at(now + seconds + costs.refit_s, self._publish)
+
+    def _publish(self, now: float) -> None:
+        """The step is done, and all replicas have its weights."""
+        assert self._training_since is not None
+        version, prompts = len(self._steps), self._scenario.work.prompts
+        batch, trained_s = self._batches.pop(version), now - self._training_since
+        aged = sum((version - old) * tokens for old, tokens in batch.versions.items())
+        self._pool.swap(version + 1, now)
+        self._steps.append(
+            Step(
+                number=version + 1,
+                ended_at=now,
+                ordinals=range(version * prompts, (version + 1) * prompts),
+                tokens=batch.tokens,
+                staleness=aged / sum(batch.versions.values()),
+                staleness_max=version - min(batch.versions),
+                trained_s=trained_s,
+                generated_s=self._pool.busy_s - self._generated_s,
+            )
+        )
+        self._generated_s = self._pool.busy_s
+        self._trained_s += trained_s
+        self._training_since = None
+        blocked_s = self._begin_save(now)
+        self._blocked = True
+        self._agenda.at(now + blocked_s, self._go_on)
+
+    def _begin_save(self, now: float) -> float:
+        """Seconds for which training stands still."""
+        every, costs = self._scenario.save_every, self._scenario.costs
+        if not every or len(self._steps) % every:
+            return 0.0
+        self._agenda.at(now + costs.save_s, partial(self._saved, len(self._steps)))
+        return costs.save_blocked_s
+
+    def _saved(self, step: int, now: float) -> None:
+        del now
+        self._checkpoint = step
+
+    def _go_on(self, now: float) -> None:
+        self._blocked = False
+        self._admit(now)
+        self._train_if_ready(now)
+
+    # Attempts
+
+    def _begin_attempt(self, left: list[Answer], now: float) -> None:
+        """left: answers that are gone on with."""
+        faults = self._scenario.faults
+        self._pool.start(len(self._steps), now)
+        if faults.preempted_every_s < NEVER:
+            self._agenda.at(now + self._drawn(faults.preempted_every_s), self._preempt)
+        self._await_node_failure(now)
+        self._pool.submit(left, now)
+        self._go_on(now)
+
+    def _preempt(self, now: float) -> None:
+        faults, costs = self._scenario.faults, self._scenario.costs
+        self._queued_s += faults.queued_s
+        if SAVES_IN_GRACE * costs.save_s <= faults.grace_s:
+            self._checkpoint = len(self._steps)
+            self._end_attempt(self._pool.stop(now), now, costs.save_s, faults.queued_s)
+        else:
+            self._roll_back(now, faults.queued_s)
+
+    def _await_node_failure(self, now: float) -> None:
+        every = self._scenario.faults.node_fails_every_s
+        if every < NEVER:
+            self._agenda.at(now + self._drawn(every / self._scenario.split.nodes), self._lose_node)
+
+    def _lose_node(self, now: float) -> None:
+        split = self._scenario.split
+        node = self._chance.randrange(split.nodes)
+        if node < split.training_nodes:
+            self._roll_back(now, 0.0)
+        else:
+            self._await_node_failure(now)
+            self._pool.lose_node(node - split.training_nodes, now)
+
+    def _roll_back(self, now: float, queued_s: float) -> None:
+        """To the newest checkpoint."""
+        self._pool.stop(now)
+        self._generated_s = self._pool.busy_s
+        self._repeated += len(self._steps) - self._checkpoint
+        del self._steps[self._checkpoint :]
+        self._batches.clear()
+        self._admitted = self._checkpoint * self._scenario.work.prompts
+        self._end_attempt([], now, 0.0, queued_s)
+
+    def _end_attempt(self, left: list[Answer], now: float, saving_s: float, queued_s: float) -> None:
+        self._agenda.clear()
+        if self._training_since is not None:
+            self._trained_s += now - self._training_since
+            self._training_since = None
+        starting_s = saving_s + self._scenario.faults.restart_s
+        self._starting_s += starting_s
+        self._attempts += 1
+        self._agenda.at(now + starting_s + queued_s, partial(self._begin_attempt, left))
+
+    def _drawn(self, mean_s: float) -> float:
+        return self._chance.expovariate(1 / mean_s)
+
+    def _outcome(self) -> Outcome:
+        split, seconds = self._scenario.split, self._steps[-1].ended_at
+        held_s = seconds - self._queued_s
+        running_s = held_s - self._starting_s
+        share = split.training_nodes / split.nodes
+        trained_s = sum(step.trained_s for step in self._steps)
+        generated_s = sum(step.generated_s for step in self._steps)
+        idle_training = 1 - self._trained_s / running_s
+        idle_inference = 1 - self._pool.busy_s / running_s
+        useful_s = share * trained_s + (1 - share) * generated_s
+        if split.colocated:
+            useful_s = trained_s + generated_s
+            idle_training = idle_inference = idle_training + idle_inference - 1
+        return Outcome(
+            steps=tuple(self._steps),
+            seconds=seconds,
+            held_s=held_s,
+            attempts=self._attempts,
+            repeated=self._repeated,
+            lost_replicas=self._pool.lost,
+            idle_training=max(0.0, idle_training),
+            idle_inference=max(0.0, idle_inference),
+            goodput=useful_s / held_s,
+        )

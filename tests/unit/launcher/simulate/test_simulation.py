@@ -1,0 +1,149 @@
+"""The simulation of a run: what must hold whatever happens, and what a formula says where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.simulate.lengths import Lognormal, Trace
+from launcher.simulate.run import simulate
+from launcher.simulate.scenario import NEVER, Costs, DecodeSpeed, Faults, Scenario, Split, Work
+
+COSTS = Costs(
+    decode=DecodeSpeed(((1, 0.01), (8, 0.02)), 1e-6),
+    rows=8,
+    prefill_token_s=1e-4,
+    train_token_s=1e-3,
+    train_square_s=1e-7,
+    training_replicas=2,
+    step_s=0.5,
+    refit_s=0.25,
+    swap_s=0.1,
+    save_blocked_s=0.5,
+    save_s=4.0,
+)
+WORK = Work(prompts=6, group_size=4, prompt_tokens=10, lengths=Lognormal.with_mean(100, 400))
+PLAIN = Scenario(WORK, COSTS, Split(2, 2, 2))
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    inference_nodes = draw(st.integers(0, 4))
+    training_nodes = draw(st.integers(1, 3))
+    replicas = draw(st.sampled_from([1, 2, 4])) * (inference_nodes or training_nodes)
+    faults = Faults(
+        preempted_every_s=draw(st.sampled_from([NEVER, 100.0])),
+        grace_s=draw(st.sampled_from([0.0, 120.0])),
+        queued_s=30.0,
+        node_fails_every_s=draw(st.sampled_from([NEVER, 300.0])),
+        restart_s=5.0,
+        replica_restart_s=draw(st.sampled_from([1.0, 40.0])),
+    )
+    work = replace(WORK, prompts=draw(st.integers(1, 9)), group_size=draw(st.integers(2, 5)))
+    return Scenario(
+        work=work,
+        costs=replace(COSTS, rows=draw(st.integers(1, 9)), training_replicas=training_nodes),
+        split=Split(training_nodes, inference_nodes, replicas),
+        max_lag=draw(st.integers(0, 3)) if inference_nodes else 0,
+        save_every=draw(st.integers(1, 3)),
+        faults=faults,
+    )
+
+
+@given(scenarios(), st.integers(0, 2**32))
+def test_whatever_happens_each_prompt_is_trained_once_in_order_by_weights_that_are_fresh_enough(scenario, seed):
+    done = simulate(scenario, 7, seed)
+    work = scenario.work
+    assert [ordinal for step in done.steps for ordinal in step.ordinals] == list(range(7 * work.prompts))
+    for step in done.steps:
+        ordinals = step.ordinals
+        groups = [work.lengths.of_group(seed, ordinal, work.group_size) for ordinal in ordinals]
+        assert step.tokens == sum(map(sum, groups))
+        assert 0 <= step.staleness <= step.staleness_max + 1e-9
+        assert step.staleness_max <= scenario.max_lag
+    ends = [step.ended_at for step in done.steps]
+    assert ends == sorted(ends)
+    assert 0 < done.held_s <= done.seconds == ends[-1]
+    for share in (done.idle_training, done.idle_inference, done.goodput):
+        assert 0 <= share <= 1
+    assert simulate(scenario, 7, seed) == done
+
+
+@given(
+    replicas=st.integers(1, 5),
+    groups=st.integers(1, 4),
+    tokens=st.integers(1, 300),
+    colocated=st.booleans(),
+    prompt=st.integers(1, 50),
+)
+def test_at_lag_0_equal_answers_take_what_the_formula_says(replicas, groups, tokens, colocated, prompt):
+    """Every replica has as many groups of 2, all in flight at once."""
+    costs = replace(COSTS, swap_s=0.0)
+    split = Split(1, 0, replicas) if colocated else Split(1, replicas, replicas)
+    work = Work(groups * replicas, 2, prompt, Trace((tokens,)))
+    done = simulate(Scenario(work, costs, split), 3)
+    rows, answers = 2 * groups, 2 * groups * replicas
+    generated = prompt * groups * 1e-4 + tokens * costs.decode.step_s(rows)
+    generated += 1e-6 * sum(rows * (prompt + token + 0.5) for token in range(tokens))
+    trained = 0.5 + max(answers * (1e-3 * tokens + 1e-7 * tokens**2), 2 * (1e-3 * tokens + 1e-7 * tokens**2))
+    for step in done.steps:
+        assert step.ended_at == pytest.approx(step.number * (generated + trained + 0.25))
+        assert (step.generated_s, step.trained_s) == (pytest.approx(generated), pytest.approx(trained + 0.25))
+
+
+@given(steps=st.floats(0.01, 1e4), rows=st.integers(1, 20), cached=st.floats(0, 1e5))
+def test_the_steps_of_some_seconds_take_these_seconds(steps, rows, cached):
+    speed = COSTS.decode
+    assert speed.steps(rows, cached, speed.seconds(rows, cached, steps)) == pytest.approx(steps, rel=1e-6)
+    free = replace(speed, cached_token_s=0.0)
+    assert free.steps(rows, cached, free.seconds(rows, cached, steps)) == pytest.approx(steps, rel=1e-6)
+
+
+def test_between_measured_points_lies_a_line_and_beyond_the_last_its_continuation():
+    speed = DecodeSpeed(((2, 0.1), (4, 0.2), (8, 0.2)), 0.0)
+    assert [speed.step_s(rows) for rows in (1, 2, 3, 4, 6, 8, 16)] == pytest.approx(
+        [0.1, 0.1, 0.15, 0.2, 0.2, 0.2, 0.2]
+    )
+    assert DecodeSpeed(((2, 0.1), (4, 0.2)), 0.0).step_s(6) == pytest.approx(0.3)
+
+
+@given(seed=st.integers(0, 2**32), prompts=st.integers(1, 12), colocated=st.booleans())
+def test_twice_the_nodes_that_scale_perfectly_are_never_slower_at_lag_0(seed, prompts, colocated):
+    work = replace(WORK, prompts=prompts)
+    few, many = (Split(2, 0, 2), Split(4, 0, 4)) if colocated else (Split(2, 2, 2), Split(4, 4, 4))
+    halved = {"train_token_s": COSTS.train_token_s / 2, "train_square_s": COSTS.train_square_s / 2}
+    costs = replace(COSTS, training_replicas=4, **halved)
+    slower = simulate(Scenario(work, COSTS, few), 3, seed)
+    assert simulate(Scenario(work, costs, many), 3, seed).seconds <= slower.seconds + 1e-6
+
+
+def test_generation_that_runs_ahead_hides_the_shorter_of_the_two():
+    by_lag = [simulate(replace(PLAIN, max_lag=lag), 30) for lag in range(3)]
+    assert by_lag[0].seconds > by_lag[1].seconds >= by_lag[2].seconds
+    assert [one.staleness_max for one in by_lag] == [0, 1, 2]
+    assert by_lag[2].seconds > sum(step.trained_s for step in by_lag[2].steps)
+
+
+def test_a_lost_replica_takes_no_step_along_and_a_lost_trainer_those_since_the_checkpoint():
+    faults = Faults(node_fails_every_s=400.0, restart_s=5.0, replica_restart_s=5.0)
+    done = simulate(Scenario(WORK, COSTS, Split(1, 7, 7), max_lag=1, save_every=4, faults=faults), 60, seed=1)
+    assert done.lost_replicas > done.attempts - 1 > 0
+    assert 0 < done.repeated <= 8 * (done.attempts - 1)  # a save that was not published yet counts for nothing
+
+
+def test_a_preemption_with_grace_repeats_nothing_and_goes_on_with_half_answers():
+    faults = Faults(preempted_every_s=40.0, grace_s=120.0, queued_s=100.0, restart_s=5.0)
+    saved = simulate(replace(PLAIN, faults=faults), 20, seed=3)
+    killed = simulate(replace(PLAIN, save_every=1, faults=replace(faults, grace_s=1.0)), 20, seed=3)
+    assert saved.attempts > 2
+    assert saved.repeated == 0 < killed.repeated
+    assert saved.goodput > killed.goodput
+    assert saved.seconds - saved.held_s == pytest.approx(100.0 * (saved.attempts - 1))
+
+
+def test_replicas_go_with_the_nodes_that_they_are_on():
+    assert [list(Split(1, 2, 4).replicas_on(node)) for node in range(2)] == [[0, 1], [2, 3]]
+    assert [list(Split(1, 4, 2).replicas_on(node)) for node in range(4)] == [[0], [0], [1], [1]]
