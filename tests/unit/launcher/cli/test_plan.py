@@ -23,6 +23,12 @@ RECIPE = "qwen2.5-32b-dapo"
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
 
+@pytest.fixture(autouse=True)
+def no_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of them, and the seconds that all take, there are other tests."""
+    monkeypatch.setattr("launcher.simulate.splits.MOST_SPLITS", 1)
+
+
 def mrl_plan(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "80"}).invoke(command, list(arguments))
 
@@ -143,6 +149,7 @@ def test_the_json_has_one_row_a_gpu():
         RECIPE, "placement.mode=partitioned", "placement.inference.nodes=5", "--cluster", "h100", "--json"
     )
     record = json.loads(result.output)
+    assert len(record.pop("splits")) == 2
     assert record == json.loads(json.dumps(plan_json(asked.config, plan, profile)))
     assert len(record["ranks"]) == 64
     first, last = record["ranks"][0], record["ranks"][-1]

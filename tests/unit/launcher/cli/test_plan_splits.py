@@ -1,0 +1,132 @@
+"""mrl plan: how long a step takes on each split of the nodes, estimated or as a run measured it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from launcher.cli.plan import command
+from launcher.recipe.load import dump_resolved, load_recipe
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append
+
+RECIPE = ("qwen2.5-32b-dapo", "--cluster", "h100", "grpo.prompts_per_step=8", "grpo.global_batch=128")
+pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
+
+
+def mrl_plan(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "80"}).invoke(command, list(arguments))
+
+
+def splits(*arguments: str) -> list[dict[str, Any]]:
+    result = mrl_plan(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.output)["splits"]
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """The record of a run of the demo whose ranks took turns: 4 s of generation, 3 s of training, 1 s of all else."""
+    made = RunDir(tmp_path / "mine")
+    made.root.mkdir()
+    made.resolved.write_text(dump_resolved(load_recipe("demo").config), encoding="utf-8")
+    for step in range(1, 6):
+        slow = 100.0 * (step == 1)
+        values = {
+            "time/step_s": 8.0 + slow,
+            "time/generate_s": 4.0 + slow,
+            "time/train_s": 3.0,
+            "time/reward_s": 1.0,
+            "answer_length": 3.0,
+            "answer_length_max": 3,
+            "truncated_ratio": 1.0,
+            "prompt_length": 4.0,
+            "staleness_max": 0,
+        }
+        append(made.metrics, MetricsLine(step, values))
+    return made
+
+
+def test_the_table_has_a_row_for_each_split_and_marks_the_fastest():
+    result = mrl_plan(*RECIPE)
+    assert result.exit_code == 0
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+    rows = result.output.partition("step time by split, estimated for H100")[2].splitlines()
+    assert [row.split("  ")[0] for row in rows[3:11]] == ["co-located", *(f"{8 - n} + {n}" for n in range(1, 8))]
+    assert sum("*" in row for row in rows[3:11]) == 2
+
+
+def test_splits_are_told_as_json_with_the_shares_in_which_each_role_waits():
+    found = splits(*RECIPE, "--max-lag", "0,2")
+    colocated, *apart = found
+    assert [lag["idle_training"] == lag["idle_inference"] for lag in colocated["lags"]] == [True, True]
+    for split in apart:
+        lag_0, lag_2 = split["lags"]
+        assert lag_2["step_s"] < lag_0["step_s"]
+        assert lag_0["step_s"] == pytest.approx(lag_0["train_s"] / (1 - lag_0["idle_training"]))
+    assert apart[0]["lags"][0]["idle_training"] > apart[-1]["lags"][0]["idle_training"]
+
+
+def test_a_split_that_the_gpus_have_no_room_for_is_never_the_best():
+    found = splits(*RECIPE, "training.tokens_per_microbatch=30000", "placement.offload=none")
+    small = [split for split in found if split["lacks_bytes"]]
+    assert small
+    assert not any(lag["best"] for split in small for lag in split["lags"])
+
+
+def test_a_faster_card_and_shorter_answers_take_less_time():
+    def step_s(*more: str) -> float:
+        best: float = min(lag["step_s"] for split in splits(*RECIPE, *more) for lag in split["lags"])
+        return best
+
+    assert step_s("--card", "B200") < step_s()
+    assert step_s("--answer-tokens", "500") < step_s() / 2
+
+
+def test_of_a_large_allocation_not_all_splits_are_looked_at():
+    found = splits(*RECIPE, "job.nodes=64", "placement.training.pp=8", "--max-lag", "1")
+    assert [split["inference_nodes"] for split in found] == [0, 8, 16, 24, 32, 40, 48, 56]
+
+
+def test_what_a_run_measured_is_what_is_planned_for_it(run):
+    (colocated,) = splits("demo", "--measured", str(run.root))
+    lag, _ = colocated["lags"]
+    assert (lag["generate_s"], lag["step_s"]) == (pytest.approx(4.0), pytest.approx(8.0))
+    told = mrl_plan("demo", "--measured", str(run.root)).output
+    assert "step time by split, as measured in 4 steps of mine" in told
+
+
+def test_nobody_knows_how_fast_a_cpu_is():
+    assert splits("demo") == []
+    assert "step time" not in mrl_plan("demo").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("demo", "--card", "H100"), "job.device is cpu: how fast that is only a run can tell: --measured RUN"),
+        ((*RECIPE, "--card", "V100"), "--card V100: is not known; there are GB200, "),
+        ((*RECIPE, "--answer-tokens", "20000"), "a mean of 20000 tokens is not between 1 and the limit of 10,975"),
+        ((*RECIPE, "--max-lag", "2-"), "'2-' is neither numbers such as 0,1,2 nor doublings such as 8-64"),
+        ((*RECIPE, "--max-lag", "17"), "17 is not between 0 and 16"),
+        ((*RECIPE, "--measured", "RUN"), "is a run of another model"),
+        (("demo", "--measured", "RUN", "--card", "H100"), "give either"),
+        (("demo", "--measured", "xyzzy"), "no run is called 'xyzzy'"),
+    ],
+)
+def test_what_says_nothing_is_refused_with_the_way_out(run, arguments, error):
+    result = mrl_plan(*(str(run.root) if one == "RUN" else one for one in arguments))
+    assert result.exit_code == 2
+    assert error in str(result.output or result.exception)
+
+
+def test_a_run_that_has_hardly_begun_is_refused(run):
+    run.metrics.write_text('{"step": 1, "time/step_s": 1.0}\n', encoding="utf-8")
+    result = mrl_plan("demo", "--measured", str(run.root))
+    assert (result.exit_code, "has not made two steps yet" in result.output) == (2, True)
