@@ -92,8 +92,10 @@ class _Run:
         self._pool.submit(answers, now)
 
     def _take(self, answer: Answer, now: float) -> None:
-        self._batches[answer.ordinal // self._scenario.work.prompts].add(answer)
-        self._train_if_ready(now)
+        batch = self._batches[answer.ordinal // self._scenario.work.prompts]
+        batch.add(answer)
+        if not batch.missing:
+            self._train_if_ready(now)
 
     # Training
 

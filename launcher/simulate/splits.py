@@ -98,6 +98,8 @@ def lay_out(
         plan = place(job, placement, profile.gpus_per_node if profile else None, config.model)
     except LayoutError:
         return None
+    if config.grpo.prompts_per_step < plan.sizes.dp:
+        return None  # each data-parallel replica needs a prompt
     return with_offload(config.model_copy(update={"job": job, "placement": placement}), plan, profile), plan
 
 

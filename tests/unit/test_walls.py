@@ -30,6 +30,7 @@ LIGHT = (
     "megatron_rl.contract",
     "megatron_rl.section",
     "megatron_rl.agent.registry",
+    "megatron_rl.checkpoint.interval",
     "megatron_rl.model.flops",
     "megatron_rl.model.hf_config",
     "megatron_rl.platform.cards",
