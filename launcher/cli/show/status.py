@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
+from launcher.cli.show.replicas import replica_lines, replicas_json
 from launcher.errors import BadInput
 from launcher.host.attempt.avoid import excluded_since
 from launcher.host.record.accounting import USEFUL
@@ -41,6 +42,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "steps": status.steps or None,
         "mean_reward": mean(rewards) if rewards else None,
         "eta_s": history.eta_s() if goes_on else None,
+        "replicas": replicas_json(run.attempt(status.attempt)) if status.state in ("running", "saving") else [],
         "goodput": goodput,
         "job": job
         and {
@@ -115,6 +117,7 @@ def status_lines(told: dict[str, Any]) -> list[str]:
     rows = [("reason", told["reason"]), ("waits for", told["waits_for"]), ("job", _job(told))]
     rows.append(("avoids", _avoids(told)))
     rows.append(("phase", told["phase"]))
+    rows += [("replica", line) for line in replica_lines(told["replicas"], time.time())]
     if told["step"]:
         share = f" of {told['steps']} ({told['step'] / told['steps']:.0%})" if told["steps"] else ""
         rows.append(("step", f"{told['step']}{share}"))
