@@ -109,16 +109,16 @@ def seconds_to_leave(run: Run, attempt: int = 1) -> float:
     return float(ended) - float(asked)
 
 
-def kill_rank(run: Run, rank: int) -> bool:
-    """SIGKILL, from outside and without a word to anybody; whether there was such a process just now."""
+def kill_rank(run: Run, rank: int, step: str = "train", signum: int = signal.SIGKILL) -> bool:
+    """A signal to one process, from outside and without a word to anybody; whether there was such a one just now."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
             environment = (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue  # gone meanwhile
-        wanted = {f"SLURM_PROCID={rank}".encode(), b"MRL_STEP=train", f"MRL_RUN_DIR={run.dir.root}".encode()}
-        if b"--run-dir" in command and wanted <= set(environment):
-            os.kill(int(process.name), signal.SIGKILL)
+        wanted = {f"SLURM_PROCID={rank}".encode(), f"MRL_STEP={step}".encode(), f"MRL_RUN_DIR={run.dir.root}".encode()}
+        if b"--run-dir" in command and b"srun" not in command[0] and wanted <= set(environment):
+            os.kill(int(process.name), signum)
             return True
     return False

@@ -42,7 +42,8 @@ attempt = run.attempt(options.attempt)
 rank = int(os.environ["SLURM_PROCID"])
 told = []
 activity = Activity(attempt, published=False)
-box = BlackBox(attempt, rank, int(os.environ["SLURM_NTASKS"]), activity)
+files = attempt if options.replica is None else attempt.replica(options.replica)
+box = BlackBox(files, rank, int(os.environ["SLURM_NTASKS"]), activity)
 
 
 def train():
@@ -124,7 +125,11 @@ def serve():
         first_start.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    box.start()
+    box.start_heartbeats()
     while True:
+        activity.beat()
         time.sleep(0.1)
 
 

@@ -37,6 +37,7 @@ class AttemptEvidence(NamedTuple):
     hang: Optional[Hang] = None
     exits: List[RankExit] = []  # in their order, without those that the host side brought about
     code: Optional[int] = None  # what the training step ended with; negative: a signal; None: it never began
+    last_words: str = ""  # of srun about the step
     unready: Optional[str] = None  # why it never began
     late: Optional[str] = None  # why ranks had to be ended that should have saved; None: that explains nothing
     in_container: bool = False

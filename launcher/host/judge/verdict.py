@@ -164,8 +164,9 @@ def _unrecorded(evidence: AttemptEvidence) -> Verdict:
     if evidence.exits:
         codes = sorted({ended.code for ended in evidence.exits})
         return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes))
-    ended = describe_exit(evidence.code or 0)
-    return Verdict(CRASHED, None, "the step {} and recorded no outcome".format(ended))
+    told = "the step {} and recorded no outcome".format(describe_exit(evidence.code or 0))
+    told += "; srun: {}".format(evidence.last_words) if evidence.last_words else ""
+    return Verdict(CRASHED, None, told)
 
 
 def _by_exit(evidence: AttemptEvidence, ended: RankExit) -> Verdict:

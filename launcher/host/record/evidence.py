@@ -11,7 +11,7 @@ from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
 from launcher.host.record.heartbeats import read_heartbeats
-from launcher.host.record.logs import first_exit, last_line, timed_out_collective
+from launcher.host.record.logs import first_exit, last_line, last_words, timed_out_collective
 from launcher.host.record.reading import PATIENCE_S
 from megatron_rl.contract.attempt_records import (
     Drain,
@@ -80,6 +80,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]
         hang=observed.hang or hang,
         exits=exits,
         code=observed.code,
+        last_words=last_words(attempt),
         unready=observed.unready,
         late=observed.late,
         unseen=observed.unseen,

@@ -58,6 +58,12 @@ def last_line(attempt: RankFiles, rank: int) -> str:
     return (reason_of_container(lines) or (lines or [""])[-1])[:LINE_LIMIT]
 
 
+def last_words(attempt: RankFiles) -> str:
+    """The last that srun said of the step itself; empty where it said nothing."""
+    lines = [line.strip() for line in tail(attempt.srun, TAIL).split("\n") if line.strip()]
+    return re.sub(r"^srun: (error: )?", "", (lines or [""])[-1])[:LINE_LIMIT]
+
+
 def timed_out_collective(attempt: RankFiles, rank: int) -> Optional[str]:
     """The collective of a rank that timed out, by the words of NCCL's watchdog in its log; None without any. It aborts
     the rank, so stacks follow, of C++ and of Python: the last line says nothing."""

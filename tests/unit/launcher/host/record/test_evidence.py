@@ -224,3 +224,24 @@ def test_a_rank_that_nccls_watchdog_aborted_has_in_its_log_what_timed_out(attemp
     assert verdict.error is not None
     assert verdict.error.startswith("a collective timed out: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4,")
     assert verdict.rank == 0
+
+
+def test_where_no_rank_said_a_word_sruns_last_ones_tell(attempt):
+    attempt.srun.write_text("srun: waiting\nsrun: error: Unable to create step for job 3: no such node\n\n")
+    verdict = verdict_of(read_evidence(attempt, Observed(code=1), None))
+    told = "the step left with exit code 1 and recorded no outcome; srun: Unable to create step for job 3: no such node"
+    assert verdict.error == told
+
+
+def test_a_replica_is_judged_by_its_own_files(attempt):
+    replica = attempt.replica(1)
+    replica.heartbeats.mkdir(parents=True)
+    replica.log(0).write_text("loading\nMemoryError\n")
+    write(attempt.outcome, Outcome(DRAINED, 3))
+    attempt.stacks(0).write_text("of another rank")
+    verdict = verdict_of(read_evidence(replica, Observed(exits=[RankExit(0, -9)], code=-9), None))
+    assert verdict.outcome == "crashed"
+    assert (
+        verdict.error
+        == "it was killed by SIGKILL (often: out of memory) without an error report; its log ends: MemoryError"
+    )

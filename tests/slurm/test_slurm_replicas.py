@@ -1,0 +1,84 @@
+"""The replicas of a partitioned job: one that hangs, and one whose node dies, are started again beside the training."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from json_files import read_json
+from lab import wait_until
+from login import Login, Run
+from records import kill_rank
+
+LIMIT_S = 200.0
+SHAPE = ("placement.mode=partitioned", "job.nodes=3", "job.gpus_per_node=1", "placement.inference.nodes=2")
+
+
+def submit(login: Login, *words: str) -> Run:
+    """By the script alone: mrl-submit takes no recipe that the ranks cannot run yet, and stub ranks can."""
+    root, script = login.share / "run", login.home / "job.sbatch"
+    login.share.mkdir(exist_ok=True)
+    words = ("demo", *SHAPE, *words, "--cluster", "stub", "--run-dir", str(root), "--dry-run", "--script")
+    script.write_text(login.call("mrl-submit", *words).stdout)
+    return login.adopt(root, login.sbatch(script, stub={"steps": 4000, "seconds": 0.1}))
+
+
+def starts(run: Run, step: str) -> int:
+    """How often a step had been started before it was started last; -1: never."""
+    seen = run.seen().get(f"{step}.0")
+    return -1 if seen is None else int(seen["environment"]["MRL_START"])
+
+
+def wait_for_start(run: Run, step: str, start: int) -> None:
+    wait_until(f"start {start} of {step}", lambda: starts(run, step) >= start, LIMIT_S)
+
+
+def ends_in_order(login: Login, run: Run) -> None:
+    """Nothing of what happened to the replicas has anything to do with the training."""
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    run.wait("COMPLETED")
+    assert run.ends() == [("stopped", "cancelled")], run.log()
+    assert [line["attempt"] for line in run.metrics()] == [1] * len(run.metrics())
+    assert not login.lab.run("squeue", "--noheader", "--steps", "--jobs", run.job).strip()
+
+
+def test_a_replica_that_hangs_is_ended_by_slurm_and_started_again(login: Login) -> None:
+    login.confine(1, 3)
+    run = submit(login, "job.silence_limit_s=10")
+    wait_for_start(run, "infer-1", 0)
+    wait_until("its heartbeat", run.dir.attempt(1).replica(1).heartbeat(0).exists, LIMIT_S)
+    assert kill_rank(run, 0, "infer-1", signal.SIGSTOP)
+    wait_for_start(run, "infer-1", 1)
+    assert starts(run, "infer-0") == 0
+    assert "infer-1 rank 0 on node03: silent for" in run.dir.batch_log.read_text()
+    lines = login.call("mrl", "status", run.dir.root).stdout
+    assert "infer-1: starts on node03" in lines
+    assert "2 starts; infer-1 rank 0 on node03: silent for" in lines
+    ends_in_order(login, run)
+
+
+@pytest.mark.slow  # Slurm takes its time to find out
+@pytest.mark.parametrize("spare", [1, 0])
+def test_a_node_that_only_generates_may_die(login: Login, spare: int) -> None:
+    login.confine(1, 3 + spare)
+    run = submit(login, f"job.spare_nodes={spare}")
+    wait_for_start(run, "infer-1", 0)
+    wait_for_start(run, "infer-0", 0)
+    run.wait_for_step(3)
+    lost = read_json(run.dir.attempt(1).nodes)["steps"]["infer-1"][0]
+    login.lab.kill_node(lost)
+    try:
+        if spare:
+            wait_for_start(run, "infer-1", 1)
+            assert run.seen()["infer-1.0"]["host"] == "node04"
+            assert read_json(run.dir.attempt(1).nodes)["steps"]["infer-1"] == ["node04"]
+        else:
+            state = run.dir.attempt(1).replica(1).state
+            wait_until("it cannot be started", lambda: (read_json(state) or {})["starts"] > 2, LIMIT_S)
+            assert "srun: " in read_json(state)["why"], "by Slurm's own words"
+        step = len(run.metrics())
+        run.wait_for_step(step + 3)
+        assert starts(run, "infer-0") == 0
+        ends_in_order(login, run)
+    finally:
+        login.lab.restart_node(lost)
