@@ -77,8 +77,9 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
     began = time.time()
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
-    processes = options.ranks + options.replicas * options.replica_ranks
-    write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=processes))
+    generating = options.replicas * options.replica_ranks
+    ranks = options.ranks + generating
+    write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=ranks, generating=generating))
     machine = ThisMachine(run, options.drain_limit, options.owner)
     settings = RankSettings(
         options.ranks,
@@ -91,21 +92,21 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
         options.replica_ranks,
         shlex.split(options.replica_command),
     )
-    ranks = LocalRanks(run, attempt, settings)
-    runner = AttemptRunner(attempt, ranks, machine, Signals(REQUESTS), options.silence_limit, options.grace)
+    processes = LocalRanks(run, attempt, settings)
+    runner = AttemptRunner(attempt, processes, machine, Signals(REQUESTS), options.silence_limit, options.grace)
     unready = None
     try:
         if options.replicas:
             make_token(run)
-        ranks.start()
+        processes.start()
         runner.training = True
-        runner.also.append(lambda now: None if runner.leaving else ranks.replicas.look(now))
+        runner.also.append(lambda now: None if runner.leaving else processes.replicas.look(now))
         runner.wait(lambda: runner.ended_ranks == options.ranks)
     except OSError as error:
         unready = "the ranks could not be started: {}".format(error)
     finally:
-        ranks.close()
-    code = ranks.code if unready is None else None
+        processes.close()
+    code = processes.code if unready is None else None
     return close(run, attempt, machine, runner.observed(code, unready), runner.request, began)
 
 

@@ -243,6 +243,7 @@ class AttemptStart(NamedTuple):
     held_since: Optional[float] = None  # when the allocation began
     pid: Optional[int] = None  # of the supervisor of a local run
     ranks: Optional[int] = None  # of a local run
+    generating: int = 0  # of its GPUs or ranks, those that only generate
 
 
 @record(event="end")

@@ -4,6 +4,7 @@ that train, again when they end, and gone with them."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def test_a_replica_that_is_killed_is_started_again_and_the_training_goes_on(part
     assert start_time(sister) is None, "its world ends with it"
     assert start_time(run.pid(0, 0)) is not None, "the others do not"
     run.wait_for(lambda: [state.starts for state in read_replicas(run.attempt)] == [1, 2])
-    assert "infer-1 rank 0: it was killed by SIGKILL" in run.log
+    assert re.search(r"infer-1 rank 0.*: it was killed by SIGKILL", run.log)
     run.finish()
     assert run.left_over() == []
     assert ends_in(read_ledger(run.run))[0].error is None
@@ -128,5 +129,4 @@ def test_a_run_whose_replicas_all_have_a_wrong_configuration_has_one_too(partiti
     assert run.process.wait(LIMIT_S) == 78, run.log
     (end,) = ends_in(read_ledger(run.run))
     assert end.outcome == "misconfigured"
-    assert "no inference replica was left: infer-0 rank 0" in end.error
-    assert "no such model" in end.error
+    assert re.match(r"no inference replica was left: infer-0 rank [01] on .*no such model", end.error)

@@ -12,7 +12,7 @@ from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import moved_sources, read_sources
 from launcher.host.judge.policy import STAYS
-from launcher.host.record.goodput import gpus_per_node
+from launcher.host.record.goodput import generating_gpus, gpus_per_node
 from launcher.host.record.ledger import newest_line, point_latest, write_line
 from launcher.host.record.reading import UnreadableRecord, read_or_raise
 from launcher.host.record.striping import make_checkpoints
@@ -116,6 +116,7 @@ def _start(context: JobContext, attempt: Attempt) -> AttemptStart:
         restart=context.restarts,
         nodes=context.hosts,
         gpus=len(context.hosts) * gpus_per_node(context.run),
+        generating=generating_gpus(context.run),
         submitted_at=submitted_at,
         # Somebody's own allocation began before it had anything to do with this run.
         held_since=max(submitted_at, context.held_since or now),

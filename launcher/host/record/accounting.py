@@ -5,7 +5,8 @@ The time of an attempt begins when its GPUs are held for it and ends when they a
     queue      from the submission, or the end of the attempt before it in the same job, to that beginning
     image      until the container image is there
     start-up   checks of the nodes, and processes that start, until rank 0 accounts for its own time (Attempt.timeline)
-    ...        what the ranks recorded; GPUs without a rank wait meanwhile
+    ...        what the ranks that train recorded. GPUs of the allocation without a rank wait meanwhile. Where other
+               ranks generate, those that train wait for the answers, and the others wait all the rest of the time
     drain      leaving: from the request, or from rank 0's last line if it left in order, to the end
     lost       what nothing has come of: steps after the checkpoint that a later attempt went on from, the step that was
                under way when an attempt ended (its answers are banked, its training is not), and time of which there
@@ -22,12 +23,13 @@ from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Ledge
 from megatron_rl.contract.codes import FINISHED, STOPPED
 
 QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait", "lost", "drain"
-USEFUL = ("generate", "reward", "log-probs", "train", "refit", "evaluate")
+GENERATE = "generate"
+USEFUL = (GENERATE, "reward", "log-probs", "train", "refit", "evaluate")
 """Goodput is the share of these."""
 CATEGORIES = (QUEUE, IMAGE, START_UP, "load") + USEFUL + ("offload", "save", WAIT, LOST, DRAIN)
 
 TRAINING = ("log-probs", "train", "offload", "refit")  # of a step that is not finished these have to be repeated
-WORK = ("generate", "reward", WAIT) + TRAINING  # for a step; all else comes before it and belongs to the step before
+WORK = (GENERATE, "reward", WAIT) + TRAINING  # for a step; all else comes before it and belongs to the step before
 
 IN_QUEUE = 0  # number of the attempt that a job in the queue will begin
 
@@ -119,7 +121,7 @@ def gpu_usage(
         queued_at = min(start, max(floor, _queued_from(line, before, stopped, floor)))
         closed = max(start, _end(line, end, trace, now if last else starts[place + 1].at, goes_on))
         gpus = line.gpus or line.ranks or _ranks(trace) or 0
-        account = _Account(gpus, start, closed)
+        account = _Account(gpus, start, closed, line.generating)
         account.seconds[QUEUE] = gpus * (start - queued_at)
         later = [step for step in map(_resumed, traced[place + 1 :]) if step is not None]
         _charge_attempt(account, trace, min(later) if later else sys.maxsize, goes_on)
@@ -136,8 +138,9 @@ def in_queue(job_id: str, submitted_at: float, gpus: int, now: float) -> Attempt
 class _Account:
     """The time of one attempt from its start to its end, charged without gaps."""
 
-    def __init__(self, gpus: int, start: float, end: float) -> None:
+    def __init__(self, gpus: int, start: float, end: float, generating: int = 0) -> None:
         self.gpus, self.at, self.end = gpus, start, end
+        self.generating = generating  # of the GPUs, those that only generate
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
 
     def until(self, at: float, category: str) -> None:
@@ -153,10 +156,14 @@ class _Account:
         told = sum(line.seconds.values()) / ranks
         known = min(span, told)
         busy = min(ranks, self.gpus)
+        apart = min(self.generating, self.gpus - busy)
+        self.seconds[fate.get(WAIT, WAIT)] += (self.gpus - busy - apart) * known
         for name, seconds in line.seconds.items():
+            passed = seconds / ranks * (known / told) if told else 0.0
             name = name if name in self.seconds else WAIT  # of a newer version
-            self.seconds[fate.get(name, name)] += seconds / ranks * busy * (known / told) if told else 0.0
-        self.seconds[fate.get(WAIT, WAIT)] += (self.gpus - busy) * known
+            mine, theirs = (WAIT, GENERATE) if apart and name == GENERATE else (name, WAIT)
+            self.seconds[fate.get(mine, mine)] += passed * busy
+            self.seconds[fate.get(theirs, theirs)] += passed * apart
         self.seconds[LOST] += self.gpus * (span - known)  # a line is missing
 
     def _pass(self, at: float) -> float:

@@ -58,6 +58,13 @@ def gpus_per_node(run: RunDir) -> int:
     return plan.gpus_per_node if plan else 0
 
 
+def generating_gpus(run: RunDir) -> int:
+    """GPUs of the nodes that only generate; 0 where the plan does not say."""
+    plan = if_readable(read(PlanRecord, run.plan))
+    apart = [step for step in plan.steps if step.name != Attempt(run, 0).role] if plan else []
+    return sum(len(step.nodes) * step.tasks_per_node for step in apart)
+
+
 def _marks(attempt: Attempt) -> Marks:
     return if_readable(read(Marks, attempt.marks)) or Marks()
 

@@ -201,6 +201,18 @@ def test_a_prologue_of_slurms_is_start_up():
     assert charged(row) == {"queue": 10, "start-up": 60, "lost": 10}
 
 
+def test_ranks_that_train_wait_for_the_answers_of_those_that_generate():
+    """Of four GPUs two train, one generates, and one is spare."""
+    began = {"began": 100.0, "ranks": 2}
+    trace = AttemptTrace(timeline=[line(110.0, 0, began), line(130.0, 1, generate=24.0, train=16.0)], left=True)
+    ledger = [start(1, 100.0, gpus=4, generating=1), end(1, 130.0, "finished")]
+    (usage,) = usage_of(*ledger, traces={1: trace}).attempts
+    # 12 s of generation and 8 s of training: the trainers wait for the former, the replica during the latter.
+    assert charged(usage)["generate"] == 12.0
+    assert charged(usage)["train"] == 16.0
+    assert charged(usage)["wait"] == 2 * 12.0 + 8.0 + 20.0
+
+
 def test_what_waits_in_the_queue_waits_until_now():
     (row,) = usage_of(now=100.0, queued=in_queue("7", 0.0, 4, 100.0)).attempts
     assert (row.attempt, charged(row)) == (None, {"queue": 400})
@@ -222,7 +234,8 @@ def runs(draw: st.DrawFn) -> tuple[list[AttemptStart | AttemptEnd], dict[int, At
     for attempt in range(1, draw(st.integers(1, 4)) + 1):
         submission = {"job_id": draw(st.sampled_from([None, "7", "8"])), "submitted_at": draw(TIMES)}
         gpus, restart = draw(st.integers(1, 8)), draw(st.integers(0, 1))
-        ledger.append(start(attempt, draw(TIMES), gpus=gpus, restart=restart, held_since=draw(TIMES), **submission))
+        facts = {"gpus": gpus, "restart": restart, "generating": draw(st.integers(0, 9))}
+        ledger.append(start(attempt, draw(TIMES), held_since=draw(TIMES), **facts, **submission))
         if draw(st.booleans()):
             outcome = draw(st.sampled_from(["drained", "stopped", "crashed", "finished", "lost"]))
             ledger.append(end(attempt, draw(TIMES), outcome))
