@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -78,15 +77,3 @@ def read_measured(run: RunDir) -> Measured:
         other_s=sum(mean(part, 0.0) for part in OTHER),
         max_lag=max(int(line.get("staleness_max", 0)) for line in lines),
     )
-
-
-def idle_shares(lines: Sequence[MetricsLine]) -> tuple[float, float] | None:
-    """Shares of the time of these steps of a partitioned run in which training ranks waited for answers, and in which
-    replicas had nothing to compute, mean over them; None where no step says the latter."""
-    said = [line.values for line in lines if "system/replica_busy_mean" in line.values]
-    seconds = sum(values["time/step_s"] for values in said)
-    if not seconds:
-        return None
-    waited = sum(values.get(f"time/{part}_s", 0.0) for values in said for part in ("generate", "reward", "wait"))
-    busy = sum(values["system/replica_busy_mean"] * values["time/step_s"] for values in said)
-    return min(1.0, waited / seconds), max(0.0, 1 - busy / seconds)
