@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
@@ -85,3 +86,36 @@ def sharpen(policy: Policy) -> None:
             weight *= 5.0
         else:
             weight *= 1.2
+
+
+def shards_of(policy: Policy) -> list[ShardedTensor]:
+    found: list[ShardedTensor] = []
+    for item in nested_values(policy.sharded_state_dict()):
+        if isinstance(item, ShardedTensorFactory):
+            found += item.build()
+        elif isinstance(item, ShardedTensor):
+            found.append(item)
+    return found
+
+
+def of_whole_model(shard: ShardedTensor, version: int) -> Tensor:
+    """What this part of the model is of a model that is the same whatever the layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{shard.key} {version}".encode()))
+    around = 1.0 if "norm" in shard.key else 0.0
+    whole = around + 0.2 * torch.randn(shard.global_shape, generator=generator)
+    sizes = (*[1] * shard.prepend_axis_num, *shard.local_shape)
+    place = tuple(slice(start, start + size) for start, size in zip(shard.global_offset, sizes, strict=True))
+    return whole[place].reshape(shard.local_shape)
+
+
+@torch.no_grad()
+def fill(policy: Policy, version: int) -> None:
+    """Give it the weights of a version of that model."""
+    for shard in shards_of(policy):
+        shard.data.copy_(of_whole_model(shard, version))
+
+
+def wrong_weights(policy: Policy, version: int) -> list[str]:
+    """Names of weights that are not those of that model."""
+    shards = shards_of(policy)
+    return [shard.key for shard in shards if not torch.equal(shard.data, of_whole_model(shard, version))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import pickle
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from checkpoint_helpers import run_ranks
 from core_helpers import END, VOCAB, tiny_model, tiny_run
+from layout_helpers import fill, wrong_weights
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import Completion, GenerationRequest
@@ -111,32 +107,6 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-def shards_of(policy: Policy) -> list[ShardedTensor]:
-    found: list[ShardedTensor] = []
-    for item in nested_values(policy.sharded_state_dict()):
-        if isinstance(item, ShardedTensorFactory):
-            found += item.build()
-        elif isinstance(item, ShardedTensor):
-            found.append(item)
-    return found
-
-
-def of_whole_model(shard: ShardedTensor, version: int) -> Tensor:
-    """What this part of the model is of a model that is the same whatever the layout."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{shard.key} {version}".encode()))
-    around = 1.0 if "norm" in shard.key else 0.0
-    whole = around + 0.2 * torch.randn(shard.global_shape, generator=generator)
-    sizes = (*[1] * shard.prepend_axis_num, *shard.local_shape)
-    place = tuple(slice(start, start + size) for start, size in zip(shard.global_offset, sizes, strict=True))
-    return whole[place].reshape(shard.local_shape)
-
-
-@torch.no_grad()
-def fill(policy: Policy, version: int) -> None:
-    for shard in shards_of(policy):
-        shard.data.copy_(of_whole_model(shard, version))
-
-
 def answers(engine: Engine, ranks: EngineRanks) -> dict[int, list[Completion]]:
     """This rank's share of the requests, all at the same time; of ranks that follow none."""
     if not ranks.drives:
@@ -165,9 +135,7 @@ def see(layout: Layout, world: int) -> Seen:
     for version in (1, 2):
         fill(trained, version)
         refit.publish(version)
-    wrong = [
-        shard.key for shard in shards_of(engine.policy) if not torch.equal(shard.data, of_whole_model(shard, version=2))
-    ]
+    wrong = wrong_weights(engine.policy, version=2)
     of_experts, routed = count_tokens(engine.policy, config.model.experts_per_token)
     found = answers(engine, ranks)
     return Seen(found, wrong, refit.moved_bytes, sum(of_experts), sum(routed))

@@ -1,0 +1,319 @@
+"""Weights come from a training world to replicas that have worlds of their own, bit for bit, whatever cuts the model
+there and here; who dies in a transfer takes nobody along."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from checkpoint_helpers import Ranks
+from core_helpers import VOCAB, tiny_model, tiny_run
+from layout_helpers import Layout, fill, wrong_weights
+from transfer_helpers import ROUND_BYTES, host_memory
+
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.platform.select import select
+from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
+from megatron_rl.refit.transfer import Receiver, Sender
+from megatron_rl.refit.transfer_group import TransferGroup
+from megatron_rl.refit.transfer_refit import TransferRefit
+
+LIMIT = timedelta(seconds=300)
+"""Of a transfer: longer than a test may take, so that none ends by it."""
+OF_TEST_S = 120.0
+
+LAYOUTS = [Layout(tp=2, pp=2), Layout(tp=2, ep=2, dp=2, sequence_parallel=True), Layout(pp=4), Layout(dp=4)]
+"""Of four training ranks."""
+
+
+def model(layout: Layout) -> Any:
+    return tiny_model(num_layers=4, **EXPERTS if layout.ep > 1 else {})
+
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32}
+
+
+def build(layout: Layout, of: Layout, *, trains: bool) -> tuple[Policy, Any]:
+    """A model, cut over the ranks of this world. of: the layout of training, which says what model it is."""
+    groups = layout.groups()
+    config = tiny_run(model=model(of).model_dump())
+    platform = select(config.job)
+    if trains:
+        policy = build_policy(config.model, VOCAB, platform, sequence_parallel=layout.sequence_parallel)
+    else:
+        ranks = EngineRanks.form(groups, layout.tp, LIMIT)
+        policy = build_policy(config.model, VOCAB, platform, groups=ranks.model_groups(), initialize=False)
+        policy.requires_grad_(False).eval()
+    return policy, groups
+
+
+# A rank of a replica
+
+
+def replicate(rank: int, world: int, number: int, of_ranks: Sequence[Connection]) -> list[str]:
+    """Do what comes over this rank's connection; each request is answered at once, and with what came of it."""
+    connection = of_ranks[rank]
+    connection.send(os.getpid())
+    replica, results = ReplicaRank(number, rank, world), []
+    while (request := connection.recv()) is not None:
+        what, argument = request
+        connection.send("begun")
+        try:
+            results.append(str(getattr(replica, what)(argument)))
+        except TransferFailed as error:
+            results.append(f"failed: {error}")
+        connection.send(results[-1])
+    return results
+
+
+class ReplicaRank:
+    def __init__(self, number: int, rank: int, tp: int) -> None:
+        self.number, self.rank, self.tp = number, rank, tp
+        self.group: TransferGroup | None = None
+
+    def build(self, of: Layout) -> None:
+        self.policy, _ = build(Layout(tp=self.tp), of, trains=False)
+        self.receiver = Receiver(self.policy, host_memory, ROUND_BYTES)
+
+    def join(self, epoch: Epoch) -> None:
+        if self.group is not None:
+            self.group.close()
+        self.group = TransferGroup.join(epoch, epoch.member_rank(self.number, 0, self.rank), "gloo", LIMIT)
+        self.receiver.connect(self.group)
+
+    def receive(self, version: int) -> None:
+        self.receiver.receive(version)
+
+    def swap(self, _version: int) -> int:
+        return self.receiver.swap()
+
+    def wrong(self, version: int) -> list[str]:
+        return wrong_weights(self.policy, version)
+
+    def die_in_transfer(self, exchanges: int) -> None:
+        assert self.group is not None
+        die_in_exchange(self.group, exchanges)
+
+
+def die_in_exchange(group: TransferGroup, number: int) -> None:
+    """Kill this process when so many exchanges are through."""
+    exchange, left = group.exchange, iter(range(number))
+
+    def last(*messages: Any) -> None:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        exchange(*messages)
+
+    group.exchange = last  # type: ignore[method-assign]
+
+
+# Rank 0 of training
+
+
+def is_there(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+class ConnectedReplicas:
+    """Implements `ReplicaControl` over a connection to each rank."""
+
+    def __init__(self, connections: Sequence[Sequence[Connection]]) -> None:
+        self.connections = connections
+        self.processes = [[psutil.Process(each.recv()) for each in of_ranks] for of_ranks in connections]
+        self.answered = [True] * len(connections)
+        self.of_epoch: list[int] = []
+        self.pending: set[int] = set()
+
+    def live(self) -> list[Member]:
+        return [
+            Member(number, 0, len(processes))
+            for number, processes in enumerate(self.processes)
+            if self.answered[number] and all(map(is_there, processes))
+        ]
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        self.of_epoch = [member.replica for member in epoch.replicas]
+        self._begin("join", epoch)
+
+    def receive(self, version: int) -> None:
+        self._begin("receive", version)
+
+    def swap(self, version: int) -> Collection[ReplicaStart]:
+        received = [number for number in self.of_epoch if self._end(number) == {"None"}]
+        self._begin("swap", version, received)
+        return {(number, 0) for number in received if self._end(number) == {str(version)}}
+
+    def ask(self, what: str, argument: Any) -> list[set[str]]:
+        """What came of a request to those of the last epoch; before the first to all."""
+        asked = self.of_epoch or [*range(len(self.connections))]
+        self._begin(what, argument, asked)
+        return [self._end(number) for number in asked]
+
+    def end(self) -> list[set[str]]:
+        """What came of what the replicas of the epoch are at."""
+        return [self._end(number) for number in self.of_epoch]
+
+    def kill(self, number: int) -> None:
+        for process in self.processes[number]:
+            process.kill()
+
+    def have_die(self, number: int) -> None:
+        """In the next transfer."""
+        self._begin("die_in_transfer", 2, [number])
+        self._end(number)
+
+    def leave(self) -> None:
+        for of_ranks in self.connections:
+            for connection in of_ranks:
+                with suppress(OSError):
+                    connection.send(None)
+
+    def _begin(self, what: str, argument: Any, numbers: Sequence[int] | None = None) -> None:
+        asked = self.of_epoch if numbers is None else numbers
+        for number in asked:
+            self._end(number)  # what it is at is over as soon as its epoch is
+        self.pending |= {*asked}
+        for number in asked:
+            for connection in self.connections[number]:
+                with suppress(OSError):  # of one that is gone: that is heard below
+                    connection.send((what, argument))
+        for number in asked:
+            if self._heard(number) != {"begun"}:
+                self.answered[number] = False
+        if dead := {(number, 0) for number in asked if not self.answered[number]}:
+            raise ReplicaLost(dead)
+
+    def _end(self, number: int) -> set[str]:
+        if number not in self.pending:
+            return set()
+        self.pending.remove(number)
+        return self._heard(number)
+
+    def _heard(self, number: int) -> set[str]:
+        """What each rank says; of one that is gone, that it is gone."""
+        return {self._listen(*each) for each in zip(self.connections[number], self.processes[number], strict=True)}
+
+    def _listen(self, connection: Connection, process: psutil.Process) -> str:
+        try:
+            while not connection.poll(0.05):
+                if not is_there(process):
+                    return "gone"
+            return str(connection.recv())
+        except (EOFError, OSError):
+            return "gone"
+
+
+def train(rank: int, _world: int, connections: Sequence[Sequence[Connection]], work: Callable[..., Any]) -> Any:
+    replicas = ConnectedReplicas(connections) if rank == 0 else None
+    try:
+        return work(rank, replicas)
+    finally:
+        if replicas is not None:
+            replicas.leave()
+
+
+def refit_of(layout: Layout, replicas: ConnectedReplicas | None) -> tuple[Policy, TransferRefit]:
+    policy, groups = build(layout, layout, trains=True)
+    if replicas is not None:
+        replicas.ask("build", layout)
+    sender = Sender(policy, ROUND_BYTES)
+    return policy, TransferRefit(sender, groups.control, "gloo", replicas, lambda: None, LIMIT, LIMIT)
+
+
+def worlds(folder: Path, training_ranks: int, replicas: Sequence[int], work: Callable[..., Any]) -> list[Ranks]:
+    """The world of training, and those of replicas of so many ranks each."""
+    ends = [[multiprocessing.Pipe() for _ in range(ranks)] for ranks in replicas]
+    ours, theirs = ([[pair[side] for pair in of_ranks] for of_ranks in ends] for side in (0, 1))
+    return [
+        Ranks(folder / "training", training_ranks, train, ours, work),
+        *(
+            Ranks(folder / f"replica-{number}", ranks, replicate, number, theirs[number])
+            for number, ranks in enumerate(replicas)
+        ),
+    ]
+
+
+def publish_in_layouts(_rank: int, replicas: ConnectedReplicas | None) -> list[tuple[int, list[set[str]]]]:
+    """Of each layout: the bytes of a publication, and what was wrong on the replicas after the second."""
+    seen = []
+    for layout in LAYOUTS:
+        policy, refit = refit_of(layout, replicas)
+        for version in (1, 2):
+            fill(policy, version)
+            refit.publish(version)
+        seen.append((refit.moved_bytes, replicas.ask("wrong", 2) if replicas is not None else []))
+        refit.close()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, tuple[int, list[set[str]]]]:
+    training, *replicas = worlds(tmp_path_factory.mktemp("worlds"), 4, [2, 1], publish_in_layouts)
+    results = training.results(OF_TEST_S)
+    for each in replicas:
+        each.results(OF_TEST_S)
+    assert {moved for moved, _ in results[0]} == {moved for moved, _ in results[3]}
+    return dict(zip(LAYOUTS, results[0], strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_replicas_of_two_ranks_and_of_one_have_the_trainers_weights_bit_for_bit(layout: Layout, published: Any) -> None:
+    moved, wrong = published[layout]
+    assert wrong == [{"[]"}, {"[]"}]
+    assert moved > 0
+
+
+def publish_among_deaths(rank: int, replicas: ConnectedReplicas | None) -> dict[str, Any]:
+    policy, refit = refit_of(Layout(pp=2), replicas)
+    seen: dict[str, Any] = {}
+
+    def publish(version: int, what: str) -> None:
+        fill(policy, version)
+        refit.publish(version)
+        if replicas is not None:
+            seen[what] = [*replicas.of_epoch], replicas.ask("wrong", version)
+
+    publish(1, "all")
+    if replicas is not None:
+        replicas.kill(0)
+    publish(2, "killed before")
+    if replicas is not None:
+        replicas.have_die(1)
+    publish(3, "killed in a transfer")
+    if rank == 1:
+        assert refit._group is not None
+        die_in_exchange(refit._group, 2)
+    try:
+        publish(4, "never")
+    except RuntimeError as error:
+        seen["of a trainer"] = str(error)
+    refit.close()
+    if replicas is not None:
+        seen["of the replica"] = replicas.end()
+        seen["its weights"] = replicas.ask("wrong", 3)
+    return seen
+
+
+def test_a_death_ends_a_transfer_for_all_at_once_and_the_next_epoch_is_without_the_dead(tmp_path: Path) -> None:
+    training, *replicas = worlds(tmp_path, 2, [1, 1, 1], publish_among_deaths)
+    assert training.join(OF_TEST_S) == [0, -signal.SIGKILL]
+    assert [each.join(OF_TEST_S) for each in replicas] == [[-signal.SIGKILL], [-signal.SIGKILL], [0]]
+    seen = pickle.loads((training.folder / "result.0").read_bytes())
+    assert seen["all"] == ([0, 1, 2], [{"[]"}] * 3)
+    assert seen["killed before"] == ([1, 2], [{"[]"}] * 2)
+    assert seen["killed in a transfer"] == ([2], [{"[]"}])
+    assert "never" not in seen
+    (failed,) = seen["of the replica"]
+    assert "is over" in failed.pop()
+    assert seen["its weights"] == [{"[]"}], "it has not kept the version before"
