@@ -127,21 +127,49 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 def rounds_of(moves: Iterable[Move], limit: int) -> list[list[Move]]:
     """The moves between different ranks, cut and put into rounds in which no rank sends or receives more than `limit`
-    bytes, at least those of one element. What belongs to a round is sent at once, so this bounds the buffers."""
+    bytes, at least those of one element. What belongs to a round is sent at once, so this bounds the buffers.
+
+    Each goes into the first round in which both ends have room for it: nearly as few as the busiest rank needs.
+    """
     rounds: list[list[Move]] = []
-    load: list[Counter[tuple[str, int]]] = []
+    ends: dict[tuple[str, int], Occupancy] = defaultdict(lambda: Occupancy(limit))
     for move in moves:
         if move.source == move.target:
             continue
-        ends = (("sends", move.source), ("receives", move.target))
+        sends, receives = ends["sends", move.source], ends["receives", move.target]
         for box in cut(move.box, limit // move.box.dtype.itemsize):
-            place = next((i for i, busy in enumerate(load) if all(busy[end] + box.bytes <= limit for end in ends)), -1)
-            if place < 0:
+            level = sends.level(box.bytes)
+            taken = sends.taken[level] | receives.taken[level]
+            place = (~taken & (taken + 1)).bit_length() - 1
+            if place == len(rounds):
                 rounds.append([])
-                load.append(Counter())
             rounds[place].append(replace(move, box=box))
-            load[place].update(dict.fromkeys(ends, box.bytes))
+            sends.add(place, box.bytes)
+            receives.add(place, box.bytes)
     return rounds
+
+
+class Occupancy:
+    """How full the rounds are for one end, to be asked at once about all of them: a bit each."""
+
+    LEVELS = 12
+    """Of room: the limit, half of it, a quarter and so on."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._busy: Counter[int] = Counter()
+        self.taken = [0] * self.LEVELS
+        """By level: bits of the rounds that have less room than that."""
+
+    def level(self, size: int) -> int:
+        """The least room that is enough for so many bytes."""
+        return min(self.LEVELS, max(1, (self._limit // size).bit_length())) - 1
+
+    def add(self, place: int, size: int) -> None:
+        self._busy[place] += size
+        for level in range(self.LEVELS):
+            if self._busy[place] + (self._limit >> level) > self._limit:
+                self.taken[level] |= 1 << place
 
 
 def cut(box: Box, limit: int) -> Iterator[Box]:
