@@ -92,7 +92,7 @@ def test_the_command_says_batches_memory_and_checkpoints():
         assert text in result.output
     said = " ".join(result.output.split())
     assert "host 53.4 GiB of a node's memory: 53.4 GiB that checkpoints are written from" in said
-    assert "in its fullest phase (train)" in said
+    assert "in its fullest phase (generate)" in said
     assert "off-load gradients have memory while training only" in said
 
 
