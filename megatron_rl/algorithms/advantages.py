@@ -1,13 +1,48 @@
-"""Group-relative advantages: each answer is judged against the other answers to the same prompt."""
+"""Advantages: each answer is judged against the other answers to the same prompt, or against all of the batch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from torch import Tensor
 
-from megatron_rl.algorithms.signal import has_signal
+from megatron_rl.algorithms.signal import SIGNAL_SPREAD, has_signal
 
 STD_EPSILON = 1e-4
-"""Added to the standard deviation a group's advantages are divided by."""
+"""Added to the standard deviation that advantages are divided by."""
+
+
+class RewardMoments(NamedTuple):
+    """The rewards of some answers, as far as a baseline needs them."""
+
+    answers: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+    """Sum of their squares."""
+    lowest: float = math.inf
+    highest: float = -math.inf
+
+    @classmethod
+    def of(cls, rewards: Tensor) -> RewardMoments:
+        """rewards: [answers], any floating type."""
+        if not len(rewards):
+            return cls()
+        exact = rewards.detach().double()
+        moments = (exact.sum(), exact.square().sum(), exact.min(), exact.max())
+        return cls(float(len(rewards)), *(float(each) for each in moments))
+
+    @classmethod
+    def joined(cls, parts: Iterable[RewardMoments]) -> RewardMoments:
+        """Of the answers of all parts."""
+        answers, total, squares, lowest, highest = zip(*parts, strict=True)
+        return cls(math.fsum(answers), math.fsum(total), math.fsum(squares), min(lowest), max(highest))
+
+    @property
+    def differ(self) -> bool:
+        """Whether they differ by more than rounding."""
+        return self.highest - self.lowest > SIGNAL_SPREAD * max(abs(self.highest), abs(self.lowest))
 
 
 def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_by_std: bool) -> Tensor:
@@ -32,6 +67,28 @@ def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, divide_
         return deviation
     std = _mean(deviation.square(), group, num_groups).sqrt()
     return deviation / (STD_EPSILON + std)[group]
+
+
+def batch_advantages(rewards: Tensor, batch: RewardMoments, *, divide_by_std: bool) -> Tensor:
+    """How much better each answer is than those of the whole batch (REINFORCE++, arXiv 2501.03262 eq. 5), in fp32.
+
+    (reward - mean) / (1e-4 + population std), or reward - mean; 0 where all rewards of the batch are equal.
+
+    Args:
+        rewards: [trajectories], any floating type.
+        batch: of all answers, these among them.
+
+    Returns:
+        [trajectories] fp32, without gradient.
+    """
+    rewards = rewards.detach().double()
+    if not batch.differ:
+        return rewards.float() * 0.0
+    mean = batch.total / batch.answers
+    deviation = rewards - mean
+    if divide_by_std:
+        deviation /= STD_EPSILON + math.sqrt(max(0.0, batch.squares / batch.answers - mean**2))
+    return deviation.float()
 
 
 def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:

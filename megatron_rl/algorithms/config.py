@@ -12,6 +12,8 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 LossReduction = Literal["token", "sequence"]
 
+Baseline = Literal["group", "batch"]
+
 
 class OverlongConfig(Section):
     """What happens to answers that hit `sampling.max_new_tokens`."""
@@ -41,7 +43,7 @@ class DynamicSamplingConfig(Section):
 class GrpoConfig(Section):
     prompts_per_step: PositiveInt = 32
     group_size: Annotated[int, Field(ge=2)] = 16
-    """Answers per prompt; their rewards are each other's baseline."""
+    """Answers per prompt."""
     global_batch: PositiveInt | None = None
     """Answers per optimizer step; default prompts_per_step * group_size. A multiple of group_size."""
     iterations: PositiveInt = 1
@@ -49,8 +51,12 @@ class GrpoConfig(Section):
     eps_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Importance ratios are clipped to [1 - eps_low, 1 + eps_high]."""
     eps_high: NonNegativeFloat = 0.2
+    baseline: Baseline = "group"
+    """What a reward is compared with. group: those of the other answers to its prompt. batch: those of all answers of
+    the step (REINFORCE++, arXiv 2501.03262), so that where no answer to a prompt is right, all of them become less
+    likely and others are tried; every answer goes through the model then, which takes longer."""
     advantage_std: bool = True
-    """Divide advantages by the group's standard deviation; false is Dr. GRPO (arXiv 2503.20783)."""
+    """Divide advantages by the standard deviation of these rewards; false is, by group, Dr. GRPO (arXiv 2503.20783)."""
     reduction: LossReduction = "token"
     """token: mean over all answer tokens of the global batch. sequence: mean over answers of their token means."""
     kl_beta: NonNegativeFloat = 0.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.advantages import group_advantages
+from megatron_rl.algorithms.advantages import RewardMoments, batch_advantages, group_advantages
 from megatron_rl.algorithms.loss import has_gradient
 from megatron_rl.algorithms.overlong import trained_mask
 from megatron_rl.algorithms.signal import group_rewards, has_signal
@@ -34,12 +34,18 @@ class Credit:
     """[trajectories] whether it goes through the model: see `loss.has_gradient`."""
 
 
-def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Credit:
-    """A group's credit depends on no other group, so whoever has it whole can tell."""
+def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, batch: RewardMoments | None = None) -> Credit:
+    """What groups teach. With `grpo.baseline: group` that depends on no other group: whoever has one whole can tell.
+
+    batch: what the baseline of the whole batch is made of; None: these groups are the batch.
+    """
     rewards = group_rewards(groups, config.sampling.max_new_tokens, config.grpo.overlong)
     cut = [each.finish_reason == "length" for group in groups for each in group.trajectories]
     divide = config.grpo.advantage_std
-    advantages = group_advantages(rewards.shaped, rewards.group, len(groups), divide_by_std=divide)
+    if config.grpo.baseline == "batch":
+        advantages = batch_advantages(rewards.shaped, batch or RewardMoments.of(rewards.shaped), divide_by_std=divide)
+    else:
+        advantages = group_advantages(rewards.shaped, rewards.group, len(groups), divide_by_std=divide)
     carries_loss = trained_mask(torch.tensor(cut, dtype=torch.bool), config.grpo.overlong)
     return Credit(
         group=rewards.group,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.signal import group_rewards, has_signal
+from megatron_rl.algorithms.advantages import RewardMoments
+from megatron_rl.algorithms.signal import GroupRewards, group_rewards, has_signal
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong, ResumableInference
 from megatron_rl.metrics.names import NO_SIGNAL, PROMPT_TOO_LONG
@@ -47,6 +48,8 @@ class RolloutBatch:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Answers of groups to train on that this driver has lost, by reason."""
     rounds: int = 1
+    rewards: RewardMoments | None = None
+    """Of all answers of the batch, where the baseline is made of them."""
 
 
 class RolloutDriver:
@@ -112,7 +115,8 @@ class RolloutDriver:
         for group in kept.values():
             failures.update(group.failures)
         with self.safe_points.phase("wait"):
-            trained_here = exchange(kept, self.config, self.groups, self.stream.problem)
+            rewards = self._of_all_rewards(kept.values()) if self.config.grpo.baseline == "batch" else None
+            trained_here = exchange(kept, self.config, self.groups, self.stream.problem, rewards)
         return RolloutBatch(
             groups=[*trained_here.values()],
             positions=[*trained_here],
@@ -121,6 +125,7 @@ class RolloutDriver:
             dropped=dropped,
             failures=failures,
             rounds=round_,
+            rewards=rewards,
         )
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
@@ -184,8 +189,18 @@ class RolloutDriver:
         recording.add(group)
         return group
 
+    def _rewards(self, groups: Collection[TrajectoryGroup]) -> GroupRewards:
+        return group_rewards([*groups], self.config.sampling.max_new_tokens, self.config.grpo.overlong)
+
+    def _of_all_rewards(self, groups: Collection[TrajectoryGroup]) -> RewardMoments:
+        """Of the answers that any driver has made. Collective."""
+        own = torch.tensor(RewardMoments.of(self._rewards(groups).shaped), dtype=torch.float64)
+        of_all = [torch.empty_like(own) for _ in range(self.groups.control.size())]
+        dist.all_gather(of_all, own, group=self.groups.control)
+        return RewardMoments.joined(RewardMoments(*part.tolist()) for part in of_all)
+
     def _with_signal(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        rewards = group_rewards(groups, self.config.sampling.max_new_tokens, self.config.grpo.overlong)
+        rewards = self._rewards(groups)
         return [*compress(groups, has_signal(rewards.shaped, rewards.group, len(groups)).tolist())]
 
     def _of_all_drivers(self, drawn: range, trained: set[int]) -> list[int]:

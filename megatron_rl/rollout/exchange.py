@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import Packing
@@ -46,7 +47,11 @@ class Offer:
 
 
 def exchange(
-    made: Mapping[int, TrajectoryGroup], config: RunConfig, groups: Groups, problem: Callable[[int], Problem]
+    made: Mapping[int, TrajectoryGroup],
+    config: RunConfig,
+    groups: Groups,
+    problem: Callable[[int], Problem],
+    batch: RewardMoments | None = None,
 ) -> dict[int, TrajectoryGroup]:
     """The groups that this rank's training replica trains on, in the order of their positions. Collective over all
     ranks.
@@ -57,10 +62,11 @@ def exchange(
     Args:
         made: by this rank's driver, by position in the global batch; nothing on a rank that is no driver.
         problem: of an ordinal: see `PromptStream.problem`.
+        batch: see `assign_credit`.
     """
     if dist.get_world_size(groups.control) == 1:
         return {**made}
-    offers, replica_of = _offers(made, config, groups)
+    offers, replica_of = _offers(made, config, groups, batch)
     members = [[rank for rank, its in enumerate(replica_of) if its == number] for number in range(1 + max(replica_of))]
     homes = [replica_of[offer.driver] for offer in offers]
     assigned = balance([offer.cost for offer in offers], homes, len(members), negligible=NEGLIGIBLE_FLOPS)
@@ -72,7 +78,9 @@ def exchange(
     return {offer.position: held[offer.position] for offer, its in zip(offers, assigned, strict=True) if its == own}
 
 
-def group_costs(groups: Sequence[TrajectoryGroup], config: RunConfig) -> list[float]:
+def group_costs(
+    groups: Sequence[TrajectoryGroup], config: RunConfig, batch: RewardMoments | None = None
+) -> list[float]:
     """Floating-point operations of a training pass over each group: what answers share counts once, as it is computed,
     and an answer without a gradient, which is not run, not at all. Where all of it is negligible, an upper bound.
 
@@ -91,7 +99,7 @@ def group_costs(groups: Sequence[TrajectoryGroup], config: RunConfig) -> list[fl
     ]
     if sum(at_most) <= NEGLIGIBLE_FLOPS:
         return at_most
-    has_gradient = iter(assign_credit(groups, config).has_gradient)
+    has_gradient = iter(assign_credit(groups, config, batch).has_gradient)
     costs = []
     for group in groups:
         run = [*compress(group.trajectories, has_gradient)]
@@ -109,10 +117,12 @@ def group_costs(groups: Sequence[TrajectoryGroup], config: RunConfig) -> list[fl
     return costs
 
 
-def _offers(made: Mapping[int, TrajectoryGroup], config: RunConfig, groups: Groups) -> tuple[list[Offer], list[int]]:
+def _offers(
+    made: Mapping[int, TrajectoryGroup], config: RunConfig, groups: Groups, batch: RewardMoments | None
+) -> tuple[list[Offer], list[int]]:
     """All drivers' groups in the order of their positions, and the training replica of every rank. Collective."""
     mine = torch.zeros(1 + config.grpo.prompts_per_step, 2, dtype=torch.float64)
-    costs = group_costs([*made.values()], config)
+    costs = group_costs([*made.values()], config, batch)
     rows = [(dist.get_rank(groups.data), len(made)), *zip(made, costs, strict=True)]
     mine[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
     tables = [torch.empty_like(mine) for _ in range(dist.get_world_size(groups.control))]

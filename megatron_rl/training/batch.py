@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
@@ -56,14 +57,18 @@ class TrainingBatch:
 
 
 def training_batch(
-    groups: Sequence[TrajectoryGroup], config: RunConfig, policy_version: int, device: torch.device
+    groups: Sequence[TrajectoryGroup],
+    config: RunConfig,
+    policy_version: int,
+    device: torch.device,
+    rewards: RewardMoments | None = None,
 ) -> TrainingBatch:
     """Advantages and trained tokens of these groups.
 
-    policy_version: of the weights that are to be trained on them.
+    policy_version: of the weights that are to be trained on them. rewards: see `assign_credit`.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    credit = assign_credit(groups, config)
+    credit = assign_credit(groups, config, rewards)
     lengths = torch.tensor([sum(t.loss_mask) for t in trajectories], dtype=torch.long)
     trained = list(chain.from_iterable(t.loss_mask for t in trajectories))
     logprobs = list(compress(chain.from_iterable(t.logprobs for t in trajectories), trained))

@@ -76,7 +76,9 @@ class Trainer:
         step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
         """
         grpo = self.config.grpo
-        batch = training_batch(rollouts.groups, self.config, self.policy_version, self.platform.device)
+        batch = training_batch(
+            rollouts.groups, self.config, self.policy_version, self.platform.device, rollouts.rewards
+        )
         chosen = self._chosen(batch, rollouts.positions, step)
         parts = [update_part(batch, each, self.config, self.platform) for each in chosen]
         with self.safe_points.phase("wait"):

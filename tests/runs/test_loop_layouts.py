@@ -113,10 +113,12 @@ def test_experts_that_are_shared_out_record_what_one_rank_with_all_of_them_does(
     agree(*runs)
 
 
-def test_what_drivers_drop_is_counted_once(tmp_path: Path, cache: Path) -> None:
-    """Four drivers, whose groups one replica trains on: all of its ranks have them, one of them counts."""
+def test_what_drivers_drop_and_what_they_are_rewarded_is_counted_once(tmp_path: Path, cache: Path) -> None:
+    """Four drivers, whose groups one replica trains on: all of its ranks have them, one of them counts; and the
+    rewards of all of them are the baseline."""
+    grpo = {"prompts_per_step": 6, "group_size": 4, "baseline": "batch"}
     sections = {
-        "grpo": {"prompts_per_step": 6, "group_size": 4, "dynamic_sampling": {"enabled": True, "max_rounds": 3}},
+        "grpo": grpo | {"dynamic_sampling": {"enabled": True, "max_rounds": 3}},
         "training": {"steps": 2},
     }
     placement = TP2_PP2 | {"inference": {"tp": 1}}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.advantages import STD_EPSILON, group_advantages
+from megatron_rl.algorithms.advantages import STD_EPSILON, RewardMoments, batch_advantages, group_advantages
 
 FINITE = st.floats(-100, 100, width=32)
 SIXTEENTHS = st.integers(-64, 64).map(lambda n: n / 16)
@@ -129,3 +129,28 @@ def test_a_group_out_of_range_is_refused():
     rewards, group = tensors([1, 0], [0, 1])
     with pytest.raises(RuntimeError, match="out of bounds"):
         group_advantages(rewards, group, 1, divide_by_std=True)
+
+
+@settings(deadline=None)
+@given(batches(SIXTEENTHS), st.booleans())
+def test_against_the_batch_they_are_those_of_one_group_of_all_wherever_its_answers_are(batch, divide_by_std):
+    rewards, group, num_groups = batch
+    rewards, group = tensors(rewards, group)
+    moments = RewardMoments.joined(RewardMoments.of(rewards[group == each]) for each in range(num_groups))
+    advantages = batch_advantages(rewards, moments, divide_by_std=divide_by_std)
+    assert advantages.dtype == torch.float32
+    expected = by_hand(rewards.tolist(), [0] * len(rewards), divide_by_std)
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+@pytest.mark.parametrize("reward", [0.0, 0.1, -3.7])
+def test_against_a_batch_of_equal_rewards_they_are_exactly_zero(reward, divide_by_std):
+    rewards = torch.full((7,), reward)
+    assert batch_advantages(rewards, RewardMoments.of(rewards), divide_by_std=divide_by_std).tolist() == [0.0] * 7
+
+
+def test_an_answer_to_a_prompt_that_no_answer_was_right_to_is_held_against_the_batch():
+    rewards, group = tensors([0, 0, 1, 1], [0, 0, 1, 1])
+    assert group_advantages(rewards, group, 2, divide_by_std=False).tolist() == [0, 0, 0, 0]
+    assert batch_advantages(rewards, RewardMoments.of(rewards), divide_by_std=False).tolist() == [-0.5, -0.5, 0.5, 0.5]
