@@ -102,8 +102,8 @@ class AttemptRunner:
 
     @property
     def leaving(self) -> bool:
-        """Whether the attempt was asked to leave, or is being ended: nothing is started any more."""
-        return self.request is not None or self._ending
+        """Whether the attempt is over, was asked to leave, or is being ended: nothing is started any more."""
+        return self.request is not None or self._ending or self.attempt.outcome.exists()
 
     def ask_to_leave(self, request: Drain) -> None:
         """Have the attempt leave. The first cause is the cause: what follows, follows from it. The earliest deadline
