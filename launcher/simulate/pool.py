@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from heapq import heapify, heapreplace
 from itertools import groupby
 
 from launcher.simulate.agenda import Agenda
@@ -42,14 +43,22 @@ class Pool:
 
     def submit(self, answers: Iterable[Answer], now: float) -> None:
         """Have these answered."""
-        for ordinal, group in groupby(answers, key=lambda answer: answer.ordinal):
-            replica = self._choose(ordinal)
-            if replica is None:
+        there = [(number, replica) for number, replica in enumerate(self._replicas) if replica is not None]
+        least = [(replica.outstanding, number, replica) for number, replica in there]
+        heapify(least)
+        prompts = self._scenario.work.prompts
+        for ordinal, of_group in groupby(answers, key=lambda answer: answer.ordinal):
+            group = list(of_group)
+            if not there:
                 self._homeless += group
+            elif self._scenario.split.colocated:
+                there[ordinal % prompts * len(there) // prompts][1].submit(group, now)
             else:
-                replica.submit(list(group), now)
-        for each in self._replicas:
-            self._await(each)
+                outstanding, number, replica = least[0]
+                heapreplace(least, (outstanding + len(group), number, replica))
+                replica.submit(group, now)
+        for _, replica in there:
+            self._await(replica)
 
     def swap(self, version: int, now: float) -> None:
         """Have all replicas go on with these weights."""
@@ -93,15 +102,9 @@ class Pool:
         homeless, self._homeless = self._homeless, []
         self.submit(homeless, now)
 
-    def _choose(self, ordinal: int) -> Replica | None:
-        if self._scenario.split.colocated:
-            prompts = self._scenario.work.prompts
-            return self._replicas[ordinal % prompts * len(self._replicas) // prompts]
-        return min(filter(None, self._replicas), key=lambda replica: replica.outstanding, default=None)
-
-    def _await(self, replica: Replica | None) -> None:
+    def _await(self, replica: Replica) -> None:
         """See to the next end of an answer, unless something else comes first."""
-        if replica is not None and replica.planned != replica.changes:
+        if replica.planned != replica.changes:
             replica.planned = replica.changes
             if (end := replica.next_end) is not None:
                 self._agenda.at(end, partial(self._ended, replica, replica.changes))
