@@ -59,10 +59,15 @@ def line_chart(title: str, note: str, x_name: str, lines: Mapping[str, Sequence[
     for x in xs:
         parts.append(_text(across(x), HEIGHT - BOTTOM + 18, f"{x:,.0f}", anchor="middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, x_name, anchor="middle"))
+    labels: list[tuple[float, float, str, str]] = []
     for (name, line), colour in zip(lines.items(), _colours(len(lines)), strict=True):
         parts += _line(sorted(line, key=lambda place: place.x), colour, across, down)
         last = max(line, key=lambda place: place.x)
-        parts.append(_text(across(last.x) + 8, down(last.mean) + 4, name, colour=colour))
+        labels.append((down(last.mean), across(last.x), name, colour))
+    lowest = 0.0
+    for y, x, name, colour in sorted(labels):
+        lowest = max(y, lowest + 14)  # below the one above it
+        parts.append(_text(x + 8, lowest + 4, name, colour=colour))
     return "\n".join([*parts, "</svg>", ""])
 
 
