@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from megatron_rl.contract.attempt_records import Progress
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import write
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,9 @@ class Activity:
     last_beat: time.monotonic() of the last sign of work.
     """
 
-    def __init__(self, attempt: Attempt, *, published: bool) -> None:
+    def __init__(self, files: RankFiles, *, published: bool) -> None:
         """published: whether this is the rank whose phases the live view shows."""
-        self._attempt = attempt
+        self._files = files
         self._published = published
         self.phase = self.doing = "starting"
         self.step = 0
@@ -62,6 +62,6 @@ class Activity:
 
     def _publish(self) -> None:
         try:
-            write(self._attempt.progress, Progress(self.phase, self.step), durable=False)
+            write(self._files.progress, Progress(self.phase, self.step), durable=False)
         except OSError as error:
             logger.warning("the live view lags behind: %s", error)  # no reason to end a run

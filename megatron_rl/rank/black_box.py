@@ -34,7 +34,7 @@ from megatron_rl.contract.codes import (
     STACKS_S,
     STACKS_SIGNAL,
 )
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import write
 from megatron_rl.rank.activity import Activity
 
@@ -54,11 +54,10 @@ class BlackBox:
 
     Args:
         size: ranks of the world.
-        role: which of the attempt's steps the rank belongs to.
     """
 
-    def __init__(self, attempt: Attempt, rank: int, size: int, activity: Activity, role: str = "train") -> None:
-        self._attempt, self._rank, self._size, self._activity, self._role = attempt, rank, size, activity, role
+    def __init__(self, files: RankFiles, rank: int, size: int, activity: Activity) -> None:
+        self._files, self._rank, self._size, self._activity = files, rank, size, activity
         self._every = heartbeat_period(os.environ.get(SILENCE_VARIABLE))
         self._log = LastLines()
         self._stopped = threading.Event()
@@ -105,8 +104,8 @@ class BlackBox:
             at=time.time(),
         )
         try:
-            self._attempt.folder.mkdir(parents=True, exist_ok=True)
-            write(self._attempt.error(self._rank), report)
+            self._files.folder.mkdir(parents=True, exist_ok=True)
+            write(self._files.error(self._rank), report)
         except OSError as unwritten:
             logger.error("the error file cannot be written: %s", unwritten)
         where = f"rank {self._rank} failed in step {activity.step} ({activity.doing})"
@@ -120,7 +119,7 @@ class BlackBox:
         A thread waits for it, and writes while it holds the GIL: faulthandler's own handler would read the frames of
         threads that run on meanwhile, and at times end the process by that (seen with Python 3.11).
         """
-        path = self._attempt.stacks(self._rank, self._role)
+        path = self._files.stacks(self._rank)
         file: TextIO = sys.stderr
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +147,7 @@ class BlackBox:
             written=round(now, 3),
             every=self._every,
         )
-        path = self._attempt.heartbeat(self._rank)
+        path = self._files.heartbeat(self._rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, heartbeat, durable=False)

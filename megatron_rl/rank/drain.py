@@ -13,7 +13,7 @@ from types import FrameType
 from megatron_rl.contract.attempt_records import Drain, Outcome
 from megatron_rl.contract.codes import DRAIN_SIGNAL, DRAINED, MARGIN_S, OUTCOME_PATIENCE_S, SIGNALLED
 from megatron_rl.contract.files import names_in, once_there_is_room
-from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import if_readable, read, write
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,10 @@ FIT = 1.5
 class DrainListener:
     """The flag `asked`, which signals set. SIGINT is ignored: Ctrl-C is the launcher's to translate."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, files: RankFiles, *, tells_host: bool = True) -> None:
+        """tells_host: whether all of the attempt leaves where only ranks of this world were asked to."""
         self.asked = False
-        self._attempt = attempt
+        self._files, self._tells_host = files, tells_host
         self._signal = "a request"
 
     def listen(self, early: Callable[[], None]) -> None:
@@ -46,7 +47,7 @@ class DrainListener:
         # Python runs handlers in the main thread, between two of its own instructions; this byte is written at once.
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(heard,), name="drain", daemon=True).start()
-        if self._attempt.drain.exists():  # the signal came before there was anybody to hear it
+        if self._files.drain.exists():  # the signal came before there was anybody to hear it
             self._request(DRAIN_SIGNAL, None)
             os.write(written, bytes([DRAIN_SIGNAL]))
 
@@ -67,33 +68,36 @@ class DrainListener:
                         early()
 
     def tell_host(self, rank: int) -> None:
-        """Write the drain file where only the ranks were asked. The host side adds what Slurm says of the deadline.
+        """Write the drain file where only the ranks that train were asked. The host side adds what Slurm says
+        of the deadline.
 
         Where the file cannot be written now, the ranks leave all the same: their outcome says so too.
         """
+        if not self._tells_host:
+            return
         try:
             # Listed, not looked up: a network file system may remember that it was missing when the rank started.
-            if self._attempt.drain.name not in names_in(self._attempt.folder):
+            if self._files.drain.name not in names_in(self._files.folder):
                 by = f"{self._signal} to rank {rank}"
-                write(self._attempt.drain, Drain(SIGNALLED, by, time.time()))
+                write(self._files.drain, Drain(SIGNALLED, by, time.time()))
         except OSError as error:
             logger.warning("the host side cannot be told that the ranks were asked to leave: %s", error)
 
     def deadline(self) -> float | None:
         """Unix time at which this process will be gone; None where nobody has said so, or nobody can read it now: that
         the file is there is a request all the same."""
-        request = if_readable(read(Drain, self._attempt.drain))
+        request = if_readable(read(Drain, self._files.drain))
         return None if request is None else request.deadline
 
 
-def leave_early(attempt: Attempt, rank: int, drain: DrainListener) -> None:
+def leave_early(files: RankFiles, rank: int, drain: DrainListener) -> None:
     """Bring about, before there is anything to save, that this rank may end with EXIT_DRAINED: rank 0 writes the
     outcome, the others wait for it. Needs no other rank: each was asked."""
     if rank == 0:
         drain.tell_host(rank)
-        once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(DRAINED)), OUTCOME_PATIENCE_S)
+        once_there_is_room(files.outcome, lambda: write(files.outcome, Outcome(DRAINED)), OUTCOME_PATIENCE_S)
     give_up = time.monotonic() + OUTCOME_PATIENCE_S
-    while attempt.outcome.name not in names_in(attempt.folder) and time.monotonic() < give_up:
+    while files.outcome.name not in names_in(files.folder) and time.monotonic() < give_up:
         time.sleep(0.1)
 
 
