@@ -14,12 +14,15 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
+
+T = TypeVar("T")
 
 MOST_UNREAD = 4096
 """Deltas that wait for a reader: about a token each."""
@@ -153,6 +156,14 @@ class EngineThread:
         self._orders.put(partial(self._begin, subscription))
         return subscription
 
+    def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """What `work` returns, or raises, in the engine's thread between two steps. Raises EngineGone."""
+        if not self.alive:
+            raise EngineGone(self._stopped or "the engine has stopped")
+        done: Future[T] = Future()
+        self._orders.put(partial(_do, work, done))
+        return asyncio.wrap_future(done)
+
     def forget(self, subscription: Subscription) -> None:
         """See Subscription.close."""
         if subscription in self._open:
@@ -243,6 +254,13 @@ class EngineThread:
         if not self._told:
             self._told = True
             self._http.call_soon_threadsafe(self._hear)
+
+
+def _do(work: Callable[[], T], done: Future[T]) -> None:
+    try:
+        done.set_result(work())
+    except Exception as error:  # noqa: BLE001 - raised where it is awaited
+        done.set_exception(error)
 
 
 def _deltas(answers: Sequence[Completion]) -> list[Delta]:

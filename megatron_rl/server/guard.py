@@ -5,13 +5,13 @@ Nothing of a body is read before the token was found right.
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_rl.server.bearer import MISSING, token_of
 from megatron_rl.server.errors import ApiError
 from megatron_rl.server.metrics import ServerMetrics
 
@@ -101,26 +101,24 @@ class Guard:
             self._metrics.requests.labels(route, status if finished else GAVE_UP).inc()
 
     def _admit(self, scope: Scope) -> None:
-        headers = dict(scope["headers"])
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        matches = [hmac.compare_digest(given.strip(), token) for token in self._tokens]
-        if scheme.lower() != b"bearer" or not any(matches):
+        token = token_of(scope, self._tokens)
+        if token is None:
             raise ApiError(
                 401,
-                "the token is missing or wrong: Authorization: Bearer TOKEN",
+                MISSING,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if self.closing and scope["path"] != "/metrics":
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
-        if self._allowances and (wait := self._allowances[matches.index(True)].take()):
+        if self._allowances and (wait := self._allowances[token].take()):
             raise ApiError(
                 429,
                 f"more than {self._limits.requests_per_minute} requests a minute: try again",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(int(wait) + 1)},
             )
-        length = headers.get(b"content-length", b"0")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._limits.body_bytes:
             raise self._too_large()
 
