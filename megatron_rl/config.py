@@ -162,6 +162,10 @@ class RunConfig(Section):
         tp = self.placement.inference.tp or self.placement.training.tp
         for holds, why in (
             (self.job.device == "cpu", "job.device is cpu, and it needs GPUs"),
+            (
+                self.placement.mode == "partitioned",
+                "placement.mode is partitioned, whose replicas are asked without a phase that begins and ends",
+            ),
             (self.model.dtype == "fp32", "model.dtype is fp32, and flash-attn knows bf16"),
             (self.model.num_experts is not None, "model.num_experts is set, and it was not tried with experts"),
             (self.training.fp8 != "none", f"training.fp8 is {self.training.fp8}, and it would answer in bf16"),

@@ -33,13 +33,7 @@ def build_engine(
     vocab_size, end_ids, decode: the tokenizer's; without `decode` there are no stop strings. ranks: of the engine.
     """
     shared = shares_weights(config, ranks.tensor.size())
-    policy = trained
-    if not shared:
-        policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
-        policy.requires_grad_(False).eval()
-        if config.model.num_experts is not None and not ranks.alone:
-            for layer in policy.decoder.layers:
-                send_no_tokens(layer.mlp, policy.pg_collection)
+    policy = trained if shared else build_apart(config, vocab_size, platform, ranks)
     longest = config.training.sequence_length
     engine: RankEngine
     if config.inference.engine == "megatron":
@@ -50,6 +44,17 @@ def build_engine(
         keeps_cache = config.offload == "none"
         engine = Engine(policy, config.model, config.inference, end_ids, longest, ranks, keeps_cache, decode)
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
+
+
+def build_apart(config: RunConfig, vocab_size: int, platform: Platform, ranks: EngineRanks) -> Policy:
+    """A model that only generates, cut over the ranks of an engine, whose weights are still to come. Collective over
+    all ranks."""
+    policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
+    policy.requires_grad_(False).eval()
+    if config.model.num_experts is not None and not ranks.alone:
+        for layer in policy.decoder.layers:
+            send_no_tokens(layer.mlp, policy.pg_collection)
+    return policy
 
 
 def shares_weights(config: RunConfig, engine_tp: int) -> bool:

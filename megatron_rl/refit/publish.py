@@ -10,8 +10,10 @@ from megatron_rl.inference.api import RankEngine
 class Refit(Protocol):
     """The way from the trainer's weights to the engine's."""
 
-    moved_bytes: int
-    """Of all ranks together, that cross from one to another with every publication."""
+    @property
+    def moved_bytes(self) -> int:
+        """Of all ranks together, that cross from one to another with every publication."""
+        ...
 
     def publish(self, policy_version: int) -> None:
         """Have the engine sample by the trainer's weights, of which `policy_version` counts the optimizer steps.

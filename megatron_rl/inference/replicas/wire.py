@@ -1,0 +1,180 @@
+"""What the ranks that train and an inference replica say to each other, as JSON over HTTP. Pure.
+
+    POST /hello    {"driver"}                                  about; forgets what this driver asked before
+    POST /ask      {"driver", "version", "requests", "cancel"} about
+    POST /news     {"driver", "seen", "wait_s"}                about, "last", "pieces", "refused": all after `seen`
+    POST /epoch    {"epoch"}          begin to join its group                } of the first training rank alone;
+    POST /receive  {"version"}        begin to receive the weights           } each but `swap` is answered at once
+    POST /swap     {"version"}        when all is received: sample by them   }
+    POST /end      {}                 the run needs it no more
+
+Each has the run's token, and is answered the same where it comes twice. All bodies name PROTOCOL and the digest of the
+configuration: a replica of another start of the run, or of other code, refuses them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rl.contract.files import read_bytes
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.api import (
+    Beginning,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    PromptTooLong,
+    Unsupported,
+)
+from megatron_rl.inference.config import Sampling
+
+PROTOCOL = 1
+FEWEST_CHARACTERS = 32
+"""Of a run's token."""
+
+Body = Mapping[str, Any]
+
+OTHER_VERSION = "other version"
+"""Kind of a refusal: the weights are not those that the request is for."""
+_KINDS: dict[str, type[Exception]] = {
+    "prompt too long": PromptTooLong,
+    "unsupported": Unsupported,
+    "value": ValueError,
+}
+REFUSED = tuple(_KINDS.values())
+"""What is the request's own fault, so that no other replica need be asked."""
+
+
+class Garbled(ValueError):
+    """A body is not what the protocol says."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a replica says of itself with every answer."""
+
+    replica: int
+    start: int
+    """How often it was started in this attempt before."""
+    ranks: int
+    version: int | None
+    """Policy version of its weights; None: it has none yet."""
+    running: int
+    """Samples being decoded, of all drivers."""
+    waiting: int
+
+
+class Refusal(NamedTuple):
+    """Why a request is not answered."""
+
+    request_id: str
+    kind: str
+    message: str
+
+    @property
+    def error(self) -> Exception:
+        return _KINDS.get(self.kind, ValueError)(self.message)
+
+
+class News(NamedTuple):
+    """What a driver has not seen yet."""
+
+    about: About
+    last: int
+    """Number of the newest of it."""
+    pieces: list[tuple[str, Delta]]
+    """By the requests' ids."""
+    refused: list[Refusal]
+
+
+def digest_of(resolved: Path) -> str:
+    """Of the configuration that a rank runs with. Raises OSError."""
+    return hashlib.sha256(read_bytes(resolved)).hexdigest()
+
+
+def read_token(file: Path) -> str:
+    """The run's token. Raises ConfigurationError."""
+    try:
+        token = read_bytes(file).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the run's token {file} cannot be read: {error}") from error
+    if len(token) < FEWEST_CHARACTERS or not token.isprintable() or " " in token:
+        raise ConfigurationError(f"{file} holds no token: one line of {FEWEST_CHARACTERS} characters or more")
+    return token
+
+
+def kind_of(error: Exception) -> str:
+    """How a refusal calls an error, one of REFUSED."""
+    return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+
+
+def encode_request(request: GenerationRequest) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "prompt": request.prompt_tokens,
+        "samples": request.num_samples,
+        "sampling": request.sampling.model_dump(),
+        "key": request.key,
+        "ordinal": request.ordinal,
+        "known": {
+            str(sample): [known.tokens, known.logprobs, known.versions] for sample, known in request.known.items()
+        },
+    }
+
+
+def decode_request(body: Body) -> GenerationRequest:
+    """Raises Garbled."""
+    try:
+        return GenerationRequest(
+            prompt_tokens=body["prompt"],
+            num_samples=body["samples"],
+            sampling=Sampling.model_validate(body["sampling"]),
+            key=body["key"],
+            ordinal=body["ordinal"],
+            known={int(sample): Beginning(*known) for sample, known in body["known"].items()},
+            id=body["id"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Garbled(f"a request: {error!r}") from error
+
+
+def encode_news(news: News) -> dict[str, Any]:
+    pieces = [
+        [name, each.sample, each.tokens, each.logprobs, each.versions, each.finish_reason, each.stop]
+        for name, each in news.pieces
+    ]
+    return {"about": asdict(news.about), "last": news.last, "pieces": pieces, "refused": news.refused}
+
+
+def decode_news(body: Body) -> News:
+    """Raises Garbled."""
+    try:
+        pieces = [(each[0], _delta(*each[1:])) for each in body["pieces"]]
+        return News(decode_about(body), int(body["last"]), pieces, [Refusal(*each) for each in body["refused"]])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise Garbled(f"news: {error!r}") from error
+
+
+def decode_about(body: Body) -> About:
+    """Raises Garbled."""
+    try:
+        return About(**body["about"])
+    except (KeyError, TypeError) as error:
+        raise Garbled(f"about: {error!r}") from error
+
+
+def _delta(
+    sample: int,
+    tokens: list[int],
+    logprobs: list[float],
+    versions: list[int],
+    finish_reason: FinishReason | None,
+    stop: str | None,
+) -> Delta:
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise ValueError("every token has a log-prob and a version")
+    return Delta(sample, tokens, logprobs, versions, None, finish_reason, stop)

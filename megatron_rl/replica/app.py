@@ -1,0 +1,219 @@
+"""The routes of a replica: see `inference.replicas.wire`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
+from megatron_rl.replica.desk import Desk
+from megatron_rl.replica.orders import Leader
+from megatron_rl.server.bearer import MISSING, token_of
+from megatron_rl.server.engine_thread import EngineGone, EngineThread
+
+logger = logging.getLogger(__name__)
+
+WAIT_EVERY_S = 5.0
+"""Between two signs of life to the other ranks."""
+
+Body = dict[str, Any]
+Handler = Callable[[Body], Awaitable[Body]]
+
+
+class Conflict(Exception):
+    """A request comes from ranks that run something else."""
+
+
+class NotThere(Exception):
+    """Weights that are asked for have not come."""
+
+
+class ReplicaService:
+    """What a replica does for who asks it. All of it is for the HTTP loop."""
+
+    def __init__(self, leader: Leader, address: ReplicaAddress) -> None:
+        """address: what is published; host and port are not looked at."""
+        self.thread = EngineThread(leader)
+        self.heard_at: float | None = None
+        """When the run's first rank asked anything the last time (time.monotonic); None: never."""
+        self.attended = 0
+        """Requests of that rank that are being answered: one at any time while it lives."""
+        self.ended = asyncio.Event()
+        """Set when the run needs the replica no more."""
+        self.failure: BaseException | None = None
+        """What has ended a part of it, and with that all of it."""
+        self._leader, self._address = leader, address
+        self._desk = Desk(self.thread)
+        self._transfer: asyncio.Future[None] | None = None  # the newest step of it
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.thread.start()
+        self._watch(asyncio.ensure_future(self._desk.deliver()))
+        self._watch(asyncio.ensure_future(self._wait_together()))
+        try:
+            yield
+        finally:
+            self.close()
+            for task in [*self._tasks]:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """Say that there will be no more answers, also to who waits for news."""
+        self.thread.stop("the replica leaves")
+        self._desk.close()
+
+    def _watch(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self.failure = self.failure or task.exception()
+
+    async def _wait_together(self) -> None:
+        while True:
+            await self.thread.call(self._leader.wait)
+            await asyncio.sleep(WAIT_EVERY_S)
+
+    def about(self) -> About:
+        load, its = self.thread.load, self._address
+        return About(its.replica, its.start, its.ranks, self._leader.version, load.running, load.waiting)
+
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """By path."""
+        return {
+            "/hello": self._hello,
+            "/ask": self._ask,
+            "/news": self._news,
+            "/epoch": self._epoch,
+            "/receive": self._receive,
+            "/swap": self._swap,
+            "/end": self._end,
+        }
+
+    def check(self, body: Body) -> None:
+        """Raises Garbled, or Conflict where it comes from ranks that run something else."""
+        if body.get("protocol") != PROTOCOL:
+            raise Conflict(f"protocol {body.get('protocol')}: this replica speaks {PROTOCOL}")
+        if body.get("digest") != self._address.digest:
+            raise Conflict(
+                f"configuration {str(body.get('digest'))[:12]}: this replica runs {self._address.digest[:12]}"
+            )
+        if type(body.get("driver")) is not int:
+            raise Garbled("driver is no number")
+
+    async def _hello(self, body: Body) -> Body:
+        self._desk.forget(body["driver"])
+        return self._said()
+
+    async def _ask(self, body: Body) -> Body:
+        requests = [decode_request(each) for each in body["requests"]]
+        version = self._leader.version
+        other = None if version == body["version"] else -1 if version is None else version
+        self._desk.ask(body["driver"], requests, body["cancel"], other)
+        return self._said()
+
+    async def _news(self, body: Body) -> Body:
+        last, pieces, refused = await self._desk.news(body["driver"], body["seen"], body["wait_s"])
+        return encode_news(News(self.about(), last, [*pieces], [*refused]))
+
+    async def _epoch(self, body: Body) -> Body:
+        epoch = body["epoch"]
+        return self._begin(lambda: self._leader.join(epoch))
+
+    async def _receive(self, body: Body) -> Body:
+        if self._transfer is None or (self._transfer.done() and self._transfer.exception()):
+            raise NotThere("there is no transfer group")
+        version = body["version"]
+        return self._begin(lambda: self._leader.receive(version))
+
+    async def _swap(self, body: Body) -> Body:
+        """When all is there."""
+        version = body["version"]
+        if self._leader.version != version:
+            if self._transfer is None:
+                raise NotThere("nothing was received")
+            try:
+                await asyncio.shield(self._transfer)
+                await self.thread.call(lambda: self._leader.swap(version))
+            except RuntimeError as error:
+                raise NotThere(f"version {version} did not arrive: {error}") from error
+            self._desk.wake()
+        return self._said()
+
+    async def _end(self, body: Body) -> Body:
+        self.ended.set()
+        return self._said()
+
+    def _said(self) -> Body:
+        return {"about": asdict(self.about())}
+
+    def _begin(self, step: Callable[[], None]) -> Body:
+        """Begin the next step of a transfer, behind those before it."""
+        self._transfer = self.thread.call(step)
+        self._transfer.add_done_callback(_tell_failure)
+        return self._said()
+
+
+def _tell_failure(step: asyncio.Future[None]) -> None:
+    if not step.cancelled() and (error := step.exception()) is not None:
+        logger.warning("the weights do not come: %s", error)
+
+
+def application(service: ReplicaService, token: str) -> ASGIApp:
+    """The service as an ASGI application, open to who has the run's token."""
+
+    def route(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                body = await request.json()
+                if not isinstance(body, dict):
+                    raise Garbled("the body is no JSON object")
+                service.check(body)
+                first = body["driver"] == 0
+                service.attended += first
+                try:
+                    said = await handler(body)
+                finally:
+                    service.attended -= first
+                    if first:
+                        service.heard_at = time.monotonic()
+                return JSONResponse(said)
+            except Conflict as error:
+                return PlainTextResponse(str(error), 409)
+            except NotThere as error:
+                return PlainTextResponse(str(error), 424)
+            except EngineGone as error:
+                return PlainTextResponse(str(error), 503)
+            except (ValueError, KeyError, TypeError) as error:
+                return PlainTextResponse(repr(error), 400)
+
+        return answer
+
+    routes = [Route(path, route(handler), methods=["POST"]) for path, handler in service.handlers.items()]
+    app = Starlette(routes=routes)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and token_of(scope, [token.encode()]) is None:
+            await PlainTextResponse(MISSING, 401, {"Connection": "close"})(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return guarded

@@ -1,0 +1,261 @@
+"""What the ranks of a replica do together: the first one is asked, and tells the others what to do next."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
+from megatron_rl.inference.broadcast import PlanBroadcast
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.engine_ranks import EngineRanks
+
+logger = logging.getLogger(__name__)
+
+TELL_EVERY_S = 1.0
+"""Seconds between two looks at what unfinished answers have: it synchronises the device with the host."""
+
+
+class LedEngine(Protocol):
+    """What a replica asks of its engine. See `inference.engine.Engine`."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def answered(self) -> Sequence[str]: ...
+
+    def submit(self, request: GenerationRequest) -> str: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> None: ...
+
+    def take(self, request_id: str) -> list[Completion] | None: ...
+
+    def partial_answers(self) -> list[PartialAnswer]: ...
+
+    def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+class Weights(Protocol):
+    """This rank's end of the way from the ranks that train. Each call is collective over the replica."""
+
+    def join(self, epoch: dict[str, Any]) -> None:
+        """Join the transfer group of an epoch, and leave the one before. Raises RuntimeError."""
+        ...
+
+    def receive(self, version: int) -> None:
+        """Receive the weights of a version beside those that are in use. Raises RuntimeError."""
+        ...
+
+    def swap(self, version: int) -> None:
+        """Have the engine sample by what was received. Raises RuntimeError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Follow the engine until it lets go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    epoch: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing: that there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Leave."""
+
+
+Order = Generate | Join | Receive | Swap | Wait | End
+
+
+def orders_over(ranks: EngineRanks) -> PlanBroadcast[Order] | None:
+    """From the first rank of a replica to the others; None where there are none."""
+    return None if ranks.alone else PlanBroadcast[Order](ranks.control)
+
+
+def follow(orders: PlanBroadcast[Order], engine: LedEngine, weights: Weights, activity: Activity) -> None:
+    """Do what the first rank says, until it says that it is the end. Raises RuntimeError where it is gone."""
+    while True:
+        with activity.waits():
+            order = orders.receive()
+        match order:
+            case End():
+                return
+            case Generate():
+                engine.follow(activity.waits)
+            case Join() | Receive() | Swap():
+                try:
+                    carry_out(order, weights)
+                except RuntimeError as error:  # the first rank has met the same, and tells who has to know
+                    logger.warning("%s", error)
+
+
+def carry_out(order: Join | Receive | Swap, weights: Weights) -> None:
+    """Do one's part of what concerns the weights. Raises RuntimeError."""
+    match order:
+        case Join(epoch):
+            weights.join(epoch)
+        case Receive(version):
+            weights.receive(version)
+        case Swap(version):
+            weights.swap(version)
+
+
+class Leader:
+    """Implements `ServedEngine` on the first rank. All of it is for the engine's thread.
+
+    Requests are told of as deltas: as they are answered, and what the others have every TELL_EVERY_S.
+    """
+
+    def __init__(
+        self,
+        engine: LedEngine,
+        weights: Weights,
+        orders: PlanBroadcast[Order] | None,
+        activity: Activity,
+        tell_every_s: float = TELL_EVERY_S,
+    ) -> None:
+        self.version: int | None = None
+        """Policy version of the weights; None: there are none yet."""
+        self.failure: Exception | None = None
+        """What has ended the engine, and with it the replica."""
+        self._engine, self._weights, self._orders, self._activity = engine, weights, orders, activity
+        self._tell_every_s = tell_every_s
+        self._followed = False  # whether the other ranks follow the engine
+        self._asked: dict[str, list[int]] = {}  # tokens of each sample that were told
+        self._told_at = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.busy or bool(self._engine.answered)
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._engine.load
+
+    @property
+    def answered(self) -> Sequence[str]:
+        return ()  # told as deltas
+
+    def take(self, request_id: str) -> None:
+        return None
+
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
+        self._engine.submit(request)
+        known = {sample: len(beginning.tokens) for sample, beginning in request.known.items()}
+        self._asked[request.id] = [known.get(sample, 0) for sample in range(request.num_samples)]
+        return request.id
+
+    def cancel(self, request_id: str) -> None:
+        self._engine.cancel(request_id)
+        self._asked.pop(request_id, None)
+
+    def step(self) -> None:
+        self._activity.beat()
+        try:
+            if self._engine.busy:
+                self._have_follow(True)
+                self._engine.step()
+            if not self._engine.busy:
+                self._have_follow(False)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def take_deltas(self) -> list[tuple[str, Delta]]:
+        """What requests have got since they were told of before."""
+        deltas = []
+        for request_id in [*self._engine.answered]:
+            answers = self._engine.take(request_id) or ()
+            told = self._asked.pop(request_id, [0] * len(answers))
+            for sample, (first, one) in enumerate(zip(told, answers, strict=True)):
+                tokens, logprobs, versions = one.tokens[first:], one.logprobs[first:], one.versions[first:]
+                deltas.append(
+                    (request_id, Delta(sample, tokens, logprobs, versions, None, one.finish_reason, one.stop))
+                )
+        if self._engine.busy and time.monotonic() - self._told_at >= self._tell_every_s:
+            deltas += self._unfinished()
+            self._told_at = time.monotonic()
+        return deltas
+
+    def _unfinished(self) -> list[tuple[str, Delta]]:
+        deltas = []
+        for part in self._engine.partial_answers():
+            told, there = self._asked.get(part.request_id), part.beginning
+            if told is None or (first := told[part.sample]) >= len(there.tokens):
+                continue
+            told[part.sample] = len(there.tokens)
+            new = Delta(part.sample, there.tokens[first:], there.logprobs[first:], there.versions[first:])
+            deltas.append((part.request_id, new))
+        return deltas
+
+    # What all ranks do
+
+    def join(self, epoch: dict[str, Any]) -> None:
+        """See Weights.join."""
+        self._carry_out(Join(epoch))
+
+    def receive(self, version: int) -> None:
+        """See Weights.receive."""
+        self._carry_out(Receive(version))
+
+    def swap(self, version: int) -> None:
+        """See Weights.swap."""
+        self._carry_out(Swap(version))
+        self.version = version
+
+    def wait(self) -> None:
+        """Tell the other ranks that all is well, however long there is nothing to do."""
+        self._activity.beat()
+        if not self._followed:
+            self._tell(Wait())
+
+    def end(self) -> None:
+        """Have the other ranks leave."""
+        self._have_follow(False)
+        self._tell(End())
+
+    def _carry_out(self, order: Join | Receive | Swap) -> None:
+        self._have_follow(False)
+        self._tell(order)
+        carry_out(order, self._weights)
+        self._activity.beat()
+
+    def _have_follow(self, follows: bool) -> None:
+        if follows and not self._followed:
+            self._tell(Generate())
+        elif self._followed and not follows:
+            self._engine.let_go()
+        self._followed = follows
+
+    def _tell(self, order: Order) -> None:
+        if self._orders is not None:
+            self._orders.send(order)

@@ -1,0 +1,51 @@
+"""Entry of every process of an inference replica:
+
+    python -m megatron_rl.replica_main --run-dir RUN_DIR --attempt N --replica K
+
+Started once per rank of the replica, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's, and with
+MRL_START, which says how often this replica was started in this attempt before. Exit codes are a rank's: finished (the
+run needs it no more), drained, bad configuration, else a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.contract.codes import START_VARIABLE
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.entry import Work, run_rank
+from megatron_rl.rank.world import World, die_with_parent
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.replica_main", description="One rank of an inference replica of a GRPO run."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory prepared by mrl-submit")
+    parser.add_argument("--attempt", type=int, required=True, help="number of this start of the run, from 1")
+    parser.add_argument("--replica", type=int, required=True, help="number of the replica, from 0")
+    options = parser.parse_args(arguments)
+    die_with_parent()
+    world = World.from_environment()
+    run_dir = RunDir(options.run_dir)
+    replica = run_dir.attempt(options.attempt).replica(options.replica)
+    start = int(os.environ.get(START_VARIABLE, "0"))
+
+    def load() -> Work:
+        from megatron_rl.config import read_config
+        from megatron_rl.platform.implementation import choose_implementation
+
+        choose_implementation(read_config(run_dir))  # before megatron-core is imported
+        from megatron_rl.replica.attempt import run_replica
+
+        return partial(run_replica, run_dir, replica, start, world)
+
+    run_rank(replica, world, load, tells_host=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Inference replicas without a model: what a replica is over HTTP, in a thread of the test, over an engine whose tokens
+are functions of the request's key."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.records import write
+from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer, PromptTooLong
+from megatron_rl.inference.replicas.wire import PROTOCOL
+from megatron_rl.inference.transcript import RowAnswer, Transcript
+from megatron_rl.rank.activity import Activity
+from megatron_rl.replica.app import ReplicaService, application
+from megatron_rl.replica.orders import Leader
+
+DIGEST = "0123456789abcdef"
+TOKEN = "a-token-of-a-run-with-32-characters-or-more"
+LONGEST = 100
+"""Tokens of a prompt and its answer."""
+
+
+def token_at(request: GenerationRequest, sample: int, place: int) -> int:
+    return (request.key * 31 + sample * 7 + place * place) % 997
+
+
+def answers(request: GenerationRequest, version: int = 0) -> list[Completion]:
+    """What any of them answers."""
+    length = request.sampling.max_new_tokens
+    return [
+        Completion(
+            [token_at(request, sample, place) for place in range(length)],
+            [-float(place) for place in range(length)],
+            "length",
+            [version] * length,
+        )
+        for sample in range(request.num_samples)
+    ]
+
+
+class ScriptedEngine:
+    """Implements `LedEngine`: a token of each sample in a step, up to `hold_at` of them while it is set."""
+
+    def __init__(self) -> None:
+        self.hold_at: int | None = None
+        self.policy_version = 0
+        self.requests: list[GenerationRequest] = []
+        self.sampled = 0
+        self.cancelled: list[str] = []
+        self.fails: Exception | None = None
+        self._open: dict[str, list[Transcript]] = {}
+        self._answered: dict[str, list[Completion]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self._open), 0, 1, 1)
+
+    @property
+    def answered(self) -> list[str]:
+        return [*self._answered]
+
+    def submit(self, request: GenerationRequest) -> str:
+        if len(request.prompt_tokens) + request.sampling.max_new_tokens > LONGEST:
+            raise PromptTooLong(f"more than {LONGEST} tokens")
+        self.requests.append(request)
+        self._open[request.id] = [
+            Transcript.begin(request, sample, frozenset(), None) for sample in range(request.num_samples)
+        ]
+        return request.id
+
+    def cancel(self, request_id: str) -> None:
+        if self._open.pop(request_id, None) is not None:
+            self.cancelled.append(request_id)
+
+    def step(self) -> None:
+        if self.fails:
+            raise self.fails
+        time.sleep(0.0005)
+        for request_id, samples in list(self._open.items()):
+            for each in samples:
+                place = len(each.tokens)
+                if each.finish_reason is None and (self.hold_at is None or place < self.hold_at):
+                    token = token_at(each.request, each.sample, place)
+                    each.extend(RowAnswer(0, [token], [-float(place)]), self.policy_version)
+                    self.sampled += 1
+            if all(each.finish_reason for each in samples):
+                self._answered[request_id] = [each.completion() for each in self._open.pop(request_id)]
+
+    def take(self, request_id: str) -> list[Completion] | None:
+        return self._answered.pop(request_id, None)
+
+    def partial_answers(self) -> list[PartialAnswer]:
+        return [
+            PartialAnswer(name, each.sample, each.beginning())
+            for name, samples in self._open.items()
+            for each in samples
+            if each.tokens
+        ]
+
+    def follow(self, waits: Any) -> None:
+        raise AssertionError("it is one rank")
+
+    def let_go(self) -> None:
+        pass  # nobody follows
+
+
+class ScriptedWeights:
+    """Implements `Weights`, which come at once."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.said: list[Any] = []
+        self.fails = False
+        self._engine = engine
+
+    def join(self, epoch: dict[str, Any]) -> None:
+        self.said.append(("join", epoch))
+
+    def receive(self, version: int) -> None:
+        self.said.append(("receive", version))
+        if self.fails:
+            raise RuntimeError("a member is gone")
+
+    def swap(self, version: int) -> None:
+        self.said.append(("swap", version))
+        self._engine.policy_version = version
+
+
+class ScriptedReplica:
+    """One start of one replica; a context, which ends it."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        number: int,
+        start: int = 0,
+        *,
+        version: int | None = 0,
+        digest: str = DIGEST,
+        protocol: int = PROTOCOL,
+        token: str = TOKEN,
+        published_digest: str | None = None,
+    ) -> None:
+        self.engine = ScriptedEngine()
+        self.weights = ScriptedWeights(self.engine)
+        self.mute = False
+        """Whether nothing is answered any more."""
+        replica = attempt.replica(number)
+        replica.folder.mkdir(parents=True, exist_ok=True)
+        self.leader = Leader(self.engine, self.weights, None, Activity(replica, published=False), tell_every_s=0.0)
+        self.leader.version = version
+        address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, protocol, 0.0)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.service = ReplicaService(self.leader, address)
+        self._app = application(self.service, token)
+        self._loop = asyncio.new_event_loop()
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._answer, interface="asgi3", lifespan="off", log_config=None, timeout_graceful_shutdown=0
+            )
+        )
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
+        self._published: tuple[Path, ReplicaAddress] = (
+            replica.listener,
+            address._replace(port=self._listener.getsockname()[1], digest=published_digest or digest),
+        )
+
+    def __enter__(self) -> ScriptedReplica:
+        self._thread.start()
+        write(*self._published)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """All its connections end."""
+        self._server.should_exit = self._server.force_exit = True
+        self.service.thread.stop("killed")
+        self._thread.join(30)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        while self.mute:
+            await asyncio.sleep(0.01)
+        await self._app(scope, receive, send)
+
+    async def _serve(self) -> None:
+        self._server.capture_signals = _nothing  # type: ignore[method-assign]  # we are in a thread
+        async with self.service.running():
+            await self._server.serve(sockets=[self._listener])
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < give_up, f"not within {timeout_s} s: {what}"
+        time.sleep(0.002)

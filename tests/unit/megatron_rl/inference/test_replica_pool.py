@@ -1,0 +1,235 @@
+"""All replicas as one engine: who is asked, and what becomes of a request whose replica is lost. Over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from scripted_replica import DIGEST, TOKEN, ScriptedReplica, answers, until
+
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.inference.api import GenerationRequest, PromptTooLong
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.replicas.link import Patience
+from megatron_rl.inference.replicas.pool import NoReplica, ReplicaPool
+
+SOON = Patience(poll_s=0.5, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    return attempt
+
+
+@contextmanager
+def pool_of(
+    attempt: Attempt, *, goes_on: bool = True, limit_s: float = 60.0, patience: Patience = SOON
+) -> Iterator[ReplicaPool]:
+    pool = ReplicaPool(attempt, DIGEST, TOKEN, 0, goes_on=goes_on, limit_s=limit_s, patience=patience)
+    pool.start()
+    pool.policy_version = 0
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def request(key: int, tokens: int = 20, samples: int = 2, ordinal: int | None = None) -> GenerationRequest:
+    return GenerationRequest([1, 2, 3], samples, Sampling(max_new_tokens=tokens), key, ordinal)
+
+
+def asking(pool: ReplicaPool, requests: list[GenerationRequest], meanwhile: Callable[[], None] = lambda: None) -> list:
+    """The answers to all of them; `meanwhile` runs, in another thread, while they are on their way."""
+
+    async def ask() -> list:
+        asked = asyncio.gather(*map(pool.generate, requests), return_exceptions=True)
+        await asyncio.to_thread(meanwhile)
+        return [*await asked]
+
+    return asyncio.run(ask())
+
+
+def there(pool: ReplicaPool, count: int) -> None:
+    until(lambda: len(pool.starts()) == count, f"{count} replicas")
+
+
+@pytest.fixture
+def two(attempt: Attempt) -> Iterator[tuple[ScriptedReplica, ScriptedReplica]]:
+    with ScriptedReplica(attempt, 0) as one, ScriptedReplica(attempt, 1) as other:
+        yield one, other
+
+
+def test_requests_are_spread_over_the_replicas_and_answered_as_one_engine_would(attempt: Attempt, two) -> None:
+    requests = [request(key, ordinal=key) for key in range(8)]
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+        assert asking(pool, requests) == [answers(each) for each in requests]
+        assert pool.busy_s > 0
+    assert [len(each.engine.requests) for each in two] == [4, 4]
+
+
+def test_a_conversation_stays_where_its_prefix_is(attempt: Attempt, two) -> None:
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+        for each in two:
+            each.engine.hold_at = 1
+        turns = [request(1, ordinal=7), request(2, ordinal=8), request(3, ordinal=7)]
+
+        def release() -> None:
+            until(lambda: sum(len(each.engine.requests) for each in two) == 3, "all were asked")
+            for each in two:
+                each.engine.hold_at = None
+
+        asking(pool, turns, release)
+    of_seven = [{each.ordinal for each in one.engine.requests} for one in two]
+    assert sorted(map(sorted, of_seven)) == [[7], [8]]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_a_dead_replica_was_asked_another_one_answers_the_same(attempt: Attempt, two, goes_on: bool) -> None:
+    one, other = two
+    requests = [request(key) for key in range(4)]
+    with pool_of(attempt, goes_on=goes_on) as pool:
+        there(pool, 2)
+        one.engine.hold_at = other.engine.hold_at = 11
+
+        def kill() -> None:
+            until(lambda: len(pool.partial_answers()) == 8, "all have begun")
+            until(lambda: all(len(each.beginning.tokens) == 11 for each in pool.partial_answers()), "11 tokens of each")
+            one.die()
+            other.engine.hold_at = None
+
+        assert asking(pool, requests, kill) == [answers(each) for each in requests]
+        assert pool.repeated == 2
+    repeated = other.engine.requests[2:]
+    assert len(repeated) == 2
+    assert [{len(known.tokens) for known in each.known.values()} for each in repeated] == [
+        {11} if goes_on else set()
+    ] * 2
+
+
+def test_a_replica_that_says_nothing_is_taken_for_lost(attempt: Attempt, two) -> None:
+    one, other = two
+    one.engine.hold_at = other.engine.hold_at = 3
+    requests = [request(key) for key in range(2)]
+    impatient = Patience(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
+    with pool_of(attempt, patience=impatient) as pool:
+        there(pool, 2)
+
+        def mute() -> None:
+            until(lambda: len(pool.partial_answers()) == 4, "all have begun")
+            one.mute = True
+            other.engine.hold_at = None
+
+        assert asking(pool, requests, mute) == [answers(each) for each in requests]
+
+
+def test_a_replica_that_samples_nothing_is_given_up(attempt: Attempt, two, caplog: pytest.LogCaptureFixture) -> None:
+    two[0].engine.hold_at = 0
+    requests = [request(key) for key in range(2)]
+    with pool_of(attempt, limit_s=1.0) as pool:
+        there(pool, 2)
+        assert asking(pool, requests) == [answers(each) for each in requests]
+    assert "has sampled nothing for" in caplog.text
+
+
+def test_a_replica_that_comes_back_is_asked_once_it_has_the_weights(attempt: Attempt) -> None:
+    with pool_of(attempt) as pool, ExitStack() as stack:
+        first = stack.enter_context(ScriptedReplica(attempt, 0))
+        there(pool, 1)
+        first.engine.hold_at = 2
+
+        def restart() -> None:
+            until(lambda: len(pool.partial_answers()) == 2, "it has begun")
+            first.die()
+            again = stack.enter_context(ScriptedReplica(attempt, 0, start=1, version=None))
+            until(lambda: (0, 1) in pool.starts(), "it is back")
+            assert not again.engine.requests
+            for path, body in (("epoch", {"epoch": {}}), ("receive", {"version": 0}), ("swap", {"version": 0})):
+                pool.call((0, 1), path, body).result(30)
+
+        asked = request(5)
+        assert asking(pool, [asked], restart) == [answers(asked)]
+
+
+def test_the_order_in_which_replicas_and_ranks_come_does_not_matter(attempt: Attempt) -> None:
+    asked = request(5)
+    with pool_of(attempt) as pool, ExitStack() as stack:
+
+        def begin() -> None:
+            stack.enter_context(ScriptedReplica(attempt, 3))
+
+        assert asking(pool, [asked], begin) == [answers(asked)]
+
+
+def test_where_no_replica_comes_the_wait_is_said_and_has_an_end(
+    attempt: Attempt, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pool_of(attempt, limit_s=0.3) as pool:
+        (failed,) = asking(pool, [request(1)])
+        assert isinstance(failed, NoReplica)
+        assert pool.busy_s > 0, "a wait that is said is no hang"
+    assert "waiting for an inference replica with weights of version 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"digest": "of another start"}, "its configuration is of another"),
+        ({"digest": "of another start", "published_digest": DIGEST}, "is of another start of the run"),
+        ({"protocol": 99}, "speaks protocol 99"),
+        ({"token": "another-token-of-32-characters-or-more"}, "refuses the run's token"),
+    ],
+    ids=str,
+)
+def test_a_replica_of_something_else_is_never_asked(
+    attempt: Attempt, caplog: pytest.LogCaptureFixture, wrong: dict[str, str], said: str
+) -> None:
+    asked = request(5)
+    with ScriptedReplica(attempt, 0, **wrong) as stranger, pool_of(attempt) as pool:
+        until(lambda: said in caplog.text, said)
+        with ScriptedReplica(attempt, 1):
+            assert asking(pool, [asked]) == [answers(asked)]
+        assert not stranger.engine.requests
+        assert caplog.text.count(said) == 1
+
+
+def test_replicas_with_other_weights_are_not_asked(attempt: Attempt, two) -> None:
+    one, other = two
+    other.leader.version = other.engine.policy_version = 1
+    with pool_of(attempt) as pool:
+        pool.policy_version = 1
+        there(pool, 2)
+        asked = request(5)
+        assert asking(pool, [asked]) == [answers(asked, version=1)]
+    assert not one.engine.requests
+
+
+def test_a_cancelled_request_ends_at_its_replica(attempt: Attempt, two) -> None:
+    one, other = two
+    one.engine.hold_at = other.engine.hold_at = 2
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+
+        async def give_up() -> None:
+            task = asyncio.create_task(pool.generate(request(5)))
+            await asyncio.to_thread(until, lambda: len(pool.partial_answers()) == 2, "it has begun")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(give_up())
+        until(lambda: len(one.engine.cancelled + other.engine.cancelled) == 1, "it is cancelled")
+        assert pool.partial_answers() == []
+
+
+def test_what_a_replica_refuses_is_raised_as_by_an_engine(attempt: Attempt, two) -> None:
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+        (failed,) = asking(pool, [request(1, tokens=200)])
+    assert isinstance(failed, PromptTooLong)
