@@ -71,6 +71,7 @@ def run_attempt(
 
     timeline.switch("train")
     outcome = train(run)
+    run.generation.end()
     activity.enter("saving", run.step)
     if outcome == FINISHED:
         with safe_points.phase("save"):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,20 +15,18 @@ from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.api import RankEngine
+from megatron_rl.generation import Generation, build_generation, open_pool
+from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.models import Models, build_models
 from megatron_rl.platform.api import Platform
-from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
-from megatron_rl.rollout.generation import AgentLoop
 from megatron_rl.training.trainer import Trainer
 
 logger = logging.getLogger("megatron_rl")
@@ -64,8 +60,7 @@ class Run:
     models: Models
     initial_weights: str | None
     trainer: Trainer
-    engine: RankEngine
-    refit: Refit
+    generation: Generation
     driver: RolloutDriver
     checkpointer: Checkpointer
     exporter: Exporter
@@ -77,6 +72,16 @@ class Run:
     """The last one that a checkpoint was begun of, or that the run was restored from."""
     evaluated: int
     """Step of the last evaluation; -1: none."""
+
+    @property
+    def engine(self) -> ResumableInference:
+        """That the driver asks."""
+        return self.generation.engine
+
+    @property
+    def refit(self) -> Refit:
+        """The way to its weights."""
+        return self.generation.refit
 
     def sharded_state(self) -> dict[str, Any]:
         return self.models.sharded_state()
@@ -115,6 +120,7 @@ def set_up(
         environment = build_environment(config.environment, tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    pool = open_pool(run_dir, attempt, config, groups)
     checkpointer = Checkpointer(run_dir, config.save, groups.control)
     models, initial_weights = build_models(
         config, environment, tokenizer, platform, groups, safe_points, resumes=checkpointer.resumes
@@ -133,31 +139,19 @@ def set_up(
         policy_version=counters.policy_version,
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
-    placement, timeout = config.placement, timedelta(seconds=config.job.collective_timeout_s)
-    ranks = EngineRanks.form(groups, placement.inference.tp or placement.training.tp, timeout)
-    engine, refit = build_engine(
-        models.policy,
-        config,
-        tokenizer.vocab_size,
-        tokenizer.end_ids,
-        platform,
-        groups,
-        ranks,
-        tokenizer.decode,
-    )
-    refit.publish(counters.policy_version)
+    generation = build_generation(models.policy, pool, config, tokenizer, platform, groups, safe_points)
+    generation.refit.publish(counters.policy_version)
     bank = None
-    if ranks.drives:
+    if generation.place.drives:
         bank = open_bank(
             run_dir,
             attempt.number,
             config,
-            ranks,
+            generation.place,
             step=counters.step,
             policy_version=counters.policy_version,
             next_ordinal=counters.next_ordinal,
         )
-    loop = AgentLoop(ranks, engine, safe_points, asyncio.Runner())
     writer = Writer()
     if dist.get_rank() == 0:
         writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)
@@ -170,9 +164,8 @@ def set_up(
         models=models,
         initial_weights=counters.initial_weights,
         trainer=trainer,
-        engine=engine,
-        refit=refit,
-        driver=RolloutDriver(environment, engine, bank, config, groups, safe_points, loop),
+        generation=generation,
+        driver=RolloutDriver(environment, generation.engine, bank, config, groups, safe_points, generation.loop),
         checkpointer=checkpointer,
         exporter=Exporter(run_dir, config.save, leads=dist.get_rank() == 0),
         writer=writer,

@@ -13,7 +13,6 @@ def not_yet(config: RunConfig) -> list[str]:
     """What is missing to run this recipe, one sentence each with key and value; empty where nothing is."""
     model, training, inference = config.model, config.placement.training, config.placement.inference
     missing: list[tuple[str, object, object, str]] = [
-        ("placement.mode", config.placement.mode, "colocated", "so far all ranks train and generate in turn"),
         ("placement.inference.pp", inference.pp, 1, "a rank generates with its part of every layer; only 1 runs"),
     ]
     if inference.tp not in (None, training.tp) and inference.tp > model.num_query_groups:

@@ -35,6 +35,8 @@ multiprocessing.set_forkserver_preload(
         "megatron_rl.environments.arithmetic",
         "megatron_rl.attempt",
         "megatron_rl.rank_main",
+        "megatron_rl.replica.attempt",
+        "megatron_rl.replica_main",
         "pytest",
         "tensorboard.backend.event_processing.event_accumulator",
         "transformers.models.qwen2.modeling_qwen2",

@@ -20,10 +20,6 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.supported import not_yet
 
-WITHOUT_EFFECT = ("placement.mode", "model.init")
-"""Keys whose values a rehearsal takes, whatever the ranks can do: no weights are read, and each role is rehearsed by
-itself."""
-
 
 @click.command("rehearse", short_help="Run a recipe at its true size without a node: shapes, devices, memory.")
 @click.argument("recipe")
@@ -50,7 +46,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
-    if missing := [why for why in not_yet(config) if not why.startswith(WITHOUT_EFFECT)]:
+    if missing := not_yet(config):
         raise BadInput("; ".join(missing))
     if config.inference.engine != "native":
         raise BadInput(

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,7 +163,9 @@ class RolloutDriver:
                 missing = [ordinal for ordinal in ordinals if ordinal not in recording.groups]
                 tasks += [asyncio.create_task(self._answer(ordinal, recording)) for ordinal in missing]
                 # A driver that is cancelled cancels them only below, when what they have is recorded.
-                answered = await asyncio.shield(asyncio.gather(*tasks))
+                gathered = asyncio.gather(*tasks)
+                gathered.add_done_callback(_note_end)
+                answered = await asyncio.shield(gathered)
         finally:
             for task in tasks:
                 task.cancel()
@@ -208,3 +211,9 @@ class RolloutDriver:
         anywhere = torch.tensor([ordinal in trained for ordinal in drawn], dtype=torch.int32)
         dist.all_reduce(anywhere, group=self.groups.control)
         return [*compress(drawn, anywhere.tolist())]
+
+
+def _note_end(gathered: asyncio.Future[Any]) -> None:
+    """Have asyncio not complain that nobody looks at work that was given up."""
+    if not gathered.cancelled():
+        gathered.exception()

@@ -19,7 +19,7 @@ from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.generation import AgentLoop
+from megatron_rl.rollout.generation import EngineLoop
 from megatron_rl.run import Run
 
 NOWHERE = Path("nowhere.bank")
@@ -47,7 +47,7 @@ def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) ->
     """Give a run a driver with this bank, and this agent in place of its environment, as if it had been built so."""
     run.driver.close()
     ranks = EngineRanks.form(run.groups, 1, timedelta(seconds=60))
-    loop = AgentLoop(ranks, run.engine, run.safe_points, asyncio.Runner())
+    loop = EngineLoop(ranks, run.engine, run.safe_points, asyncio.Runner())
     run.driver = RolloutDriver(
         agent or run.environment, run.engine, bank, run.config, run.groups, run.safe_points, loop
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from checkpoint_helpers import ended
 from core_helpers import tiny_model, tiny_run
 
 from megatron_rl.contract.attempt_records import MetricsLine, Outcome
+from megatron_rl.contract.codes import START_VARIABLE
 from megatron_rl.contract.paths import Attempt as AttemptFiles
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines
@@ -46,29 +49,31 @@ def prepare(root: Path, recipe: dict[str, Any]) -> RunDir:
     root.mkdir(parents=True)
     run_dir = RunDir(root)
     run_dir.resolved.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    run_dir.token.write_text(secrets.token_urlsafe() + "\n")
     return run_dir
 
 
 class Attempt:
-    """One start of all ranks. `sabotage(rank)` runs in each of them before anything else."""
+    """One start of all ranks that train. `sabotage(rank)` runs in each of them before anything else."""
 
     def __init__(self, run_dir: RunDir, cache: Path, ranks: int = 2, sabotage: Callable[[int], None] | None = None):
         self.run_dir = run_dir
         self.number = run_dir.last_attempt() + 1
         self.files = run_dir.attempt(self.number)
-        arguments = ["--run-dir", str(run_dir.root), "--attempt", str(self.number)]
-        self.processes = []
-        for rank in range(ranks):
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank),
-                "MRL_CACHE": str(cache),
-            }
-            args = (environment, run_dir.root / f"log.{self.number}.{rank}", arguments, sabotage)
-            self.processes.append(_CONTEXT.Process(target=_rank, args=args, daemon=True))
-        for process in self.processes:
-            process.start()
+        self.processes = _start(run_dir, self.number, ranks, cache, "", {}, sabotage)
+        self._cache = cache
+        self.replicas: list[BaseProcess] = []
+
+    def start_replica(
+        self, number: int, ranks: int = 1, start: int = 0, sabotage: Callable[[int], None] | None = None
+    ) -> list[BaseProcess]:
+        """Start an inference replica beside them."""
+        environment = {START_VARIABLE: str(start)}
+        started = _start(
+            self.run_dir, self.number, ranks, self._cache, f"infer-{number}.{start}.", environment, sabotage, number
+        )
+        self.replicas += started
+        return started
 
     def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
         """Until the record holds `step`."""
@@ -116,12 +121,40 @@ def read_error(attempt: Attempt, rank: int) -> dict[str, Any]:
     return error
 
 
+def _start(
+    run_dir: RunDir,
+    attempt: int,
+    ranks: int,
+    cache: Path,
+    name: str,
+    environment: dict[str, str],
+    sabotage: Callable[[int], None] | None,
+    replica: int | None = None,
+) -> list[BaseProcess]:
+    """The ranks of one world. replica: whose they are; None: they train."""
+    arguments = ["--run-dir", str(run_dir.root), "--attempt", str(attempt)]
+    if replica is not None:
+        arguments += ["--replica", str(replica)]
+    processes: list[BaseProcess] = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MRL_CACHE": str(cache)}
+        log = run_dir.root / f"log.{attempt}.{name}{rank}"
+        args = (place | environment, log, arguments, sabotage)
+        processes.append(_CONTEXT.Process(target=_rank, args=args, daemon=True))
+    for process in processes:
+        process.start()
+    return processes
+
+
 def _rank(environment: dict[str, str], log: Path, arguments: list[str], sabotage: Callable[[int], None] | None) -> None:
     os.environ.update(environment, MRL_PARENT_PID=str(os.getppid()))
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
-    from megatron_rl.rank_main import main
+    if "--replica" in arguments:
+        from megatron_rl.replica_main import main
+    else:
+        from megatron_rl.rank_main import main
 
     if sabotage is not None:
         sabotage(int(environment["RANK"]))

@@ -27,6 +27,7 @@ from loop_helpers import reproducible
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl import attempt as attempt_module
+from megatron_rl import generation as generation_module
 from megatron_rl import run as run_module
 from megatron_rl.agent.api import (
     EvaluationAgent,
@@ -141,9 +142,9 @@ class Simulation:
             patch.setattr(attempt_module, "disconnect", lambda: None)
             patch.setattr(run_module, "build_environment", lambda *_: _Agent())
             patch.setattr(run_module, "build_models", self._build_models)
-            patch.setattr(run_module, "build_engine", lambda policy, *_: _engine(policy))
+            patch.setattr(generation_module, "build_engine", lambda policy, *_: _engine(policy))
             patch.setattr(run_module, "Trainer", _Trainer)
-            patch.setattr(run_module.asyncio, "Runner", lambda: runner)
+            patch.setattr(generation_module.asyncio, "Runner", lambda: runner)
             patch.setattr(tensorboard, "SummaryWriter", _Silence)
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "LOOK_EVERY_S", 0.0)

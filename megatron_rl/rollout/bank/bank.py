@@ -28,12 +28,12 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rollout.bank.file import BankFile, Entry, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
 from megatron_rl.rollout.bank.records import Lineage, attempt_record, fingerprint, group_record
 from megatron_rl.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
 from megatron_rl.rollout.config import ResumeConfig
+from megatron_rl.rollout.generation import DriverPlace
 
 logger = logging.getLogger(__name__)
 
@@ -172,20 +172,20 @@ def open_bank(
     run_dir: RunDir,
     attempt: int,
     config: RunConfig,
-    ranks: EngineRanks,
+    place: DriverPlace,
     *,
     step: int,
     policy_version: int,
     next_ordinal: int,
 ) -> Bank:
     """The bank of a run that goes on after `step`, whose weights are those of `policy_version`, for this rank, which
-    drives one of the engine's replicas."""
+    drives."""
     lineage = Lineage(run_dir.root.name, attempt, step, policy_version, fingerprint(config))
     return Bank(
         run_dir.bank,
         config.resume,
         lineage,
         next_ordinal=next_ordinal,
-        driver=ranks.index,
-        drivers=ranks.count,
+        driver=place.index,
+        drivers=place.count,
     )

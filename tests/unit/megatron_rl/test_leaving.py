@@ -135,6 +135,7 @@ def test_no_rank_disconnects_before_all_have_met_behind_the_outcome(
     nothing = SimpleNamespace(close=lambda: None)
     saved = SimpleNamespace(under_way=None, wait=lambda final: None)
     run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing, exporter=nothing)
+    run.generation = SimpleNamespace(end=lambda: None)
     events: list[tuple[str, bool]] = []
     for name, stand_in in {
         "read_config": lambda run_dir: tiny_run(),

@@ -14,7 +14,7 @@ from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, Evaluation
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.evaluation import evaluate
-from megatron_rl.rollout.generation import AgentLoop
+from megatron_rl.rollout.generation import EngineLoop
 
 
 class Scripted(EvaluationAgent):
@@ -38,7 +38,7 @@ def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, f
     ranks: Any = SimpleNamespace(index=0, count=1, drives=True)
     safe_points = quiet_safe_points()
     with asyncio.Runner() as runner:
-        loop = AgentLoop(ranks, engine, safe_points, runner)
+        loop = EngineLoop(ranks, engine, safe_points, runner)
         return evaluate(agent, engine, config, groups, safe_points, loop)
 
 

@@ -26,7 +26,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
-from megatron_rl.rollout.generation import AgentLoop
+from megatron_rl.rollout.generation import EngineLoop
 from megatron_rl.rollout.stream import PromptStream
 
 PROBLEMS = [Problem(str(number), {"number": number}) for number in range(7)]
@@ -81,7 +81,7 @@ def driver_of(
     safe_points = quiet_safe_points()
     with TemporaryDirectory() as folder:
         bank = bank_in(Path(folder))
-        loop = AgentLoop(of_engine, engine, safe_points, asyncio.Runner())
+        loop = EngineLoop(of_engine, engine, safe_points, asyncio.Runner())
         driver = RolloutDriver(agent, engine, bank, config, groups, safe_points, loop)
         yield driver
         driver.close()

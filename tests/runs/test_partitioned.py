@@ -1,0 +1,121 @@
+"""Runs whose prompts are answered by replicas of other processes: they record what the ranks that train would by
+themselves, whatever becomes of a replica."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, reproducible
+from scripted_replica import until
+
+from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
+
+STEPS = 4
+
+
+def recipe(training: dict[str, int], inference: dict[str, int], **placement: str) -> dict[str, Any]:
+    """Two nodes of two ranks each where it is partitioned, else one."""
+    apart = {"nodes": 1} if placement else {}
+    return loop_recipe(
+        job={"nodes": 1 + len(apart), "gpus_per_node": 2, "collective_timeout_s": 60},
+        training={"steps": STEPS},
+        evaluation={"every": 2},
+        save={"every": 2},
+        placement={"training": training, "inference": inference | apart, **placement},
+    )
+
+
+def partitioned(training: dict[str, int], inference: dict[str, int]) -> dict[str, Any]:
+    return recipe(training, inference, mode="partitioned")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def by_themselves(root: Path, cache: Path, training: dict[str, int], inference: dict[str, int]) -> Any:
+    """What the ranks that train record without replicas."""
+    attempt = Attempt(prepare(root, recipe(training, inference)), cache)
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    return reproducible(attempt.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("training", "inference", "replicas"),
+    [({"tp": 2}, {"tp": 1}, [1, 1]), ({"tp": 2}, {"tp": 2}, [2])],
+    ids=["two replicas of a rank", "one of two ranks"],
+)
+def test_replicas_answer_as_the_ranks_that_train_would(
+    tmp_path: Path, cache: Path, training: dict[str, int], inference: dict[str, int], replicas: list[int]
+) -> None:
+    attempt = Attempt(prepare(tmp_path / "partitioned", partitioned(training, inference)), cache)
+    ranks = [rank for number, count in enumerate(replicas) for rank in attempt.start_replica(number, count)]
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    until(lambda: not any(each.is_alive() for each in ranks), "the replicas end with the run")
+    assert {each.exitcode for each in ranks} == {0}, attempt.logs()
+    assert reproducible(attempt.run_dir) == by_themselves(tmp_path / "alone", cache, training, inference)
+
+
+def test_replicas_that_are_killed_and_a_drain_in_mid_generation_leave_no_trace_in_the_record(
+    tmp_path: Path, cache: Path
+) -> None:
+    run_dir = prepare(tmp_path / "partitioned", partitioned({"tp": 1}, {"tp": 1}))
+    attempt = Attempt(run_dir, cache)
+    killed = attempt.start_replica(0, sabotage=partial(die_at, 2)) + attempt.start_replica(
+        1, sabotage=partial(die_at, 4)
+    )
+    until(lambda: not any(each.is_alive() for each in killed), "both have killed themselves")
+    assert [each.exitcode for each in killed] == [-signal.SIGKILL] * 2, attempt.logs()
+    reached = tmp_path / "reached"
+    others = attempt.start_replica(0, start=1, sabotage=partial(hold_at, 6, reached))
+    until(reached.exists, "the one that came instead of them is in mid-generation")
+    for process in [*attempt.processes, *others]:
+        os.kill(process.pid or 0, signal.SIGUSR1)
+    assert attempt.exit_codes() == [EXIT_DRAINED] * 2, attempt.logs()
+    until(lambda: not any(each.is_alive() for each in others), "the replica leaves too")
+    assert [each.exitcode for each in others] == [EXIT_DRAINED], attempt.logs()
+    ended = outcome_of(attempt.files)
+    assert ended is not None
+    assert (ended.outcome, ended.step) == (DRAINED, 3)
+
+    again = Attempt(run_dir, cache)
+    again.start_replica(0)
+    assert again.exit_codes() == [0, 0], again.logs()
+    assert reproducible(run_dir) == by_themselves(tmp_path / "alone", cache, {"tp": 1}, {"tp": 1})
+
+
+def die_at(version: int, rank: int) -> None:
+    """Have a replica kill itself while it generates by weights of a version, or of a later one."""
+    from megatron_rl.replica.orders import Leader
+
+    step = Leader.step
+
+    def and_die(leader: Leader) -> None:
+        step(leader)
+        if leader.version is not None and leader.version >= version and leader.busy:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Leader.step = and_die  # type: ignore[method-assign]
+
+
+def hold_at(version: int, reached: Path, rank: int) -> None:
+    """Have a replica stop in the middle of a generation by weights of a version, and say so."""
+    from megatron_rl.replica.orders import Leader
+
+    step = Leader.step
+
+    def or_hold(leader: Leader) -> None:
+        if leader.version == version and leader.busy:
+            reached.touch()
+            time.sleep(0.01)
+        else:
+            step(leader)
+
+    Leader.step = or_hold  # type: ignore[method-assign]
