@@ -36,6 +36,12 @@ HOURS = click.FloatRange(min=0, min_open=True)
     type=click.FloatRange(min=1),
     help="Mean length of an answer; default: three tenths of sampling.max_new_tokens.",
 )
+@click.option(
+    "--lengths",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Lengths of answers, one a line, used in their order.",
+)
 @click.option("--measured", metavar="RUN", shell_complete=complete_run, help="Lengths and speeds as that run had them.")
 @click.option(
     "--max-lag",
@@ -66,6 +72,7 @@ def command(
     cluster: str | None,
     card: str | None,
     answer_tokens: float | None,
+    lengths: Path | None,
     measured: str | None,
     max_lag: tuple[int, ...],
     simulate: bool,
@@ -103,11 +110,11 @@ def command(
     plan = make_plan(asked, profile)
     # What follows is slow to import, or seldom needed.
     from launcher.runs.find import find
-    from launcher.simulate.assume import assume
+    from launcher.simulate.assume import assume, given_lengths
     from launcher.simulate.splits import compare
 
     run = None if measured is None else find(measured)
-    assumed = assume(asked.config, profile, card, answer_tokens, run)
+    assumed = assume(asked.config, profile, card, given_lengths(asked.config, answer_tokens, lengths), run)
     if simulate:
         from launcher.simulate.scenario import NEVER, Faults
         from launcher.simulate.sweep import Sweep

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import ASSUMED_VOCABULARY
-from launcher.simulate.estimate import NOMINAL_CPU, Correction, estimate_work
+from launcher.recipe.located_yaml import read_text
+from launcher.simulate.estimate import NOMINAL_CPU, Correction, estimate_work, usual_lengths
+from launcher.simulate.lengths import Lengths, Lognormal, Trace
 from launcher.simulate.measured import Measured, read_measured
 from launcher.simulate.scenario import Work
 from launcher.simulate.splits import Assumptions, lay_out, pace, scenario_of
@@ -24,7 +27,7 @@ def assume(
     config: RunConfig,
     profile: Profile | None,
     card: str | None = None,
-    answer_tokens: float | None = None,
+    lengths: Lengths | None = None,
     measured: RunDir | None = None,
 ) -> Assumptions | None:
     """What is known of a recipe; None for processes on CPUs that no run has measured.
@@ -32,29 +35,53 @@ def assume(
     Args:
         profile: of the cluster; None: this machine.
         card: name of a GPU; None: the one that the profile names.
-        answer_tokens: of an answer, mean; None: a share of the limit.
+        lengths: of the answers; None: what is usual.
         measured: a run of the same model, whose record is taken in place of estimates.
 
     Raises:
         BadInput: these do not go together, or say nothing.
     """
     if measured is not None:
-        if card is not None or answer_tokens is not None:
-            raise BadInput(
-                "--measured: says speeds and lengths, which --card and --answer-tokens estimate: give either"
-            )
+        if card is not None or lengths is not None:
+            raise BadInput("--measured: says speeds and lengths: leave out --card, --answer-tokens and --lengths")
         return _as_measured(config, profile, read_measured(measured))
     if config.job.device == "cpu":
-        if card is not None or answer_tokens is not None:
+        if card is not None or lengths is not None:
             raise BadInput("job.device is cpu: how fast that is only a run can tell: --measured RUN")
         return None
-    chosen = _choose_card(card, profile)
-    try:
-        work = estimate_work(config, answer_tokens)
-    except ValueError as error:
-        raise BadInput(f"--answer-tokens: {error} (sampling.max_new_tokens)") from error
+    chosen, work = _choose_card(card, profile), estimate_work(config, lengths or usual_lengths(config))
     vocab = vocabulary(config) or ASSUMED_VOCABULARY
     return Assumptions(config, work, chosen, vocab, f"estimated for {chosen.name}", profile=profile)
+
+
+def given_lengths(config: RunConfig, mean: float | None, trace: Path | None) -> Lengths | None:
+    """Lengths of answers as somebody says them; None where nobody does.
+
+    Args:
+        mean: in tokens.
+        trace: a file with the tokens of an answer on each line.
+
+    Raises:
+        BadInput: both, or answers that sampling.max_new_tokens does not allow.
+    """
+    limit = config.sampling.max_new_tokens
+    if mean is not None and trace is not None:
+        raise BadInput("--lengths: says the mean too: leave out --answer-tokens")
+    if mean is not None:
+        try:
+            return Lognormal.with_mean(mean, limit)
+        except ValueError as error:
+            raise BadInput(f"--answer-tokens: {error} (sampling.max_new_tokens)") from error
+    if trace is None:
+        return None
+    tokens = []
+    for number, line in enumerate(read_text(trace).split(), 1):
+        if not (line.isascii() and line.isdigit() and 1 <= int(line) <= limit):
+            raise BadInput(f"{trace}: number {number}, {line[:20]!r}, is not between 1 and {limit:,} tokens")
+        tokens.append(int(line))
+    if not tokens:
+        raise BadInput(f"{trace}: is empty; give the tokens of an answer on each line")
+    return Trace(tuple(tokens))
 
 
 def _choose_card(name: str | None, profile: Profile | None) -> Card:

@@ -10,7 +10,7 @@ from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
-from launcher.simulate.lengths import Lognormal
+from launcher.simulate.lengths import Lengths, Lognormal
 from launcher.simulate.scenario import Costs, DecodeSpeed, Work
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import pages_of
@@ -56,16 +56,17 @@ class Correction:
 AS_ESTIMATED = Correction()
 
 
-def estimate_work(config: RunConfig, answer_tokens: float | None) -> Work:
-    """What a step is made of, by the recipe.
+def usual_lengths(config: RunConfig) -> Lognormal:
+    """Of answers, where nobody knows them."""
+    limit = config.sampling.max_new_tokens
+    return Lognormal.with_mean(max(1.0, MEAN_LENGTH * limit), limit)
 
-    Args:
-        answer_tokens: of an answer, mean; None: MEAN_LENGTH.
-    """
-    limit, grpo = config.sampling.max_new_tokens, config.grpo
-    prompt = max(1, round(MEAN_PROMPT * (config.sequence_length - limit)))
-    mean = answer_tokens or max(1.0, MEAN_LENGTH * limit)
-    return Work(grpo.prompts_per_step, grpo.group_size, prompt, Lognormal.with_mean(mean, limit))
+
+def estimate_work(config: RunConfig, lengths: Lengths) -> Work:
+    """What a step is made of, by the recipe."""
+    grpo = config.grpo
+    prompt = max(1, round(MEAN_PROMPT * (config.sequence_length - config.sampling.max_new_tokens)))
+    return Work(grpo.prompts_per_step, grpo.group_size, prompt, lengths)
 
 
 def estimate_costs(

@@ -28,11 +28,6 @@ class Lengths(Protocol):
         """Tokens of an answer."""
         ...
 
-    @property
-    def mean_square(self) -> float:
-        """Mean of the squares, which attention grows with."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
@@ -85,20 +80,11 @@ class Lognormal:
 
     @property
     def mean(self) -> float:
-        return self._moment(1)
-
-    @property
-    def mean_square(self) -> float:
-        return self._moment(2)
-
-    def _moment(self, power: int) -> float:
-        """Mean of the power of a length that is cut at the limit."""
         if not self.spread:
-            return min(self.median, self.maximum) ** power
-        shift = power * self.spread
+            return min(self.median, self.maximum)
         place = math.log(self.maximum / self.median) / self.spread
-        uncut: float = self.median**power * math.exp(shift**2 / 2) * _NORMAL.cdf(place - shift)
-        return uncut + float(self.maximum) ** power * (1 - _NORMAL.cdf(place))
+        uncut = self.median * math.exp(self.spread**2 / 2) * _NORMAL.cdf(place - self.spread)
+        return uncut + self.maximum * (1 - _NORMAL.cdf(place))
 
     def _below(self, tokens: float) -> float:
         return _NORMAL.cdf(math.log(tokens / self.median) / self.spread)
@@ -120,10 +106,6 @@ class Trace:
     @property
     def mean(self) -> float:
         return sum(self.tokens) / len(self.tokens)
-
-    @property
-    def mean_square(self) -> float:
-        return sum(tokens**2 for tokens in self.tokens) / len(self.tokens)
 
 
 def _solve(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:

@@ -89,6 +89,22 @@ def test_a_faster_card_and_shorter_answers_take_less_time():
     assert step_s("--answer-tokens", "500") < step_s() / 2
 
 
+def test_lengths_may_be_given_one_by_one(tmp_path: Path):
+    trace = tmp_path / "lengths"
+    trace.write_text("500\n500\n")
+    plain, long = splits(*RECIPE, "--lengths", str(trace)), splits(*RECIPE, "--answer-tokens", "500")
+    assert plain[0]["lags"][0]["step_s"] < long[0]["lags"][0]["step_s"]  # the same mean without a tail
+    for text, error in (
+        ("500\n11000\n", "number 2, '11000', is not between 1 and 10,975 tokens"),
+        ("1.5", "'1.5', is not between"),
+        ("", "is empty; give the tokens of an answer on each line"),
+    ):
+        trace.write_text(text)
+        result = mrl_plan(*RECIPE, "--lengths", str(trace))
+        assert (result.exit_code, error in result.output) == (2, True)
+    assert "cannot be read" in mrl_plan(*RECIPE, "--lengths", str(tmp_path)).output
+
+
 def test_of_a_large_allocation_not_all_splits_are_looked_at():
     found = splits(*RECIPE, "job.nodes=64", "placement.training.pp=8", "--max-lag", "1")
     assert [split["inference_nodes"] for split in found] == [0, 8, 16, 24, 32, 40, 48, 56]
@@ -116,7 +132,7 @@ def test_nobody_knows_how_fast_a_cpu_is():
         ((*RECIPE, "--max-lag", "2-"), "'2-' is neither numbers such as 0,1,2 nor doublings such as 8-64"),
         ((*RECIPE, "--max-lag", "17"), "17 is not between 0 and 16"),
         ((*RECIPE, "--measured", "RUN"), "is a run of another model"),
-        (("demo", "--measured", "RUN", "--card", "H100"), "give either"),
+        (("demo", "--measured", "RUN", "--card", "H100"), "leave out --card, --answer-tokens and --lengths"),
         (("demo", "--measured", "xyzzy"), "no run is called 'xyzzy'"),
     ],
 )
