@@ -30,6 +30,8 @@ FREE = (
     "job.time_limit",
     "job.nodes",
     "job.spare_nodes",
+    "placement.mode",
+    "placement.inference.nodes",
     "placement.offload",
     "inference.cuda_graphs",
 )

@@ -45,6 +45,7 @@ def test_anything_else_may_not():
 def test_the_cluster_and_how_much_of_it_are_no_property_of_a_run():
     assert between("cluster=elsewhere") == {}
     assert between("job.nodes=2-4", "job.spare_nodes=1") == {}
+    assert between("job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=1") == {}
 
 
 def test_nested_sections_are_compared_key_by_key():
