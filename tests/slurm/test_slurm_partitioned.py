@@ -1,30 +1,64 @@
-"""Training on nodes of its own, with answers from a replica on another one that is killed meanwhile, is that of ranks
-which do both."""
+"""Training on nodes of its own, with answers from a replica on another one, is that of ranks which do both, whatever
+happens to either."""
 
 from __future__ import annotations
 
-from login import Login
+from collections.abc import Callable, Iterator
+
+import pytest
+from lab import Cluster
+from login import Login, Run
 from loop_helpers import Attempt, prepare
-from records import OVERRIDES, finish, kill_rank, record
+from records import OVERRIDES, finish, kill_rank, preempt, record
 
 from launcher.host.record.evidence import read_replicas
 from launcher.recipe.load import load_recipe
+from megatron_rl.contract.paths import RunDir
 
 SHORT = (*OVERRIDES, "training.steps=8", "job.nodes=3")
+APART = ("job.nodes=4", "placement.mode=partitioned", "placement.inference.nodes=1")
+LIMIT_S = 300.0
 
 
-def test_a_partitioned_job_whose_replica_is_killed_has_the_record_of_a_colocated_run(login: Login) -> None:
-    apart = ("job.nodes=4", "placement.mode=partitioned", "placement.inference.nodes=1")
+@pytest.fixture(scope="module")
+def colocated(lab: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], RunDir]]:
+    """A run on as many ranks that train, which do both. Its ranks start with the tests; the call waits for its end."""
+    root = tmp_path_factory.mktemp("colocated") / "run"
+    run = prepare(root, load_recipe("demo", SHORT).config.model_dump())
+    attempt = Attempt(run, lab.cache, ranks=3)
+
+    def finished() -> RunDir:
+        assert attempt.exit_codes() == [0, 0, 0], attempt.logs()
+        return run
+
+    yield finished
+    for process in attempt.processes:
+        process.kill()
+
+
+def submit(login: Login) -> Run:
+    """It has made two steps."""
     login.profiles["real"] |= {"health_check": False, "environment": {"MRL_CACHE": str(login.lab.cache)}}
-    run = login.submit("demo", "--cluster", "real", *SHORT, *apart)
-    colocated = prepare(login.home / "colocated", load_recipe("demo", SHORT).config.model_dump())
-    ranks = Attempt(colocated, login.lab.cache, ranks=3)
-    run.wait_for_step(2, limit=300)
+    run = login.submit("demo", "--cluster", "real", *SHORT, *APART)
+    run.wait_for_step(2, LIMIT_S)
+    return run
+
+
+def test_a_replica_is_killed(login: Login, colocated: Callable[[], RunDir]) -> None:
+    run = submit(login)
     assert kill_rank(run, 0, "infer-0")
     finish(run)
-    assert ranks.exit_codes() == [0, 0, 0], ranks.logs()
-    assert record(run.dir) == record(colocated)
+    assert record(run.dir) == record(colocated())
     assert run.ends() == [("finished", None)]
     (replica,) = read_replicas(run.dir.attempt(1))
     assert replica.starts == 2, run.log()
-    assert "killed by SIGKILL" in replica.why
+    assert "killed by SIGKILL" in (replica.why or "")
+
+
+@pytest.mark.slow
+def test_the_job_is_preempted(login: Login, colocated: Callable[[], RunDir]) -> None:
+    run = submit(login)
+    preempt(login, run)
+    finish(run)
+    assert run.ends() == [("drained", "preempted"), ("finished", None)]
+    assert record(run.dir) == record(colocated())
