@@ -9,6 +9,7 @@ from typing import List, Optional
 
 from megatron_rl.contract.files import AnyPath, names_in
 
+TRAIN = "train"  # step of an attempt whose ranks train
 CARRIED = "huggingface"  # folder in a converted checkpoint: config.json, tokenizer and what else came with the weights
 
 
@@ -281,7 +282,7 @@ class Attempt(RankFiles):
 
     def __init__(self, run: RunDir, number: int) -> None:
         name = "{:03d}".format(number)
-        super().__init__(run.root / "attempts" / name, run.root / "logs" / ("attempt-" + name), "train")
+        super().__init__(run.root / "attempts" / name, run.root / "logs" / ("attempt-" + name), TRAIN)
         self.number = number
         self.latest_logs = run.root / "logs" / "latest"
 

@@ -14,7 +14,7 @@ from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.slurm import tell
 from megatron_rl.contract.attempt_records import NodeAssignment
 from megatron_rl.contract.codes import START_VARIABLE
-from megatron_rl.contract.paths import Attempt, Replica
+from megatron_rl.contract.paths import TRAIN, Attempt, Replica
 from megatron_rl.contract.records import write
 
 
@@ -31,7 +31,7 @@ class SlurmReplicas:
     @property
     def count(self) -> int:
         """How many there are."""
-        return sum(name.startswith("infer-") for name in self._assignment.steps)
+        return sum(step != TRAIN for step in self._assignment.steps)
 
     def start(self, number: int, start: int) -> World:
         """Start a replica; see replicas.Start. Raises OSError."""

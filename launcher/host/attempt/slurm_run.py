@@ -28,10 +28,10 @@ from launcher.host.slurm.formats import expand_hosts, is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
 from megatron_rl.contract.codes import BAD_NODES, EXIT_FINISHED, EXIT_USAGE, SILENCE_VARIABLE
 from megatron_rl.contract.files import FULL
+from megatron_rl.contract.paths import TRAIN
 
 RETRY_S = 20.0  # over which what fails before an attempt has begun is tried again here
 PAUSE_S = 1.0  # between tries
-TRAIN = "train"
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from launcher.host.record.ledger import ends_in, read_ledger
 from launcher.host.record.reading import UnreadableRecord
 from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
 from megatron_rl.contract.files import write_atomic
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import TRAIN, Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
 from megatron_rl.contract.run_records import Owner, PlanRecord
 
@@ -61,7 +61,7 @@ def gpus_per_node(run: RunDir) -> int:
 def generating_gpus(run: RunDir) -> int:
     """GPUs of the nodes that only generate; 0 where the plan does not say."""
     plan = if_readable(read(PlanRecord, run.plan))
-    apart = [step for step in plan.steps if step.name != Attempt(run, 0).role] if plan else []
+    apart = [step for step in plan.steps if step.name != TRAIN] if plan else []
     return sum(len(step.nodes) * step.tasks_per_node for step in apart)
 
 
