@@ -40,6 +40,26 @@ class DynamicSamplingConfig(Section):
     """Rounds of generation per step at most; then the step trains with the groups without signal it has."""
 
 
+class ImportanceConfig(Section):
+    """Correction for what was sampled by another policy than that before the step: by an engine whose log-probs are not
+    quite the trainer's, or by older weights. Each token's loss has a weight, by what it or its answer was likelier
+    before the step than where it was sampled; clipping is then around the policy before the step whatever sampled it
+    (decoupled PPO, arXiv 2505.24298)."""
+
+    mode: Literal["truncate", "mask", "sequence"] = "truncate"
+    """truncate: min(r, cap) with r of the token. mask: r, or 0 where it is not between 1 / cap and cap. sequence:
+    min(r, cap) with r of all trained tokens of the answer together; takes a forward pass more where there is one
+    update a step."""
+    cap: PositiveFloat
+    """Bound of a weight; `mode: mask` needs one above 1."""
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> ImportanceConfig:
+        if self.mode == "mask" and self.cap <= 1:
+            raise ValueError(f"mode: mask with cap {self.cap} keeps no token: choose a cap above 1, such as 2")
+        return self
+
+
 class GrpoConfig(Section):
     prompts_per_step: PositiveInt = 32
     group_size: Annotated[int, Field(ge=2)] = 16
@@ -65,8 +85,9 @@ class GrpoConfig(Section):
     """http://joschu.net/blog/kl-approx.html"""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Bonus on -p log p of the sampled tokens."""
-    importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling against the engine's log-probs: weight min(exp(old - inference), cap)."""
+    importance: ImportanceConfig | None = None
+    """Importance sampling against the log-probs by which tokens were sampled; default: none. Then the log-probs of what
+    older weights sampled are those that clipping is around."""
     overlong: OverlongConfig = OverlongConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 

@@ -1,24 +1,48 @@
-"""Correction for tokens sampled by an engine whose log-probs are not quite the trainer's."""
+"""Correction for tokens that another policy sampled than the one that a step begins with."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.config import ImportanceConfig
+
 
 @torch.no_grad()
-def truncated_weights(old_logprobs: Tensor, inference_logprobs: Tensor, cap: float) -> Tensor:
-    """Weight min(exp(old - inference), cap) of each token: truncated importance sampling.
+def importance_weights(log_ratios: Tensor, config: ImportanceConfig) -> Tensor:
+    """Weight of each token, r = exp(log ratio):
+
+        truncate, sequence   min(r, cap)
+        mask                 r where 1 / cap <= r <= cap, else 0
 
     The truncation (Ionides 2008, https://doi.org/10.1198/106186008X320456) bounds the variance that a token the
-    engine found far less likely than the trainer would bring in; the price is a bias for just these tokens.
+    sampler found far less likely would bring in; the price is a bias for just these tokens. The mask has the trainer
+    leave them alone.
 
     Args:
-        old_logprobs: [tokens], by the trainer at the weights that sampled.
-        inference_logprobs: [tokens], by the engine that sampled.
-        cap: largest weight, above 0.
+        log_ratios: [tokens] log-prob before the step minus that of the sampler; of `mode: sequence` see
+            `answer_log_ratios`.
 
     Returns:
         [tokens], without gradient.
     """
-    return (old_logprobs - inference_logprobs).exp().clamp(max=cap)
+    ratios = log_ratios.exp()
+    if config.mode == "mask":
+        return torch.where((ratios >= 1 / config.cap) & (ratios <= config.cap), ratios, 0.0)
+    return ratios.clamp(max=config.cap)
+
+
+@torch.no_grad()
+def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> Tensor:
+    """What the trained tokens of a trajectory come to together, for each of them.
+
+    Args:
+        log_ratios: [tokens] of the trained tokens of all trajectories, one after the other.
+        lengths: [trajectories] how many are of each.
+
+    Returns:
+        [tokens]
+    """
+    lengths = lengths.to(log_ratios.device)
+    sums = torch.segment_reduce(log_ratios.double(), "sum", lengths=lengths)
+    return sums.to(log_ratios.dtype).repeat_interleave(lengths, output_size=len(log_ratios))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.importance import truncated_weights
+from megatron_rl.algorithms.importance import importance_weights
 from megatron_rl.algorithms.kl import kl_penalty
 from megatron_rl.metrics.stats import LossStats
 
@@ -26,7 +26,8 @@ class TrainedTokens:
     logprobs: Tensor
     """Of the policy in training; the only tensor with a gradient."""
     old_logprobs: Tensor
-    """At the weights that sampled. On policy these are `logprobs.detach()`: the ratio is exactly 1."""
+    """At the weights before the step, or at those that sampled. On policy and before the first update these are
+    `logprobs.detach()`: the ratio is exactly 1."""
     inference_logprobs: Tensor
     """Of the engine that sampled."""
     entropy: Tensor
@@ -37,6 +38,8 @@ class TrainedTokens:
     other numbers, finite or not, then count for nothing."""
     ref_logprobs: Tensor | None = None
     """Of the reference policy; needed when `kl_beta` is above 0."""
+    answer_log_ratios: Tensor | None = None
+    """Of the whole answer, see `importance.answer_log_ratios`; needed where `importance.mode` is sequence."""
 
 
 def has_gradient(advantages: Tensor, carries_loss: Tensor, config: GrpoConfig) -> Tensor:
@@ -61,7 +64,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
 
         -w min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A) + kl_beta KL - entropy_coefficient (-p log p)
 
-        r = exp(log_prob - old)    w = min(exp(old - inference), importance_cap), or 1 where there is no cap
+        r = exp(log_prob - old)    w: see `importance.importance_weights`, of old - inference; else 1
         KL: see `kl.kl_penalty`    p = exp(log_prob), of the sampled token
 
     The entropy term is the sampled token's summand of the entropy, without importance ratio.
@@ -70,7 +73,8 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
 
     Raises:
-        ValueError: kl_beta is above 0 and there are no ref_logprobs.
+        ValueError: kl_beta is above 0 and there are no ref_logprobs, or importance is of answers of which nothing is
+            said.
     """
     trained = tokens.weights != 0
     logprobs, old, inference = (
@@ -92,8 +96,13 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         "clip_high": removed & (tokens.advantages > 0) & trained,
         "inference_difference": (old - inference).abs(),
     }
-    if config.importance_cap is not None:
-        weight = truncated_weights(old, inference, config.importance_cap)
+    if config.importance is not None:
+        log_ratios = old - inference
+        if config.importance.mode == "sequence":
+            if tokens.answer_log_ratios is None:
+                raise ValueError("grpo.importance of answers needs answer_log_ratios")
+            log_ratios = torch.where(trained, tokens.answer_log_ratios, 0.0)
+        weight = importance_weights(log_ratios, config.importance)
         token_loss = token_loss * weight
         per_token["importance_weight"] = weight * trained
     if config.kl_beta > 0:

@@ -134,7 +134,7 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "importance_ratio_max": Metric("largest of them", _if_trained(lambda loss: loss.ratio_max)),
     "importance_weight": Metric(
-        "mean truncated importance weight (importance_cap)", _of_tokens(lambda loss: loss.importance_weight)
+        "mean importance weight (grpo.importance)", _of_tokens(lambda loss: loss.importance_weight)
     ),
     "inference_logprob_difference": Metric(
         "mean |training - engine log-prob| of the trained tokens", _of_tokens(lambda loss: loss.inference_difference)

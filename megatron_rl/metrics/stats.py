@@ -73,7 +73,7 @@ class LossStats:
     kl: Total | None
     """The penalty, before kl_beta; with kl_beta alone."""
     importance_weight: Total | None
-    """Truncated importance weight; with importance_cap alone."""
+    """With grpo.importance alone."""
 
 
 @dataclass(frozen=True, slots=True)

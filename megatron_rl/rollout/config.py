@@ -22,7 +22,7 @@ class ResumeConfig(Section):
     generated again from its own random numbers: bit for bit the same, on the same layout."""
     newer: Literal["discard", "reuse"] = "discard"
     """Scored groups that were sampled by weights newer than the checkpoint: generate again, or train on them as they
-    are. With `reuse` set grpo.importance_cap: they are off-policy."""
+    are. With `reuse` set grpo.importance: they are off-policy."""
     flush_s: PositiveFloat = 60.0
     """Seconds between writes of what is being generated."""
     bank_gib: PositiveFloat = 64.0

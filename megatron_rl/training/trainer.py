@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
 from megatron_rl.algorithms.reduction import token_weights
@@ -93,7 +94,12 @@ class Trainer:
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
         with self.safe_points.phase("log-probs"):
             # With a single update the training pass itself is at the weights before it: no second forward.
-            before = None if len(planned) == 1 else self.score(self.policy, batch, first_pass)
+            answers = grpo.importance is not None and grpo.importance.mode == "sequence"
+            before = self.score(self.policy, batch, first_pass) if len(planned) > 1 or answers else None
+            of_answers = None
+            if answers:
+                assert before is not None
+                of_answers = answer_log_ratios(before - batch.inference_logprobs, batch.lengths)
             reference = self.score(self.reference, batch, first_pass) if self.reference is not None else None
             self.platform.synchronize()
 
@@ -104,7 +110,7 @@ class Trainer:
             mean_s = (time.monotonic() - began) / len(updates) if updates else 0.0
             unfinished_s = mean_s * (len(planned) - len(updates)) if updates else None
             with self.safe_points.phase("train"):
-                updates.append(self._update(batch, update, before, reference, losses, unfinished_s))
+                updates.append(self._update(batch, update, before, of_answers, reference, losses, unfinished_s))
             self.between_steps = len(updates) == len(planned)
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
         loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
@@ -159,6 +165,7 @@ class Trainer:
         batch: TrainingBatch,
         update: UpdateInput,
         before: Tensor | None,
+        of_answers: Tensor | None,
         reference: Tensor | None,
         losses: list[LossStats],
         unfinished_s: float | None,
@@ -167,6 +174,7 @@ class Trainer:
 
         Args:
             before: [trained tokens] log-probs at the weights before the first update; None where this is the first.
+            of_answers: [trained tokens] see `TrainedTokens.answer_log_ratios`.
             reference: [trained tokens] log-probs of the reference policy, where there is one.
             unfinished_s: see SafePoints.agree.
         """
@@ -180,7 +188,8 @@ class Trainer:
             weights, advantages = update.per_trajectory[:, batch.trajectory_of_token[index]]
             inference = batch.inference_logprobs[index]
             old = logprobs.detach() if before is None else before[index]
-            if batch.current is not None:  # only the engine knows what the log-probs of older weights were
+            if batch.current is not None and self.config.grpo.importance is None:
+                # Only the engine knows what the log-probs of older weights were.
                 old = torch.where(batch.current[index], old, inference)
             tokens = TrainedTokens(
                 logprobs=logprobs,
@@ -190,6 +199,7 @@ class Trainer:
                 advantages=advantages,
                 weights=weights,
                 ref_logprobs=None if reference is None else reference[index],
+                answer_log_ratios=None if of_answers is None else of_answers[index],
             )
             value, stats = grpo_loss(tokens, self.config.grpo)
             losses.append(stats)
@@ -211,7 +221,7 @@ class Trainer:
         if self.groups.reports_losses:
             return combined(losses)
         grpo = self.config.grpo
-        absent = {"kl": grpo.kl_beta == 0, "importance_weight": grpo.importance_cap is None}
+        absent = {"kl": grpo.kl_beta == 0, "importance_weight": grpo.importance is None}
         return uncounted(LossStats, *(name for name, is_absent in absent.items() if is_absent))
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:

@@ -39,7 +39,7 @@ EVERYTHING = {
     "prompts_per_step": 4,
     "group_size": 4,
     "kl_beta": 0.1,
-    "importance_cap": 2.0,
+    "importance": {"cap": 2.0},
     "entropy_coefficient": 0.01,
     "iterations": 2,
 }

@@ -2,25 +2,25 @@
 
 import math
 from dataclasses import asdict, replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.importance import truncated_weights
+from megatron_rl.algorithms.config import GrpoConfig, ImportanceConfig
+from megatron_rl.algorithms.importance import answer_log_ratios, importance_weights
 from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss, has_gradient
 from megatron_rl.metrics.stats import combined
 
 OPTIONS = [
     GrpoConfig(
-        eps_low=low, eps_high=high, importance_cap=cap, kl_beta=beta, kl_estimator=estimator, entropy_coefficient=ent
+        eps_low=low, eps_high=high, importance=cap, kl_beta=beta, kl_estimator=estimator, entropy_coefficient=ent
     )
     for (low, high), cap, (beta, estimator), ent in product(
         [(0.2, 0.2), (0.2, 0.28), (0.0, 0.0)],
-        [None, 1.1],
+        [None, ImportanceConfig(cap=1.1)],
         [(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.3, "k3")],
         [0.0, 0.05],
     )
@@ -29,7 +29,7 @@ OPTIONS = [
 
 def describe(config):
     on = [f"eps={config.eps_low}/{config.eps_high}"]
-    on += [f"cap={config.importance_cap}"] if config.importance_cap else []
+    on += [f"cap={config.importance.cap}"] if config.importance else []
     on += [f"{config.kl_estimator}={config.kl_beta}"] if config.kl_beta else []
     on += [f"entropy={config.entropy_coefficient}"] if config.entropy_coefficient else []
     return " ".join(on)
@@ -68,7 +68,7 @@ def select(inputs, index):
 def token_loss_by_hand(logp, old, advantage, inference, ref, config):
     ratio = math.exp(logp - old)
     clipped = min(max(ratio, 1 - config.eps_low), 1 + config.eps_high)
-    weight = min(math.exp(old - inference), config.importance_cap) if config.importance_cap else 1.0
+    weight = min(math.exp(old - inference), config.importance.cap) if config.importance else 1.0
     d = ref - logp
     kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[config.kl_estimator]
     entropy = -math.exp(logp) * logp
@@ -154,12 +154,25 @@ def test_the_clip_binds_only_against_the_advantage():
     assert stats.clip_high == stats.clip_low == 1
 
 
-def test_importance_weights_are_truncated_and_carry_no_gradient():
-    old = torch.log(torch.tensor([0.5, 0.5, 0.5])).requires_grad_()
-    inference = torch.log(torch.tensor([0.5, 0.1, 1.0]))
-    weights = truncated_weights(old, inference, cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 0.5]))
+@pytest.mark.parametrize(("mode", "expected"), [("truncate", [1.0, 2.0, 0.4]), ("mask", [1.0, 0.0, 0.0])])
+def test_importance_weights_are_truncated_or_masked_and_carry_no_gradient(mode, expected):
+    log_ratios = torch.log(torch.tensor([1.0, 5.0, 0.4])).requires_grad_()
+    weights = importance_weights(log_ratios, ImportanceConfig(mode=mode, cap=2.0))
+    torch.testing.assert_close(weights, torch.tensor(expected))
     assert not weights.requires_grad
+
+
+def test_a_mask_that_keeps_nothing_is_refused():
+    with pytest.raises(ValueError, match="keeps no token: choose a cap above 1"):
+        ImportanceConfig(mode="mask", cap=1.0)
+
+
+@given(st.lists(st.lists(st.floats(-3, 3), max_size=6), min_size=1, max_size=6))
+def test_an_answer_has_one_log_ratio_that_of_all_its_tokens(answers):
+    lengths = torch.tensor([*map(len, answers)])
+    found = answer_log_ratios(torch.tensor([*chain(*answers)], dtype=torch.float32), lengths)
+    expected = [math.fsum(answer) for answer in answers for _ in answer]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=1e-5)
 
 
 @settings(deadline=None)
@@ -205,7 +218,8 @@ def test_an_empty_micro_batch_has_a_loss_to_go_backward_from():
 
 
 def test_stats_are_sums_over_the_trained_tokens():
-    config = GrpoConfig(eps_low=0.1, eps_high=0.1, importance_cap=1.05, kl_beta=0.1, kl_estimator="k2")
+    cap = ImportanceConfig(cap=1.05)
+    config = GrpoConfig(eps_low=0.1, eps_high=0.1, importance=cap, kl_beta=0.1, kl_estimator="k2")
     inputs = random_inputs(200)
     loss, stats = grpo_loss(inputs, config)
     trained = select(inputs, inputs.weights != 0)
@@ -260,7 +274,7 @@ def test_a_penalty_without_a_reference_is_refused():
 
 
 with_all_terms = pytest.mark.parametrize(
-    "config", [config for config in OPTIONS if config.importance_cap and config.entropy_coefficient][:4], ids=describe
+    "config", [config for config in OPTIONS if config.importance and config.entropy_coefficient][:4], ids=describe
 )
 
 

@@ -77,7 +77,7 @@ def trl_loss(trainer, batch, loss_type, config):
         model=SimpleNamespace(training=True),
         off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
-        use_vllm=config.importance_cap is not None,
+        use_vllm=config.importance is not None,
         vllm_importance_sampling_correction=True,
     )
     tokens = torch.zeros(batch.mask.shape, dtype=torch.int64)
@@ -91,9 +91,9 @@ def trl_loss(trainer, batch, loss_type, config):
         "ref_per_token_logps": batch.reference,
         "num_items_in_batch": batch.mask.sum(),
     }
-    if config.importance_cap is not None:
+    if config.importance is not None:
         # TRL computes the ratio where it generates, from the same two log-probs, and truncates it at its cap.
-        inputs["importance_sampling_ratio"] = (batch.old - batch.inference).exp().clamp(max=config.importance_cap)
+        inputs["importance_sampling_ratio"] = (batch.old - batch.inference).exp().clamp(max=config.importance.cap)
     loss = trainer._compute_loss(stripped, None, inputs)
     return loss, {name: values[0] for name, values in metrics["train"].items() if values}
 
@@ -119,8 +119,8 @@ OPTIONS = {
     "plain": {},
     "kl": {"kl_beta": 0.1},
     "clip-higher": {"eps_low": 0.1, "eps_high": 0.28},
-    "truncated importance sampling": {"importance_cap": 1.1},
-    "all": {"kl_beta": 0.1, "eps_low": 0.1, "eps_high": 0.28, "importance_cap": 1.1},
+    "truncated importance sampling": {"importance": {"cap": 1.1}},
+    "all": {"kl_beta": 0.1, "eps_low": 0.1, "eps_high": 0.28, "importance": {"cap": 1.1}},
 }
 
 

@@ -50,10 +50,12 @@ OPTIONS = {
     "no division by std": {"advantage_std": False},
     "cut answers masked": {"overlong": {"mode": "mask"}},
     "overlong penalty": {"overlong": {"mode": "penalty", "buffer": 4, "penalty": 0.5}},
-    "importance weights": {"importance_cap": 1.5},
+    "importance weights": {"importance": {"cap": 1.5}},
+    "importance masked": {"importance": {"mode": "mask", "cap": 3.0}},
+    "importance of answers": {"importance": {"mode": "sequence", "cap": 1.5}},
     "kl": {"kl_beta": 0.3},
     "entropy": {"entropy_coefficient": 0.2},
-    "all at once": {"reduction": "sequence", "importance_cap": 2.0, "kl_beta": 0.1, "kl_estimator": "k2"},
+    "all at once": {"reduction": "sequence", "importance": {"cap": 2.0}, "kl_beta": 0.1, "kl_estimator": "k2"},
 }
 
 
@@ -110,11 +112,16 @@ def naive_loss(
 
     engine = padded(groups, lambda each: each.logprobs)
     sampled_now = padded(groups, lambda each: each.versions) == policy_version
-    old = torch.where(sampled_now, logprobs.detach(), engine)
+    old = torch.where(sampled_now | (grpo.importance is not None), logprobs.detach(), engine)
     ratio, advantage = (logprobs - old).exp(), torch.tensor(advantages)[:, None]
     loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - grpo.eps_low, 1 + grpo.eps_high) * advantage)
-    if grpo.importance_cap is not None:
-        loss = loss * (old - engine).exp().clamp(max=grpo.importance_cap)
+    if grpo.importance is not None:
+        log_ratio, cap = old - engine, grpo.importance.cap
+        if grpo.importance.mode == "sequence":
+            log_ratio = (log_ratio * mask).sum(1, keepdim=True)
+        weight = log_ratio.exp()
+        beyond = (weight > cap) | (weight < 1 / cap)
+        loss = loss * (weight * ~beyond if grpo.importance.mode == "mask" else weight.clamp(max=cap))
     if grpo.kl_beta:
         with torch.no_grad():
             theirs, _ = padded_logprobs(reference, groups, config.sampling.temperature)
@@ -215,13 +222,23 @@ def test_of_several_turns_only_what_the_model_said_and_the_mask_takes_is_trained
     assert stats.batch.answer_tokens > batch.lengths.sum() > 0
 
 
-@pytest.mark.parametrize("name", ["token mean", "importance weights", "all at once"])
+@pytest.mark.parametrize("name", ["token mean", "no division by std"])
 def test_what_older_weights_sampled_has_a_ratio_to_their_logprobs(platform: Any, groups: Any, name: str) -> None:
     config, stale = one_update(OPTIONS[name]), sampled_in_part_by_older_weights(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), stale, config, policy_version=3)
     assert of_loss(stats).ratio_max > 1.5
     assert of_loss(stats).clip_high > 0
     assert (stats.batch.staleness, stats.batch.staleness_max) == (sum(staleness(stale)), 1)
+
+
+@pytest.mark.parametrize("name", ["importance weights", "importance masked", "importance of answers", "all at once"])
+def test_with_importance_weights_clipping_is_around_the_weights_before_the_step_whatever_sampled(
+    platform: Any, groups: Any, name: str
+) -> None:
+    config, stale = one_update(OPTIONS[name]), sampled_in_part_by_older_weights(GROUPS)
+    stats = assert_like_padded(build_run(config, platform, groups), stale, config, policy_version=3)
+    assert of_loss(stats).ratio_max == 1.0
+    assert stats.batch.staleness_max == 1
 
 
 def staleness(groups: list[TrajectoryGroup]) -> list[int]:
@@ -232,7 +249,7 @@ def test_an_empty_micro_batch_adds_nothing_and_has_all_statistics(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for a rank whose share of an update is less than another's."""
-    config = one_update({"kl_beta": 0.1, "importance_cap": 2.0, "entropy_coefficient": 0.1})
+    config = one_update({"kl_beta": 0.1, "importance": {"cap": 2.0}, "entropy_coefficient": 0.1})
     plain, filled = build_run(config, platform, groups), build_run(config, platform, groups)
     expected = trained(plain, GROUPS)
     alone = trainer_module.update_batch
@@ -325,7 +342,7 @@ def test_groups_without_signal_leave_the_weights_alone(platform: Any, groups: An
         ({}, 1),
         ({"reduction": "sequence"}, 1),
         ({"overlong": {"mode": "mask"}}, 1),
-        ({"importance_cap": 1.5, "iterations": 2, "global_batch": 8}, 3),
+        ({"importance": {"cap": 1.5}, "iterations": 2, "global_batch": 8}, 3),
     ],
     ids=["token mean", "sequence mean", "cut answers masked", "scored once, trained twice"],
 )
