@@ -155,7 +155,7 @@ def _passes(config: RunConfig) -> float:
     """Forward and backward passes over a batch; to score by the old weights, and by those of the KL penalty, is a third
     of one each."""
     grpo = config.grpo
-    scored = (grpo.updates_per_pass * grpo.iterations > 1) + (grpo.kl_beta > 0)
+    scored = grpo.scores_first + (grpo.kl_beta > 0)
     return grpo.iterations + scored / 3
 
 

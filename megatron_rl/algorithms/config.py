@@ -107,5 +107,12 @@ class GrpoConfig(Section):
         return self.global_batch or self.prompts_per_step * self.group_size
 
     @property
+    def scores_first(self) -> bool:
+        """Whether a step runs the policy once more before its updates: with a single one its own pass is at those
+        weights."""
+        of_answers = self.importance is not None and self.importance.mode == "sequence"
+        return self.updates_per_pass * self.iterations > 1 or of_answers
+
+    @property
     def updates_per_pass(self) -> int:
         return self.prompts_per_step * self.group_size // self.samples_per_update

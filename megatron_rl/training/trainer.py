@@ -93,12 +93,9 @@ class Trainer:
         first_pass = [each for update in inputs[: grpo.updates_per_pass] for each in update.inputs]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
         with self.safe_points.phase("log-probs"):
-            # With a single update the training pass itself is at the weights before it: no second forward.
-            answers = grpo.importance is not None and grpo.importance.mode == "sequence"
-            before = self.score(self.policy, batch, first_pass) if len(planned) > 1 or answers else None
+            before = self.score(self.policy, batch, first_pass) if grpo.scores_first else None
             of_answers = None
-            if answers:
-                assert before is not None
+            if before is not None and grpo.importance is not None and grpo.importance.mode == "sequence":
                 of_answers = answer_log_ratios(before - batch.inference_logprobs, batch.lengths)
             reference = self.score(self.reference, batch, first_pass) if self.reference is not None else None
             self.platform.synchronize()
