@@ -131,6 +131,8 @@ class Generation:
     loop: AgentLoop
     end: Callable[[], None] = lambda: None
     """Called when nothing is asked any more."""
+    metrics: Callable[[], dict[str, float]] = dict
+    """Of the newest step, on the first rank."""
 
 
 def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Groups) -> ReplicaPool | None:
@@ -192,4 +194,4 @@ def build_generation(
         transfer.close()
         pool.close(end=dist.get_rank() == 0)
 
-    return Generation(pool, elsewhere, place, loop, end)
+    return Generation(pool, elsewhere, place, loop, end, pool.metrics if dist.get_rank() == 0 else dict)

@@ -70,7 +70,7 @@ def train_step(run: Run) -> None:
         refit_bytes=run.refit.moved_bytes,
     )
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
-    run.writer.step(step, metrics | save_metrics(run))
+    run.writer.step(step, metrics | save_metrics(run) | run.generation.metrics())
     run.writer.timeline(line)
     run.writer.rollouts(step, GroupsView(batch.groups))
 

@@ -221,6 +221,15 @@ STEP_METRICS: dict[str, Metric] = {
         "bytes that ranks sent one another until the engine had the new weights; absent where it has the trainer's",
         lambda step: step.refit_bytes or None,
     ),
+    "system/replicas": Metric(
+        "inference replicas that answer the first rank by the weights of the step; absent where the ranks that train "
+        "generate (placement.mode), as are the next two"
+    ),
+    "system/slow_replicas": Metric("those of them that are far slower than the others, and asked nothing for that"),
+    "system/repeated_requests": Metric(
+        "requests of the first driver since the step before that were asked again elsewhere, because their replica was "
+        "lost or slow"
+    ),
     "system/offloaded_bytes": Metric(
         "bytes of Adam's state in the hosts' memory, of all ranks together, which each update brings and takes away; "
         "absent where it stays on the device",

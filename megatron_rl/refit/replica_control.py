@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
-from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart
+from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart
 
 
 class PoolControl:
@@ -19,7 +19,9 @@ class PoolControl:
         self._members: frozenset[ReplicaStart] = frozenset()
 
     def live(self) -> list[tuple[int, int, int]]:
-        """See ReplicaControl.live."""
+        """See ReplicaControl.live. Raises NoReplicaLeft where there will be none any more."""
+        if self._pool.given_up is not None and not self._pool.starts():
+            raise NoReplicaLeft(f"all inference replicas are given up: {self._pool.given_up}")
         return [Member(replica, start, ranks) for (replica, start), ranks in self._pool.starts().items()]
 
     def begin_epoch(self, epoch: Epoch) -> None:

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.records import Absent, Unreadable, read
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.replicas.choice import Pace, choose, too_slow
 from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink, ReplicaRefuses
+from megatron_rl.inference.replicas.roster import Roster, Start
 from megatron_rl.inference.replicas.unanswered import Unanswered
-from megatron_rl.inference.replicas.wire import OTHER_VERSION, PROTOCOL, News
+from megatron_rl.inference.replicas.wire import OTHER_VERSION, News
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ STOP_S = 10.0
 """That the thread has to end."""
 
 Result = TypeVar("Result")
-Start = tuple[int, int]
-"""Replica, and how often it was started before."""
 
 
 class NoReplica(RuntimeError):
@@ -82,7 +80,10 @@ class ReplicaPool:
         """See `ResumableInference.busy_s`: seconds for which replicas computed, or were waited for."""
         self.repeated = 0
         """Requests that were asked again because their replica was lost or slow."""
-        self._attempt, self._digest, self._token, self._driver = attempt, digest, token, driver
+        self.given_up: str | None = None
+        """Why there will be no replica any more; None: there may be."""
+        self._roster = Roster(attempt, digest)
+        self._digest, self._token, self._driver = digest, token, driver
         self._goes_on, self._limit_s = goes_on, limit_s
         self._patience = patience or Patience()
         self._policy_version = -1
@@ -139,6 +140,16 @@ class ReplicaPool:
         """The replicas that answer now, and how many ranks each has."""
         return self._in_thread(self._starts()).result()
 
+    def metrics(self) -> dict[str, float]:
+        """What happened since they were asked for before: see metrics.names."""
+        repeated, self.repeated = self.repeated, 0
+        there, slow = self._in_thread(self._counts()).result()
+        return {
+            "system/replicas": there,
+            "system/slow_replicas": slow,
+            "system/repeated_requests": repeated,
+        }
+
     def call(self, start: Start, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> Future[dict[str, Any]]:
         """Have a replica do something, see `wire`. The future raises ReplicaGone."""
         return self._in_thread(self._call(start, path, body, timeout_s))
@@ -180,6 +191,10 @@ class ReplicaPool:
 
     async def _starts(self) -> dict[Start, int]:
         return {start: link.about.ranks for start, link in self._links.items() if link.about is not None}
+
+    async def _counts(self) -> tuple[int, int]:
+        ready = [link for link in self._links.values() if self._has_weights(link)]
+        return len(ready), sum(link.slow for link in ready)
 
     async def _partial_answers(self) -> list[PartialAnswer]:
         return [part for work in self._work.values() for part in work.unanswered.partial_answers()]
@@ -294,54 +309,22 @@ class ReplicaPool:
 
     async def _look_after(self) -> None:
         while True:
-            for address in await asyncio.to_thread(self._addresses):
+            seen = await asyncio.to_thread(self._roster.look)
+            for address in seen.addresses:
                 self._meet(address)
+            self.given_up = seen.given_up
             self._drop_the_slow()
             self._give_up_the_stuck()
             self._watch_the_wait()
             self._starved = self._is_starved()
             await asyncio.sleep(self._patience.look_s)
 
-    def _addresses(self) -> list[ReplicaAddress]:
-        """Of replicas that have come up; reads files."""
-        found = []
-        try:
-            for replica in self._attempt.replicas():
-                address = read(ReplicaAddress, replica.listener)
-                if isinstance(address, ReplicaAddress):
-                    found.append(address)
-                elif isinstance(address, Unreadable):
-                    self._complain(str(address))
-                else:
-                    assert isinstance(address, Absent)
-        except OSError as error:
-            self._complain(f"{self._attempt.folder} cannot be listed: {error}")
-        return found
-
-    def _complain(self, what: str) -> None:
-        """Once is enough."""
-        if what not in self._complained:
-            self._complained.add(what)
-            logger.warning("%s", what)
-
     def _meet(self, address: ReplicaAddress) -> None:
         start = (address.replica, address.start)
-        if start in self._links or start in self._avoided:
-            return
-        if (why := self._mismatch(address)) is not None:
-            self._avoided.add(start)
-            logger.error("replica %d (start %d) is not asked: %s", *start, why)
-            return
-        link = ReplicaLink(address, self._token, self._digest, self._driver, self._patience, self._heard)
-        self._links[start] = link
-        self._keepers[start] = self._spawn(self._keep(start, link))
-
-    def _mismatch(self, address: ReplicaAddress) -> str | None:
-        if address.protocol != PROTOCOL:
-            return f"it speaks protocol {address.protocol}, and this rank {PROTOCOL}: they run different code"
-        if address.digest != self._digest:
-            return f"its configuration is {address.digest[:12]}, and that of this rank {self._digest[:12]}"
-        return None
+        if start not in self._links and start not in self._avoided:
+            link = ReplicaLink(address, self._token, self._digest, self._driver, self._patience, self._heard)
+            self._links[start] = link
+            self._keepers[start] = self._spawn(self._keep(start, link))
 
     async def _keep(self, start: Start, link: ReplicaLink) -> None:
         """Be in touch with one until it is lost."""
@@ -352,7 +335,9 @@ class ReplicaPool:
             logger.error("%s", error)
         except ReplicaGone as error:
             # What went wrong may be the network: it is met again if it answers.
-            self._complain(str(error))
+            if str(error) not in self._complained:
+                self._complained.add(str(error))
+                logger.warning("%s", error)
         finally:
             del self._links[start], self._keepers[start]
             self._ask_elsewhere(link)
@@ -387,9 +372,11 @@ class ReplicaPool:
         now = time.monotonic()
         self._count_busy(now)
         waited = now - self._nobody_since
-        if waited > self._limit_s:
+        if self.given_up is not None or waited > self._limit_s:
             error = NoReplica(
-                f"no inference replica could be asked for {waited:.0f} s (job.silence_limit_s): the logs of the "
+                f"all inference replicas are given up: {self.given_up}"
+                if self.given_up is not None
+                else f"no inference replica could be asked for {waited:.0f} s (job.silence_limit_s): the logs of the "
                 "replicas (infer-0, ...) say why"
             )
             for work in waiting:

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from scripted_replica import DIGEST, TOKEN, ScriptedReplica, answers, until
 
+from megatron_rl.contract.attempt_records import ReplicaState
+from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import write
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.link import Patience
@@ -105,7 +108,7 @@ def test_what_a_dead_replica_was_asked_another_one_answers_the_same(attempt: Att
             other.engine.hold_at = None
 
         assert asking(pool, requests, kill) == [answers(each) for each in requests]
-        assert pool.repeated == 2
+        assert pool.metrics()["system/repeated_requests"] == 2
     repeated = other.engine.requests[2:]
     assert len(repeated) == 2
     assert [{len(known.tokens) for known in each.known.values()} for each in repeated] == [
@@ -175,6 +178,17 @@ def test_where_no_replica_comes_the_wait_is_said_and_has_an_end(
         assert isinstance(failed, NoReplica)
         assert pool.busy_s > 0, "a wait that is said is no hang"
     assert "waiting for an inference replica with weights of version 0" in caplog.text
+
+
+def test_replicas_that_are_all_given_up_are_not_waited_for(attempt: Attempt) -> None:
+    for number in range(2):
+        replica = attempt.replica(number)
+        replica.folder.mkdir(parents=True)
+        write(replica.state, ReplicaState(number, REPLICA_GIVEN_UP, 9, 0.0, why="infer-0 rank 0: RuntimeError: boom"))
+    with pool_of(attempt) as pool:
+        (failed,) = asking(pool, [request(1)])
+    assert isinstance(failed, NoReplica)
+    assert str(failed) == "all inference replicas are given up: infer-0 rank 0: RuntimeError: boom"
 
 
 @pytest.mark.parametrize(

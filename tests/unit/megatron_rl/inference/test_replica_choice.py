@@ -1,0 +1,94 @@
+"""Which replica is asked, what goes over the wire, and what is made of an answer that several replicas have part in."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.inference.api import Beginning, Delta, GenerationRequest
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.replicas.choice import MEASURED_S, SLOWER, Pace, choose, too_slow
+from megatron_rl.inference.replicas.unanswered import Unanswered
+from megatron_rl.inference.replicas.wire import (
+    About,
+    News,
+    Refusal,
+    decode_news,
+    decode_request,
+    encode_news,
+    encode_request,
+)
+
+TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0, allow_nan=False), st.integers(0, 9)))
+
+
+@given(st.dictionaries(st.integers(), st.integers(0), max_size=5), st.none() | st.integers())
+def test_the_one_with_the_prefix_is_asked_else_the_one_with_the_least_to_do(
+    outstanding: dict[int, int], home: int | None
+) -> None:
+    chosen = choose(outstanding, home)
+    if not outstanding:
+        assert chosen is None
+    elif home in outstanding:
+        assert chosen == home
+    else:
+        assert chosen is not None
+        assert outstanding[chosen] == min(outstanding.values())
+
+
+def test_a_replica_is_slow_beside_others_that_were_measured() -> None:
+    usual = Pace(tokens=1000, seconds=MEASURED_S)
+    slow = Pace(tokens=1000, seconds=MEASURED_S * (SLOWER + 0.1))
+    assert too_slow({"a": usual, "b": usual, "c": slow}) == ["c"]
+    assert too_slow({"a": usual, "b": slow._replace(seconds=MEASURED_S * SLOWER)}) == []
+    assert too_slow({"c": slow}) == []
+    assert too_slow({"a": Pace(10, MEASURED_S / 2), "c": slow}) == []
+
+
+@given(TOKENS, st.integers(0, 2**64 - 1), st.none() | st.integers(0))
+def test_what_is_asked_arrives_as_it_was(known: list[tuple[int, float, int]], key: int, ordinal: int | None) -> None:
+    beginning = Beginning(*([*map(list, zip(*known, strict=True))] or [[], [], []]))
+    asked = GenerationRequest([5, 6], 3, Sampling(max_new_tokens=4, stop=["\n"]), key, ordinal, {2: beginning})
+    arrived = decode_request(json.loads(json.dumps(encode_request(asked))))
+    assert arrived == asked
+    assert arrived.id == asked.id
+
+
+@given(TOKENS)
+def test_what_is_answered_arrives_bit_for_bit(tokens: list[tuple[int, float, int]]) -> None:
+    numbers, logprobs, versions = ([each[place] for each in tokens] for place in range(3))
+    delta = Delta(1, numbers, logprobs, versions, None, "stop", "\n")
+    told = News(About(1, 0, 8, 3, 2, 1), 7, [("id", delta)], [Refusal("other", "value", "why")])
+    assert decode_news(json.loads(json.dumps(encode_news(told)))) == told
+
+
+@given(st.lists(st.integers(0, 2), max_size=20), st.integers(0, 20), st.booleans())
+def test_an_answer_that_goes_on_elsewhere_is_the_same(order: list[int], lost_after: int, goes_on: bool) -> None:
+    """Three samples of four tokens each, sample i's token t is 10 i + t; the replica is lost after some pieces."""
+    work = Unanswered(GenerationRequest([1], 3, Sampling(max_new_tokens=4), key=0))
+    place = [0, 0, 0]
+
+    def tell(sample: int) -> None:
+        token = 10 * sample + place[sample]
+        place[sample] += 1
+        finish = "length" if place[sample] == 4 else None
+        work.take(Delta(sample, [token], [-1.0], [0], None, finish), now=0.0)
+
+    for sample in order[:lost_after]:
+        if place[sample] < 4:
+            tell(sample)
+    had = [*place]
+    work.begin_again(with_parts=goes_on)
+    known = {sample: len(there.tokens) for sample, there in work.request.known.items()}
+    assert known == ({sample: count for sample, count in enumerate(had) if count} if goes_on else {})
+    place[:] = had if goes_on else [0, 0, 0]
+    for sample in range(3):
+        if place[sample] == 4:  # known to its end: the next replica only says so
+            work.take(Delta(sample, [], [], [], None, "length"), now=0.0)
+        while place[sample] < 4:
+            tell(sample)
+    assert work.answered
+    assert work.outstanding == 0
+    assert [each.tokens for each in work.completions()] == [[10 * i + t for t in range(4)] for i in range(3)]
