@@ -95,6 +95,15 @@ def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     return max(memory_terms.adam_states(config, sizes, each).bytes for each in held)
 
 
+def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
+    """Bytes of the host's memory in which the fullest rank of a replica puts new weights aside until all have come."""
+    if not sizes.partitioned:
+        return 0
+    stages = range(sizes.inference_pp)
+    held = (weights(config.model, vocab, sizes.inference_tp, sizes.inference_pp, 1, stage) for stage in stages)
+    return max(WEIGHT_BYTES[config.model.dtype] * each.all for each in held)
+
+
 def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)

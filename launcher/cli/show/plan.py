@@ -230,9 +230,10 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
 
 
 def _host_memory(summary: dict[str, Any]) -> str:
-    copy, adam = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"]
+    copy, adam, weights = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"], summary["incoming_bytes"]
     text = f"{size(copy + adam)} of a node's memory: {size(copy)} that checkpoints are written from"
-    return text + f", {size(adam)} of Adam's state" * (adam > 0)
+    text += f", {size(adam)} of Adam's state" * (adam > 0)
+    return text + f"; {size(weights)} of an inference node's: new weights until all have come" * (weights > 0)
 
 
 def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ from core_helpers import VOCAB, tiny_model, tiny_run
 
 from launcher.cluster.choice import load_clusters
 from launcher.plan import memory_terms
-from launcher.plan.gpu_memory import Memory, checkpoint_bytes, offloaded_bytes, rank_memories
+from launcher.plan.gpu_memory import Memory, checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories
 from launcher.plan.parameters import vocabulary, weights, whole_model
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan, with_offload
@@ -162,6 +162,15 @@ def test_partitioned_ranks_hold_either_adams_state_or_the_cache():
     training, inference = memories(tiny_run(grpo={"prompts_per_step": 64}, placement=placement))
     assert "KV cache" not in terms_of(training)
     assert terms_of(inference).keys() == {"weights", "KV cache", "prefill", "context"}
+
+
+def test_a_node_of_replicas_has_room_in_its_own_memory_for_new_weights_beside_those_in_use():
+    recipe, profile = load_recipe("qwen2.5-32b-dapo-partitioned"), load_clusters().profile("h100")
+    plan = make_plan(recipe, profile)
+    (inference,) = (each for each in rank_memories(recipe.config, plan.sizes, 152064) if each.role == "inference")
+    assert incoming_bytes(recipe.config, plan.sizes, 152064) == terms_of(inference)["weights"]
+    together = make_plan(load_recipe("qwen2.5-32b-dapo"), profile)
+    assert incoming_bytes(recipe.config, together.sizes, 152064) == 0
 
 
 @pytest.mark.parametrize(
