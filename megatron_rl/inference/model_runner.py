@@ -52,6 +52,7 @@ class ModelRunner:
         spare_page = pages[0] if self._graphs else None
         self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids, spare_page)
         attention = policy.decoder.layers[0].self_attention
+        self._heads = attention.num_attention_heads_per_partition
         self._kv_heads = attention.num_query_groups_per_partition
         self._make_cache = partial(
             KeyValueCache,
@@ -160,7 +161,8 @@ class ModelRunner:
         state = self._rows
         positions, table = state.position[rows], state.pages[rows]
         page = table.gather(1, (positions // self._page_tokens)[:, None]).squeeze(1)
-        paged = PagedRows(table, positions + 1, state.lengths(rows), self._page_tokens, self._kv_heads)
+        lengths, most = positions + 1, state.lengths(rows)
+        paged = PagedRows(table, lengths, most, self._page_tokens, self._heads, self._kv_heads)
         target = page * self._page_tokens + positions % self._page_tokens
         layout = DecodeLayout(cache, cache.index(target), self.policy.paged_attention(paged))
         logits: Tensor = self.policy.whole_logits(self.policy(state.token[rows], positions, layout))

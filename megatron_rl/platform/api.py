@@ -89,7 +89,7 @@ class Platform(Protocol):
         """How this device's kernels for queries of this type attend to what lies in pages."""
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        """Whether attention gathers what lies in pages of so many tokens; those of a head then lie together in each."""
+        """Whether the tokens of a head lie together in each page of so many: so they are best gathered."""
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         """Records decode steps of a model of this type; None where they cannot be: the device knows no such thing, or

@@ -1,7 +1,8 @@
 """Attention of one new token a sequence to keys and values that lie in pages: what is asked for, and by gathering.
 
-A kernel that reads pages itself is a GPU's: see paged_kernels.py. Elsewhere what a sequence has is gathered, layer by
-layer, and attended to by torch's dense kernel, which is half as fast again where the tokens of a head lie together.
+What reads pages itself are a GPU's kernels (paged_kernels.py) and, in fp32, a CPU's (sparse_attention.py). Elsewhere
+what a sequence has is gathered, layer by layer, and attended to by torch's dense kernel, which is half as fast again
+where the tokens of a head lie together.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class PagedRows:
     bounds: NDArray[np.int64]
     """[rows] the most that `lengths` can be, as far as the host knows without looking."""
     page_tokens: int
+    heads: int
+    """Of the queries, the same number for each of ..."""
     kv_heads: int
 
     @property

@@ -16,6 +16,7 @@ from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.paged_attention import GatheredAttention, PagedRows, bucketed_attention, gathered_attention
 from megatron_rl.platform.paged_kernels import KernelAttention, PagedKernel
 from megatron_rl.platform.phantom import PhantomDevice
+from megatron_rl.platform.sparse_attention import sparse_attention
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 
@@ -42,11 +43,11 @@ def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, T
         table[:, 0] = table[0, 0]
     query = torch.randn(len(lengths), HEADS, HEAD, generator=draw)
     keys, values = torch.randn(2, 1 + len(lengths) * width, KV_HEADS, page_tokens, HEAD, generator=draw)
-    rows = PagedRows(table.int(), torch.tensor(lengths), np.array(lengths), page_tokens, KV_HEADS)
+    rows = PagedRows(table.int(), torch.tensor(lengths), np.array(lengths), page_tokens, HEADS, KV_HEADS)
     return query, keys, values, rows
 
 
-@pytest.mark.parametrize("attention", [bucketed_attention, gathered_attention])
+@pytest.mark.parametrize("attention", [bucketed_attention, gathered_attention, sparse_attention])
 @settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
@@ -59,15 +60,22 @@ def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], 
     torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", [bucketed_attention, sparse_attention])
 @settings(deadline=None, max_examples=30)
-@given(lengths=st.lists(st.integers(1, 300), min_size=2, max_size=12), seed=st.integers(0, 99))
-def test_on_a_cpu_a_row_is_the_same_bit_for_bit_whatever_the_others(lengths: list[int], seed: int) -> None:
-    query, keys, values, rows = pages_of(lengths, 16, seed)
-    together = bucketed_attention(rows).attend(query, keys, values)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=2, max_size=12),
+    page_tokens=st.sampled_from([7, 16]),
+    seed=st.integers(0, 99),
+)
+def test_on_a_cpu_a_row_is_the_same_bit_for_bit_whatever_the_others(
+    attention: Any, lengths: list[int], page_tokens: int, seed: int
+) -> None:
+    query, keys, values, rows = pages_of(lengths, page_tokens, seed)
+    together = attention(rows).attend(query, keys, values)
     for row in range(len(lengths)):
         one = slice(row, row + 1)
-        alone = PagedRows(rows.table[one], rows.lengths[one], rows.bounds[one], 16, KV_HEADS)
-        assert torch.equal(bucketed_attention(alone).attend(query[one], keys, values), together[one])
+        alone = PagedRows(rows.table[one], rows.lengths[one], rows.bounds[one], page_tokens, HEADS, KV_HEADS)
+        assert torch.equal(attention(alone).attend(query[one], keys, values), together[one])
 
 
 def test_a_gpu_reads_pages_where_a_kernel_takes_them_and_gathers_them_elsewhere() -> None:
