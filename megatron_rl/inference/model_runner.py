@@ -165,5 +165,5 @@ class ModelRunner:
         paged = PagedRows(table, lengths, most, self._page_tokens, self._heads, self._kv_heads)
         target = page * self._page_tokens + positions % self._page_tokens
         layout = DecodeLayout(cache, cache.index(target), self.policy.paged_attention(paged))
-        logits: Tensor = self.policy.whole_logits(self.policy(state.token[rows], positions, layout))
+        logits: Tensor = self.policy.whole_logits(self.policy.decode(state.token[rows], positions, layout))
         state.draw(rows, logits, work)

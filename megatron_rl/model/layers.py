@@ -89,11 +89,13 @@ class Rotation:
 
     def turn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Each [tokens, heads, head_size]."""
-        both = torch.cat((query, key), dim=1)
-        half = both.shape[-1] // 2
-        both = torch.addcmul(both * self.cosines, both.roll(half, dims=-1), self.sines)
+        both = self.turned(torch.cat((query, key), dim=1))
         query, key = both.split((query.shape[1], key.shape[1]), dim=1)
         return query, key
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """[tokens, heads, head_size] -> the same."""
+        return torch.addcmul(heads * self.cosines, heads.roll(heads.shape[-1] // 2, dims=-1), self.sines)
 
 
 class PackedLayer(TransformerLayer):

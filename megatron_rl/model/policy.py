@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
+from megatron_rl.model.decode import decode, decodes_whole
 from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.output import OutputPart
 from megatron_rl.platform.api import Platform
@@ -48,6 +49,19 @@ class Policy(GPTModel):
         count = len(tokens) if select is None else len(select)
         return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
 
+    def decode(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """As `forward`, of one token for each row of `layout`; not for training."""
+        if not self.decodes_whole:
+            return self.forward(tokens, positions, layout)
+        rows = len(tokens)
+        tokens = pad(tokens, (0, -rows % self._platform.rows_multiple))
+        return self.output().logits(decode(self, tokens, self._rotation(positions), layout, rows))[:rows]
+
+    @property
+    def decodes_whole(self) -> bool:
+        """Whether nothing of a row that is decoded depends on another row or another rank."""
+        return decodes_whole(self, self._platform)
+
     def hidden(
         self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1
     ) -> Tensor:
@@ -66,8 +80,9 @@ class Policy(GPTModel):
             # With the strides of a new tensor: megatron-core's is a transposed one, which torch multiplies by a copy of
             # the weight for each token where the weight needs no gradient.
             embedded = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
-        rotation = Rotation(self._cosines[positions], self._sines[positions])
-        made: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
+        made: Tensor = self.decoder(
+            embedded, attention_mask=None, rotary_pos_emb=self._rotation(positions), packed_seq_params=layout
+        )
         self.decoder.set_input_tensor(None)
         return made
 
@@ -101,6 +116,9 @@ class Policy(GPTModel):
         parts = [torch.empty_like(part) for _ in range(ranks)]
         dist.all_gather(parts, part, group=self._tensor)
         return torch.cat(parts, dim=1)[:, : self._tokens]
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        return Rotation(self._cosines[positions], self._sines[positions])
 
     def _whole(self, hidden: Tensor) -> Tensor:
         if self.config.sequence_parallel:

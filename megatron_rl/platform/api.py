@@ -75,6 +75,8 @@ class Platform(Protocol):
     rows_multiple: int
     """A multiple up to which the rows of matrix products are filled in generation, so that one of them does not depend
     on how many others there are."""
+    computes_on_host: bool
+    """Whether operators run on the cores that tell of them: few long ones are then better than many short ones."""
     page_tokens: int
     """Places of a page of the key/value cache, where the recipe says nothing else."""
 

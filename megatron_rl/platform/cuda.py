@@ -31,6 +31,7 @@ class CudaPlatform:
     # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
     tokens_between_looks = 16
     rows_multiple = 1  # cuBLAS chooses another kernel every few rows
+    computes_on_host = False
     page_tokens = 256
 
     def __init__(self, *, local_rank: int, threads: int, made_of: Implementation = UNASKED) -> None:
