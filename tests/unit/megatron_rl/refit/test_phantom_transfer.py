@@ -1,0 +1,59 @@
+"""A transfer from and to GPUs that are not there: what is exchanged lies on them, and the host waits for them once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from core_helpers import VOCAB, tiny_model
+from torch._subclasses.fake_tensor import FakeTensor
+from transfer_helpers import ROUND_BYTES
+
+from megatron_rl.model.policy import build_policy
+from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.refit.transfer import Receiver, Sender
+
+GPU = torch.device("cuda", 0)
+
+
+class GroupOfTwo:
+    """Stands in for the transfer group of a training rank and a replica that have the same part of the model."""
+
+    device = GPU
+
+    def __init__(self, gpu: PhantomDevice, rank: int) -> None:
+        self.rank = rank
+        self.exchanges = 0
+        self.waits_at_finish: int | None = None
+        self._gpu = gpu
+
+    def gather(self, content: Sequence[Any]) -> list[Any]:
+        boxes = content[0] or content[1]
+        return [[boxes, []], [[], boxes]]
+
+    def exchange(self, sends: Any, receives: Any) -> None:
+        self.exchanges += 1
+        for peer, tensor in (*sends, *receives):
+            assert peer == 1 - self.rank
+            assert isinstance(tensor, FakeTensor) and tensor.device == GPU and tensor.is_contiguous()
+
+    def finish(self) -> None:
+        self.waits_at_finish = self._gpu.waits
+
+
+def test_the_host_waits_for_no_round(platform: Any, groups: Any) -> None:
+    with PhantomDevice(GPU, reads_ones=True) as gpu:
+        phantom = PhantomPlatform(gpu)
+        policy = build_policy(tiny_model(dtype="bf16"), VOCAB, phantom)
+        for rank, end in enumerate((Sender(policy, ROUND_BYTES), Receiver(policy, phantom.host_memory, ROUND_BYTES))):
+            group: Any = GroupOfTwo(gpu, rank)
+            end.connect(group)
+            before = gpu.waits
+            if isinstance(end, Sender):
+                end.publish(1)
+            else:
+                end.receive(1)
+                assert end.swap() == 1
+            assert group.exchanges > 10
+            assert group.waits_at_finish <= before + 1, "to begin the one checksum of its peer"
