@@ -1,0 +1,102 @@
+"""A partitioned run on this machine that is hit at random moments records what ranks that train and generate would, and
+every prompt of it ends once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Command, run
+from json_files import read_json_lines
+from loop_helpers import reproducible
+
+from megatron_rl.contract.exactly_once import fates
+from megatron_rl.contract.paths import RunDir
+
+STEPS = 80
+BLOWS = 6
+LIMIT_S = 300.0
+RECIPE = ("demo", "--cluster", "local", "job.gpus_per_node=1", f"training.steps={STEPS}", "save.every=20")
+COLOCATED = (*RECIPE, "job.nodes=1")
+REPLICA = "megatron_rl.replica_main"
+WEAPONS = (
+    (REPLICA, signal.SIGKILL),
+    (REPLICA, signal.SIGTERM),
+    ("megatron_rl.rank_main", signal.SIGKILL),
+    ("launcher.host.supervise", signal.SIGKILL),
+    ("launcher.host.supervise", signal.SIGTERM),
+)
+PARTITIONED = (*RECIPE, "job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=2")
+
+
+def processes(root: Path, module: str) -> list[int]:
+    """Of a run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # gone meanwhile
+        if {module.encode(), str(root).encode()} <= set(words):
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def wait_for_step(run: RunDir, step: int, command: Command) -> None:
+    """Or until the command has ended."""
+    wait_for(lambda: command.poll() is not None or len(read_json_lines(run.metrics)) >= step)
+
+
+def hit(run: RunDir, module: str, signum: int, chance: random.Random) -> None:
+    """One process of this kind, if there is one."""
+    if there := processes(run.root, module):
+        os.kill(chance.choice(there), signum)
+
+
+def survives(command: Command, run: RunDir, blows: list[tuple[str, int]], chance: random.Random) -> None:
+    """Deal blows, and take them off the list, until one ends the command or there are none left; wait for its end."""
+    while blows and command.poll() is None:
+        wait_for_step(run, len(read_json_lines(run.metrics)) + chance.randint(2, 12), command)
+        module, signum = blows.pop()
+        hit(run, module, signum, chance)
+        if module != REPLICA:
+            break
+    wait_for(lambda: command.poll() is not None)
+    wait_for(lambda: not processes(run.root, REPLICA))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_partitioned_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "MRL_CACHE": str(tmp_path / "cache")}
+    alone, harmed = RunDir(tmp_path / "alone"), RunDir(tmp_path / "harmed")
+    done = run(["mrl-submit", *COLOCATED, "--run-dir", alone.root], LIMIT_S, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    blows = [chance.choice(WEAPONS) for _ in range(BLOWS)]
+    for _ in range(BLOWS + 1):
+        command = Command(["mrl-submit", *PARTITIONED, "--run-dir", harmed.root], env=environment)
+        try:
+            survives(command, harmed, blows, chance)
+        finally:
+            command.kill()
+        out, err = command.communicate(timeout=LIMIT_S)
+        if harmed.done.exists():
+            break
+    assert harmed.done.exists(), out + err
+    assert reproducible(harmed) == reproducible(alone)
+    found = fates(harmed)
+    assert sorted(found) == list(range(len(found)))
