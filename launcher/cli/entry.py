@@ -1,36 +1,31 @@
-"""The programs mrl and mrl-submit. Ctrl-C ends them with a word and 130 at any moment, also while they load."""
+"""The programs mrl and mrl-submit. Ctrl-C ends them with a word and 130 at any moment, also while they load: what is
+imported here, before there is a guard, is what the interpreter has loaded by itself."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from pathlib import Path
-from typing import NoReturn
 
 EXIT_LOST, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 """As in contract.codes, which takes too long to import before there is a guard."""
 
 
-def mrl() -> NoReturn:
+def mrl() -> None:
     """The program mrl."""
     _run("launcher.cli.main")
 
 
-def mrl_submit() -> NoReturn:
+def mrl_submit() -> None:
     """The program mrl-submit."""
     _run("launcher.cli.mrl_submit")
 
 
-def _run(module: str) -> NoReturn:
+def _run(module: str) -> None:
     """Run the click command `main` of a module; click's own way to end would call Ctrl-C a failure."""
     try:
-        Path.cwd()
-    except FileNotFoundError:
-        print("error: the current directory was removed; cd to another one", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-    gc.set_threshold(200_000)  # loading makes many objects and drops few: looking for garbage takes a twentieth of it
-    try:
+        _look_for_the_current_directory()
+        gc.set_threshold(200_000)  # loading makes many objects and drops few: to look takes a twentieth of it
         from importlib import import_module
 
         import click
@@ -53,6 +48,14 @@ def _run(module: str) -> NoReturn:
         sys.exit(EXIT_LOST)
     finally:
         gc.freeze()  # or the interpreter looks twice more at all that was loaded before it leaves
+
+
+def _look_for_the_current_directory() -> None:
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib takes a while to load
+    except FileNotFoundError:
+        print("error: the current directory was removed; cd to another one", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
 
 
 def _output_is_lost() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,10 @@ def command(ctx: click.Context, **options: Any) -> None:
     if cluster == LOCAL:
         if given := [f"--{name.replace('_', '-')}" for name in JOB_ONLY if options[name]]:
             raise BadInput(f"{given[0]}: is for jobs; name one's --cluster")
-        ctx.exit(_here(_evaluation(options, origin, device="cpu"), options["as_json"]))
+        evaluation = _evaluation(options, origin, device="cpu")
+        if options["out"]:
+            _make_folder_of(options["out"].absolute())
+        ctx.exit(_here(evaluation, options["as_json"]))
     ctx.exit(_as_job(_evaluation(options, _pinned(origin, options), device="cuda"), origin, cluster, options))
 
 
@@ -96,6 +100,18 @@ def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> 
     asked["device"] = options["device"] or (origin.config.job.device if origin else device)
     asked["out"] = options["out"] and str(options["out"].absolute())
     return requested(origin, options["env"], options["env_args"], sampling, asked)
+
+
+def _make_folder_of(out: Path) -> None:
+    """Before a model is loaded and answers for an hour, whose result could not be written. Raises BadInput."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(
+            f"--out {out}: the folder {out.parent} cannot be made: {error.strerror}; name another file"
+        ) from error
+    if not os.access(out.parent, os.W_OK):
+        raise BadInput(f"--out {out}: {out.parent} cannot be written to; name another file")
 
 
 def _here(evaluation: Evaluation, as_json: bool) -> int:

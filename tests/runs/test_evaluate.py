@@ -196,6 +196,7 @@ def test_published_weights_are_evaluated_with_a_table(tmp_path: Path) -> None:
         (["RUN", "--temperature", "-1"], "--temperature: sampling.temperature: expected a number >= 0, got -1.0"),
         (["RUN", "--k", "0"], "'--k': 0"),
         (["RUN", "--dry-run"], "--dry-run: is for jobs"),
+        (["RUN", "--out", "/dev/null/found.json"], "--out /dev/null/found.json: the folder /dev/null cannot be made"),
         (["."], "is neither a run directory"),
         (["no/where"], "no such directory"),
     ],

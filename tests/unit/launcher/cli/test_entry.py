@@ -28,7 +28,7 @@ def run(*words: str, at: str = "") -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("at", ["click", "launcher.cli.completion", "launcher.cli.submit.launch"])
+@pytest.mark.parametrize("at", ["pathlib", "click", "launcher.cli.completion", "launcher.cli.submit.launch"])
 def test_ctrl_c_while_it_loads(at):
     code, out, said = run("mrl-submit", "demo", "--dry-run", at=at)
     assert (code, out, said.strip()) == (130, "", "interrupted")
