@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import OF_A_COMMIT
 from hypothesis import settings
 
 TESTS = Path(__file__).parent
 
 # A busy machine is no fault of the code: what is slow shows in the durations. What a commit must pass is the same each
 # time, so that who fails it has broken something; `make test-slow` looks at new examples each time, and at far more.
-settings.register_profile("mrl", deadline=None, max_examples=40, derandomize=True)
+settings.register_profile("mrl", deadline=None, max_examples=OF_A_COMMIT, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("mrl")
 

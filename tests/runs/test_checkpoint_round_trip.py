@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import checkpointer, data_of, load, outcome, run_ranks, same, sharded_state, world
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -125,7 +126,7 @@ def test_a_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
         load(RunDir(tmp_path).checkpoint(40), sharded_state(0.0), world())
 
 
-@settings(max_examples=25, deadline=None)
+@examples(15)
 @given(
     rows=st.integers(2, 9),
     columns=st.integers(1, 5),

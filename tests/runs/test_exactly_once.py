@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from disk_helpers import Death, State
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import PROMPTS, STEPS, Record, Simulation, recipe
 
@@ -116,7 +117,7 @@ def test_so_does_a_restart_that_dies_at_any_moment(make_run: MakeRun, undisturbe
 DEATHS = st.builds(Death, at=st.integers(1, 220), torn=st.sampled_from([0.0, 0.3, 1.0]), power=st.booleans())
 
 
-@settings(deadline=None, max_examples=10)
+@examples(6)
 @given(deaths=st.lists(st.tuples(DEATHS, st.integers(0, 40)), min_size=2, max_size=5), dynamic=st.booleans())
 def test_a_run_may_die_again_and_again(
     make_run: MakeRun, undisturbed: dict[bool, Record], deaths: list[tuple[Death, int]], dynamic: bool

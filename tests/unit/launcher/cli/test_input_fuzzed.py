@@ -17,7 +17,8 @@ import click
 import pytest
 from click.testing import CliRunner
 from doctor_helpers import RECORDED, disk, slurm, software
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import begin, end, submitted
 
@@ -126,17 +127,12 @@ def tried(program: click.Command, words: list[str]) -> int:
     return done.exit_code
 
 
-quick = settings(max_examples=40, derandomize=True, database=None)
-
-
-@quick
 @given(text=texts(DEMO))
 def test_recipes(home, text):
     (home / "mine.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     assert tried(mrl_submit, ["mine.yaml", "--dry-run"]) in (0, 2)
 
 
-@quick
 @given(
     overrides=st.lists(st.tuples(st.sampled_from(KEYS) | WORD, VALUE), min_size=1, max_size=3), cluster=st.booleans()
 )
@@ -146,7 +142,6 @@ def test_overrides(home, overrides, cluster):
     assert tried(mrl_submit, ["--dry-run", *where, "--", "demo", *words]) in (0, 2)
 
 
-@quick
 @given(text=texts(PROFILE))
 def test_profiles(home, text):
     indented = "lab:\n" + "".join(f"  {line}\n" for line in text.splitlines())
@@ -185,7 +180,7 @@ def damage(file: Path, kind: bytes | str) -> None:
         file.symlink_to(file.name if kind == "loop" else "nowhere")
 
 
-@settings(quick, max_examples=60)
+@examples(30)
 @given(
     damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3),
     look=st.sampled_from(LOOKS),
@@ -216,7 +211,7 @@ LOOKS_INTO = ("doctor", "prefetch", "rehearse")  # the machine, the network, the
 BELOW = (*LOOKS_INTO, "convert")
 
 
-@settings(quick, max_examples=80)
+@examples(40)
 @given(
     name=st.sampled_from([*(one for one in COMMANDS if one not in BELOW), "mrl-submit", "mrl-submit"]),
     arguments=st.lists(ARGUMENT, max_size=4),
@@ -239,7 +234,6 @@ PLACES = st.sampled_from([[], ["--cluster", "lab"], ["--cluster", "h100"], ["--c
 HEADS = st.sampled_from([["demo"], ["demo"], ["qwen2.5-32b-dapo"], []])
 
 
-@quick
 @given(head=HEADS, place=PLACES, more=DEMANDS, fetched=st.booleans())
 def test_arguments_of_prefetch(home, head, place, more, fetched):
     """With a network that brings nothing, or says that it did."""
@@ -257,7 +251,7 @@ def spoilt(text: str, at: int, odd: str, cut: bool) -> str:
     return text[:where] + odd + ("" if cut else text[where:])
 
 
-@settings(quick, max_examples=60)
+@examples(30)
 @given(
     head=HEADS,
     place=PLACES,
@@ -313,7 +307,7 @@ PATH = st.sampled_from(["m", "one", ".", "..", "/", "-x", "--force", "a/b/c", "~
 CONVERTED = '{"source": "a", "target": "b", "bytes": 1, "seconds": 0.5, "peak_memory_bytes": 1}\n'
 
 
-@settings(quick, max_examples=80)
+@examples(40)
 @given(
     direction=st.sampled_from(["hf-to-megatron", "megatron-to-hf"]),
     switches=st.lists(SWITCHES, max_size=2),
@@ -339,7 +333,7 @@ def test_arguments_of_convert(home, direction, switches, size, paths, code, said
 REHEARSED = '{"parameters": 1, "phases": {"start": {"weights": 1}}, "failure": null}\n'
 
 
-@settings(quick, max_examples=60)
+@examples(30)
 @given(
     head=HEADS,
     place=PLACES,

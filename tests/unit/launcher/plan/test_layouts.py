@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cluster.choice import load_clusters
@@ -159,7 +160,7 @@ def test_a_refusal_points_at_the_line_or_the_override(tmp_path, monkeypatch):
     assert first_problem().startswith(f"my.yaml:{line}: job.gpus_per_node 5 is more than the 4 GPUs")
 
 
-@settings(deadline=None, max_examples=20)
+@examples(10)
 @given(
     st.integers(1, 9),
     st.sampled_from([1, 4, 6, 8]),

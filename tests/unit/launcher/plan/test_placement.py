@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launcher.plan.placement import LayoutError, Plan, place
@@ -166,7 +166,6 @@ def plans(draw: st.DrawFn) -> Plan:
     return planned(nodes, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep}, inference, tp_across_nodes=across)
 
 
-@settings(deadline=None)
 @given(plans())
 def test_every_gpu_has_exactly_one_owner(plan):
     places = [(rank.node, rank.gpu) for rank in plan.ranks]
@@ -181,7 +180,6 @@ def test_every_gpu_has_exactly_one_owner(plan):
     assert owners == Counter(places)
 
 
-@settings(deadline=None)
 @given(plans())
 def test_steps_start_the_ranks_that_the_plan_gives_them(plan):
     owner = {
@@ -203,7 +201,6 @@ def test_steps_start_the_ranks_that_the_plan_gives_them(plan):
         assert world.rank == task
 
 
-@settings(deadline=None)
 @given(plans())
 def test_sizes_multiply_up_and_coordinates_are_unique(plan):
     s = plan.sizes
@@ -218,7 +215,6 @@ def test_sizes_multiply_up_and_coordinates_are_unique(plan):
     assert all(i.rank == i.pp * s.inference_tp + i.tp for i in infer)
 
 
-@settings(deadline=None)
 @given(plans())
 def test_tensor_parallel_groups_never_cross_a_node_unless_asked(plan):
     groups = defaultdict(set)
@@ -230,7 +226,6 @@ def test_tensor_parallel_groups_never_cross_a_node_unless_asked(plan):
     assert plan.sizes.tp_across_nodes or all(len(nodes) == 1 for nodes in groups.values())
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_same_request_gives_the_same_plan(data):
     plan = data.draw(plans())

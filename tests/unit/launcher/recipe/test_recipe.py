@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import BadInput
@@ -196,7 +197,7 @@ def test_resolved_yaml_says_every_default_and_reads_back(tmp_path):
         read_resolved(path)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(20)
 @given(
     rate=st.floats(min_value=0, max_value=1e300),
     characters=st.sets(st.characters(codec="utf-8"), min_size=1),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.advantages import STD_EPSILON, RewardMoments, batch_advantages, group_advantages
@@ -48,7 +48,6 @@ def test_groups_may_be_ragged_and_interleaved():
     assert advantages.tolist() == [2, -5, -1, 5, -1]
 
 
-@settings(deadline=None)
 @given(batches(SIXTEENTHS), st.booleans())
 def test_equals_the_definition_in_float64(batch, divide_by_std):
     rewards, group, num_groups = batch
@@ -56,7 +55,6 @@ def test_equals_the_definition_in_float64(batch, divide_by_std):
     assert advantages.tolist() == pytest.approx(by_hand(rewards, group, divide_by_std), rel=1e-5, abs=1e-5)
 
 
-@settings(deadline=None)
 @given(batches(FINITE), st.booleans())
 def test_every_group_sums_to_zero(batch, divide_by_std):
     rewards, group, num_groups = batch
@@ -67,7 +65,6 @@ def test_every_group_sums_to_zero(batch, divide_by_std):
     assert (sums.abs() <= 1e-5 * magnitude.clamp(min=1e-6)).all()
 
 
-@settings(deadline=None)
 @given(batches(SIXTEENTHS), st.integers(-1000, 1000), st.booleans())
 def test_a_constant_added_to_all_rewards_changes_no_bit(batch, shift, divide_by_std):
     rewards, group, num_groups = batch
@@ -77,7 +74,6 @@ def test_a_constant_added_to_all_rewards_changes_no_bit(batch, shift, divide_by_
     assert torch.equal(before, after)
 
 
-@settings(deadline=None)
 @given(batches(SIXTEENTHS), st.sampled_from([2.0, 8.0, 1024.0]))
 def test_with_std_the_scale_of_rewards_matters_only_through_epsilon(batch, scale):
     rewards, group, num_groups = batch
@@ -89,7 +85,6 @@ def test_with_std_the_scale_of_rewards_matters_only_through_epsilon(batch, scale
     assert ((large - small).abs() <= bound).all()
 
 
-@settings(deadline=None)
 @given(batches(SIXTEENTHS), st.sampled_from([0.5, 4.0, 256.0]))
 def test_without_std_advantages_scale_with_the_rewards(batch, scale):
     rewards, group, num_groups = batch
@@ -99,7 +94,6 @@ def test_without_std_advantages_scale_with_the_rewards(batch, scale):
     assert torch.equal(scaled, advantages * scale)
 
 
-@settings(deadline=None)
 @given(FINITE, st.integers(1, 64), st.booleans())
 def test_equal_rewards_give_exactly_zero(reward, size, divide_by_std):
     rewards, group = tensors([reward] * size, [0] * size)
@@ -131,7 +125,6 @@ def test_a_group_out_of_range_is_refused():
         group_advantages(rewards, group, 1, divide_by_std=True)
 
 
-@settings(deadline=None)
 @given(batches(SIXTEENTHS), st.booleans())
 def test_against_the_batch_they_are_those_of_one_group_of_all_wherever_its_answers_are(batch, divide_by_std):
     rewards, group, num_groups = batch

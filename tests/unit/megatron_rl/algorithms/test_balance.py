@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.balance import MEASURABLE, STEP, balance
@@ -35,7 +36,7 @@ def test_the_slowest_replica_gets_faster_or_nothing_moves(problem: tuple[list[fl
     assert assigned == homes or after * (1 + MEASURABLE) < before
 
 
-@settings(max_examples=60)
+@examples(30)
 @given(problems(largest=6))
 def test_it_is_within_four_thirds_of_the_best(problem: tuple[list[float], list[int], int]) -> None:
     """Beside the share that is not measured and the steps in which limits are tried."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, Room, Tree, fill, spread
@@ -121,7 +121,6 @@ def test_a_given_number_of_bins_is_reached_with_none_empty(
     assert all(packed_tokens(trees, each) <= max(limit, longest) for each in bins)
 
 
-@settings(max_examples=50)
 @given(LENGTHS, st.integers(1, 4))
 def test_they_are_evenly_filled(lengths: list[int], count: int) -> None:
     """13/11 of the best, as of multifit (Yue 1990), and what halving has not told apart."""

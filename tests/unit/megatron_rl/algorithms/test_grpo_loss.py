@@ -6,7 +6,7 @@ from itertools import chain, pairwise, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.config import GrpoConfig, ImportanceConfig
@@ -175,7 +175,6 @@ def test_an_answer_has_one_log_ratio_that_of_all_its_tokens(answers):
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=1e-5)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(40)), st.sampled_from(OPTIONS))
 def test_the_order_of_tokens_does_not_matter(order, config):
     inputs = random_inputs(40)
@@ -185,7 +184,6 @@ def test_the_order_of_tokens_does_not_matter(order, config):
     torch.testing.assert_close(asdict(permuted_stats), asdict(stats))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=5), st.sampled_from(OPTIONS))
 def test_micro_batches_add_up_to_the_batch(cuts, config):
     inputs = random_inputs(40)

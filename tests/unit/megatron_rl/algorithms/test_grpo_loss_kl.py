@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.kl import kl_penalty
@@ -67,13 +67,11 @@ def test_as_a_loss_k3_follows_the_gradient_of_kl_reference_to_policy(policies):
     torch.testing.assert_close(gradient(mean_over_samples(logits, reference, "k3"), logits), expected)
 
 
-@settings(deadline=None)
 @given(LOG_PROBS, LOG_PROBS, st.sampled_from(["k2", "k3"]))
 def test_k2_and_k3_are_never_negative(log_prob, reference, estimator):
     assert kl_penalty(torch.tensor([log_prob]), torch.tensor([reference]), estimator).item() >= 0
 
 
-@settings(deadline=None)
 @given(LOG_PROBS, st.sampled_from(ESTIMATORS))
 def test_equal_logprobs_cost_nothing(log_prob, estimator):
     assert kl_penalty(torch.tensor([log_prob]), torch.tensor([log_prob]), estimator).item() == 0

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
@@ -42,7 +42,6 @@ def test_sequence_reduction_by_hand():
     assert token_weights(lengths, trained, "sequence", 2).tolist() == [0.25, 0.0625, 0]
 
 
-@settings(deadline=None)
 @given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(REDUCTIONS))
 def test_weighted_sums_of_the_ranks_add_up_to_the_global_mean(ranks, reduction):
     normaliser = sum(local_normaliser(*columns(answers), reduction) for answers in ranks)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.config import OverlongConfig
@@ -17,7 +17,6 @@ def test_grows_linearly_over_the_buffer():
     assert penalties.tolist() == [0, 0, 0, -0.25, -0.5, -0.75, -1]
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 30000), st.floats(0, 4))
 def test_equals_equation_13(data, limit, penalty):
     buffer = data.draw(st.integers(1, limit))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import VOCAB, answer_logprobs, answer_of, packed, prompt_of, tiny_policy, trajectory
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def logprobs_of(policy: Policy, trajectories: list[Trajectory], limit: int) -> T
     return parts
 
 
-@settings(deadline=None, max_examples=40)
+@examples(20)
 @given(trajectories=batches(), limit=LIMIT)
 def test_logprobs_are_those_of_each_sequence_alone(policy: Policy, trajectories: list[Trajectory], limit: int) -> None:
     alone = torch.cat([answer_logprobs(policy, prompt_of(each), answer_of(each)) for each in trajectories])
@@ -157,7 +158,7 @@ def test_it_finds_what_long_answers_begin_with(shared: list[int], length: int) -
     assert len(micro.tokens) == 2 + len(beginnings)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(12)
 @given(trajectories=batches(), limit=LIMIT, seed=st.integers(0, 100))
 def test_micro_batches_add_up_to_the_loss_and_gradient_of_one(
     policy: Policy, trajectories: list[Trajectory], limit: int, seed: int

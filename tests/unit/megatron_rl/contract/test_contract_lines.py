@@ -8,7 +8,8 @@ import os
 
 import pytest
 from contract_strategies import LINES, records
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, MetricsLine
@@ -22,7 +23,7 @@ from megatron_rl.contract.records import (
     read_lines,
 )
 
-few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+few = examples(8, suppress_health_check=list(HealthCheck))
 GOOD = MetricsLine(1, {"loss": 0.5})
 TORN = [
     b'{"step": 2, "lo',

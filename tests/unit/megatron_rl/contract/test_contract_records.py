@@ -9,7 +9,8 @@ import threading
 
 import pytest
 from contract_strategies import JSON, TYPES, records
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import Address, Drain, Marks, RankError
@@ -17,7 +18,7 @@ from megatron_rl.contract.records import ABSENT, Unreadable, decode, encode, if_
 from megatron_rl.contract.run_records import Fork, PlanRecord, PlanStep
 
 every_type = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
-several = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+several = examples(5, suppress_health_check=list(HealthCheck))
 FOREIGN = [
     b"",
     b"\n",
@@ -46,7 +47,7 @@ def test_every_record_comes_back_as_it_was_written(tmp_path, kind, data):
 
 
 @every_type
-@settings(max_examples=2, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_the_beginning_of_a_record_is_never_taken_for_one(kind, data):
     text = encode(data.draw(records(kind))).encode()

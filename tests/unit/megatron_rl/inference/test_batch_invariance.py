@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, tiny_model, tiny_policy
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Completion, GenerationRequest
@@ -63,7 +64,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     return engine.take(requests[0].id) or []
 
 
-@settings(deadline=None, max_examples=10)
+@examples(5)
 @given(
     request=REQUESTS,
     others=st.lists(REQUESTS, max_size=6),

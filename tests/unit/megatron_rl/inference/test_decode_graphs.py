@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from core_helpers import END, stir, tiny_model, tiny_policy
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from operation_recorder import OperationRecorder
 
@@ -100,7 +101,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=15)
+@examples(6)
 @given(first=REQUESTS, events=st.lists(EVENTS, max_size=10), spare_tokens=st.integers(0, 120))
 def test_answers_are_those_of_steps_that_are_not_recorded(
     shared_policy: Policy, first: GenerationRequest, events: list[Any], spare_tokens: int

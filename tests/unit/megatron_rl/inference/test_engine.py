@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, VOCAB, answer_logprobs, full_forward, tiny_model, tiny_policy
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
@@ -132,7 +133,7 @@ def test_answers_do_not_depend_on_neighbours_order_or_batch_size(policy: Policy)
     assert [tokens_of(completions) for completions in reversed(backwards)] == alone
 
 
-@settings(deadline=None, max_examples=12)
+@examples(6)
 @given(
     max_batch=st.integers(1, 12),
     prefill_tokens=st.integers(1, 40),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, answer_logprobs, tiny_model, tiny_policy, tiny_run
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
@@ -59,7 +60,7 @@ def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], fou
             torch.testing.assert_close(torch.tensor(each.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=12)
+@examples(6)
 @given(
     page_tokens=st.integers(1, 20),
     spare_tokens=st.integers(0, 60),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, answer_logprobs, tiny_model, tiny_policy
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, PartialAnswer
@@ -86,7 +87,7 @@ def test_an_interrupted_answer_goes_on_to_the_one_it_would_have_been(policy: Pol
     assert_same(answers(engine_of(policy), resumed(asked, found)), undisturbed)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(8)
 @given(
     cuts=st.lists(st.integers(0, 12), min_size=9, max_size=9),
     max_batch=st.integers(1, 12),

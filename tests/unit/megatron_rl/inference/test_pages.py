@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -77,7 +77,7 @@ class Held(RuleBasedStateMachine):
         assert sorted(self.pages.take(COUNT)) == [*range(COUNT)]
 
 
-Held.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+Held.TestCase.settings = examples(30, stateful_step_count=25)
 test_pages_are_neither_lost_nor_given_twice = Held.TestCase
 
 

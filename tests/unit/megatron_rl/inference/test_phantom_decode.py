@@ -70,7 +70,7 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
         runner = ModelRunner(policy, model, config, (pages.count, page_tokens), {END}, LONGEST)
         assert (runner._graphs is not None) == (page_tokens == 256)
         for key, sampling in enumerate(SAMPLINGS):
-            request = GenerationRequest([1, 2, 3 + key], 1 + key // 2, sampling, key, top_logprobs=key)
+            request = GenerationRequest([1, 2, 3 + key], 1, sampling, key, top_logprobs=key)
             scheduler.submit(request, streamed=key == 1)
         decoded, moved, synchronous = 0, 0, 0
         while plan := scheduler.decode() or scheduler.admit():
@@ -84,7 +84,7 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
                 execute(scheduler, runner, admission)
     assert len(scheduler.answered) == len(SAMPLINGS) - 1
     assert scheduler.deltas[-1][1].finish_reason
-    assert decoded > 60 and moved
+    assert decoded > 50 and moved
     assert 8 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
 
 

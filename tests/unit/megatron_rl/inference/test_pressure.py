@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_runner import END, ScriptedRunner, scripted_answer, step
 
@@ -45,7 +46,7 @@ def answered(scheduler: Scheduler, asked: GenerationRequest) -> None:
 PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=14)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(30)
 @given(
     asked=st.lists(st.tuples(PROMPTS, st.integers(1, 5), st.integers(1, 20)), min_size=1, max_size=8),
     spare=st.integers(0, 12),

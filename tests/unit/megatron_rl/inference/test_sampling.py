@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,7 +78,6 @@ def test_the_cuts_keep_what_their_definition_keeps(cut: dict[str, float]) -> Non
     assert torch.equal(kept[kept > 0], probs[kept > 0])
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 1000),
     top_k=st.integers(0, 10),

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Beginning, GenerationRequest, PartialAnswer
@@ -76,7 +77,7 @@ def request(key: int, samples: int, limit: int, known: dict[int, Beginning] | No
     return GenerationRequest([9] * (key + 1), samples, Sampling(max_new_tokens=limit), key, known=known or {})
 
 
-@settings(deadline=None, max_examples=100)
+@examples(50)
 @given(
     max_batch=st.integers(1, 7),
     prefill_tokens=st.integers(1, 12),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.stops import IncrementalDecoder, StopStrings
@@ -71,7 +72,7 @@ def by_definition(pieces: Sequence[bytes], stop: Sequence[str]) -> tuple[int, st
     return None
 
 
-@settings(deadline=None, max_examples=400)
+@examples(150)
 @given(data=st.data(), text=TEXTS, stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=3))
 def test_an_answer_ends_with_the_first_token_that_completes_one(
     data: st.DataObject, text: str, stop: list[str]
@@ -95,7 +96,7 @@ def test_a_character_that_is_not_finished_hides_no_stop_string_before_it() -> No
     assert stops.push(range(5)) == (4, "\u20ac")
 
 
-@settings(deadline=None, max_examples=200)
+@examples(80)
 @given(data=st.data(), text=st.text(alphabet=LETTERS, max_size=400))
 def test_text_is_told_in_parts_that_are_never_taken_back(data: st.DataObject, text: str) -> None:
     tokenizer = data.draw(tokenizers(text))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import CPU, VOCAB, tiny_policy
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat(out, dim=1)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(30)
 @given(LENGTHS)
 def test_every_sequence_is_attended_as_if_alone(lengths: list[int]) -> None:
     sequences = side_by_side(lengths)
@@ -61,7 +62,7 @@ FEW_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 """With which answers often begin alike."""
 
 
-@settings(deadline=None, max_examples=60)
+@examples(30)
 @given(
     prompt=st.lists(st.integers(3, 9), min_size=1, max_size=20),
     answers=st.lists(FEW_TOKENS, min_size=1, max_size=6),
@@ -150,7 +151,7 @@ def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(15)
 @given(LENGTHS, st.data())
 def test_nothing_leaks_from_one_sequence_into_another(policy: Policy, lengths: list[int], data: Any) -> None:
     """Through the whole model: with every other sequence's tokens changed, a sequence's logits keep their bits.
@@ -172,7 +173,7 @@ def test_nothing_leaks_from_one_sequence_into_another(policy: Policy, lengths: l
     assert len(lengths) == 1 or not torch.equal(before, after)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(15)
 @given(length=st.integers(2, 40), data=st.data())
 def test_no_token_sees_a_later_one(policy: Policy, length: int, data: Any) -> None:
     position = data.draw(st.integers(1, length - 1))

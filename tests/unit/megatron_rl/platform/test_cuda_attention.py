@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -77,7 +78,7 @@ TREES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@examples(20)
 @given(TREES)
 def test_each_branch_is_given_to_a_flash_kernel_as_a_sequence(micro: MicroBatch) -> None:
     query, key, value = random_qkv(len(micro.tokens))
@@ -298,7 +299,7 @@ def test_a_package_whose_library_is_missing_is_passed_over(monkeypatch: pytest.M
 # FlexAttention
 
 
-@settings(deadline=None, max_examples=15)
+@examples(10)
 @given(
     prompt=st.integers(1, 300),
     answers=st.lists(st.integers(1, 200), min_size=1, max_size=6),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("attention", [bucketed_attention, gathered_attention, sparse_attention])
-@settings(deadline=None, max_examples=40)
+@examples(20)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     page_tokens=st.integers(1, 20),
@@ -61,7 +62,7 @@ def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], 
 
 
 @pytest.mark.parametrize("attention", [bucketed_attention, sparse_attention])
-@settings(deadline=None, max_examples=30)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=12),
     page_tokens=st.sampled_from([7, 16]),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import CPU
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,7 +53,7 @@ def trees(drawn: Any) -> PackedSequences:
     return made
 
 
-@settings(deadline=None, max_examples=60)
+@examples(30)
 @given(drawn=TREES, longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]), data=st.data())
 def test_any_part_attends_to_all_that_it_sees(drawn: Any, longest_masked_tree: int, data: Any) -> None:
     """Wherever trees are cut, under a mask of their own or branch by branch; in values and in gradients."""

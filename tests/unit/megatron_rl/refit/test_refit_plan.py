@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def carried_out(moves: list[Move], held: list[list[Box]], needed: list[list[Box]
     return want
 
 
-@settings(max_examples=30)
+@examples(15)
 @given(PAIRS)
 def test_every_rank_gets_every_element_that_it_needs_once(pair: Any) -> None:
     held, needed = (layout(*sizes) for sizes in pair)
@@ -87,7 +88,7 @@ def test_every_rank_gets_every_element_that_it_needs_once(pair: Any) -> None:
             assert torch.equal(content, part_of(tensors[one.key], one))
 
 
-@settings(max_examples=30)
+@examples(15)
 @given(PAIRS, st.integers(4, 400))
 def test_in_rounds_too_and_no_rank_sends_or_receives_more_than_the_limit_in_one(pair: Any, limit: int) -> None:
     held, needed = (layout(*sizes) for sizes in pair)
@@ -104,7 +105,7 @@ def test_in_rounds_too_and_no_rank_sends_or_receives_more_than_the_limit_in_one(
             assert torch.equal(content, part_of(tensors[one.key], one))
 
 
-@settings(max_examples=30)
+@examples(15)
 @given(PAIRS)
 def test_a_rank_that_holds_what_it_needs_is_sent_nothing_of_it(pair: Any) -> None:
     held, needed = (layout(*sizes) for sizes in pair)

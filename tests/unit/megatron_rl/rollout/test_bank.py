@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from bank_helpers import bank_in, collect, drive
 from core_helpers import answer_of, build_run, tiny_run
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
@@ -95,7 +96,7 @@ def test_an_interrupted_step_goes_on_to_the_same_answers(
     assert_equal(collect(run, bank_of(run, tmp_path, 2)), undisturbed)
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stops=st.lists(st.integers(1, 15), max_size=6))
 def test_however_often_it_is_interrupted(
     run: Run, undisturbed: list[TrajectoryGroup], tmp_path_factory: pytest.TempPathFactory, stops: list[int]
@@ -175,7 +176,7 @@ def torn_bank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return path.name, path.read_bytes()
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_bank_costs_time_and_nothing_else(
     run: Run,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.rollout.bank import file as file_module
@@ -43,7 +43,6 @@ HEADS = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=50)
 @given(records=st.lists(st.tuples(HEADS, st.binary(max_size=100)), max_size=6))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, records: list[Record]) -> None:
     path = tmp_path_factory.mktemp("bank") / "some.bank"
@@ -93,7 +92,6 @@ def test_one_wrong_bit_anywhere_costs_one_record(tmp_path: Path) -> None:
         assert all(record in RECORDS for record in found), bit
 
 
-@settings(deadline=None, max_examples=50)
 @given(garbage=st.lists(st.binary(max_size=40), min_size=5, max_size=5), magic=st.booleans())
 def test_garbage_between_records_hides_none(
     tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes], magic: bool

@@ -15,7 +15,8 @@ import pytest
 import torch
 from bank_helpers import bank_in
 from core_helpers import quiet_safe_points, tiny_run, trajectory
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -127,7 +128,7 @@ def dynamic(prompts: int, rounds: int) -> RunConfig:
     return tiny_run(grpo={"prompts_per_step": prompts, "dynamic_sampling": {"enabled": True, "max_rounds": rounds}})
 
 
-@settings(deadline=None, max_examples=30)
+@examples(15)
 @given(prompts=st.integers(1, 9), ranks=st.integers(1, 4), steps=st.integers(1, 3))
 def test_the_batch_of_a_step_is_the_next_ordinals_whatever_the_ranks(prompts: int, ranks: int, steps: int) -> None:
     config = tiny_run(grpo={"prompts_per_step": prompts})
@@ -158,7 +159,7 @@ def test_a_request_says_all_that_makes_its_answers() -> None:
 DULL = st.sets(st.integers(0, 60), max_size=45)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(30)
 @given(dull=DULL, prompts=st.integers(1, 6), rounds=st.integers(1, 8), ranks=st.integers(1, 3), steps=st.integers(1, 3))
 def test_dynamic_sampling_takes_the_first_with_signal_and_settles_every_ordinal_once(
     dull: set[int], prompts: int, rounds: int, ranks: int, steps: int
@@ -183,7 +184,7 @@ def test_dynamic_sampling_takes_the_first_with_signal_and_settles_every_ordinal_
         expected_first = one.next_ordinal
 
 
-@settings(deadline=None, max_examples=30)
+@examples(15)
 @given(dull=DULL, prompts=st.integers(1, 6), rounds=st.integers(1, 4), ranks=st.integers(2, 4))
 def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int, rounds: int, ranks: int) -> None:
     config = dynamic(prompts, rounds)
@@ -220,7 +221,7 @@ def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
     assert ordinals([batch]) == [2, 3]
 
 
-@settings(deadline=None, max_examples=30)
+@examples(15)
 @given(
     dull=DULL,
     long=DULL,
