@@ -41,6 +41,7 @@ multiprocessing.set_forkserver_preload(
         "pytest",
         "tensorboard.backend.event_processing.event_accumulator",
         "transformers.models.qwen2.modeling_qwen2",
+        "tests.helpers.rank_server",  # found from where tests are started; a module that is not found is left out
     ]
 )
 

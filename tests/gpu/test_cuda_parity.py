@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import (
-    END,
-    VOCAB,
-    in_their_names,
-    packed,
-    tiny_model,
-    tiny_policy,
-    tiny_run,
-    trajectory,
-    witness,
-)
+from core_helpers import END, VOCAB, packed, tiny_model, tiny_policy, tiny_run, trajectory
 from gpu_helpers import DEVICE, NEEDS_GPU, metrics, run_recipe
+from transformers_witness import in_their_names, witness
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.contract.paths import RunDir

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import run_ranks
-from core_helpers import END, VOCAB, in_their_names, tiny_model, tiny_run
+from core_helpers import END, VOCAB, tiny_model, tiny_run
 from megatron.core import parallel_state
 from torch import Tensor
+from transformers_witness import in_their_names
 from weights_server import WeightsServer
 
 from megatron_rl.inference.api import GenerationRequest

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, VOCAB, full_forward, in_their_names, stir, tiny_model, tiny_policy
+from core_helpers import END, VOCAB, full_forward, stir, tiny_model, tiny_policy
 from torch import Tensor
+from transformers_witness import in_their_names
 
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
 from megatron_rl.inference.config import InferenceConfig, Sampling

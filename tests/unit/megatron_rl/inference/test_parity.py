@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, PADDED_VOCAB, VOCAB, tiny_model, tiny_policy, witness
+from core_helpers import END, PADDED_VOCAB, VOCAB, tiny_model, tiny_policy
+from transformers_witness import witness
 
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling

@@ -11,15 +11,14 @@ from core_helpers import (
     VOCAB,
     answer_of,
     full_forward,
-    in_their_names,
     packed,
     prompt_of,
     random_groups,
     tiny_model,
     tiny_policy,
-    witness,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers_witness import in_their_names, witness
 
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.errors import ConfigurationError

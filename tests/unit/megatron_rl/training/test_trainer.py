@@ -12,21 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from core_helpers import (
-    CPU,
-    VOCAB,
-    batch_of,
-    build_run,
-    in_their_names,
-    random_groups,
-    tiny_model,
-    tiny_run,
-    witness,
-)
+from core_helpers import CPU, VOCAB, batch_of, build_run, random_groups, tiny_model, tiny_run
 from core_helpers import (
     trajectory as scored,
 )
 from torch import Tensor
+from transformers_witness import in_their_names, witness
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms import credit as credit_module
