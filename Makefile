@@ -12,6 +12,9 @@ GPU_PYTHON ?= python3
 READY := .venv/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
+# Tests and demos start Python hundreds of times: where this is set, each start would compile the toolkit afresh.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help env demo test test-slow test-gpu slurm-lab bench lint
 .DEFAULT_GOAL := help
 

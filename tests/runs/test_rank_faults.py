@@ -17,7 +17,7 @@ from simulated_run import Record, Simulation, recipe
 from megatron_rl.checkpoint.load import verify
 from megatron_rl.errors import ConfigurationError
 
-MakeRun = Callable[[], Simulation]
+MakeRun = Callable[..., Simulation]
 HALF_WAY = 14
 """The look at the drain flag at which the run is asked to leave: with a checkpoint, a record and a bank."""
 
@@ -26,7 +26,7 @@ HALF_WAY = 14
 def make_run(tmp_path_factory: pytest.TempPathFactory, platform: Any, groups: Any) -> MakeRun:
     numbers = itertools.count()
     folder = tmp_path_factory.mktemp("runs")
-    return lambda: Simulation(folder / str(next(numbers)), recipe(dynamic=True), platform, groups)
+    return lambda left=None: Simulation(folder / str(next(numbers)), recipe(dynamic=True), platform, groups, left)
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +55,17 @@ def faulty(run: Simulation, fault: Fault | None) -> tuple[list[Operation], str]:
 
 
 def sweep(make_run: MakeRun, undisturbed: Record, each: int | None, seconds: float) -> Tally:
-    def begun() -> Simulation:
-        run = make_run()
-        assert run.attempt(ask_at=HALF_WAY) == "drained"
-        return run
-
-    whole = begun()
+    begun = make_run()
+    assert begun.attempt(ask_at=HALF_WAY) == "drained"
+    left = begun.disk.state()
+    whole = make_run(left)
     newest = whole.run_dir.checkpoint_steps()[0]
     operations, ending = faulty(whole, None)
     assert ending == "finished"
     assert whole.record() == undisturbed
     tally = Tally()
     for fault in faults(operations, each, seconds, without=OLDER):
-        run = begun()
+        run = make_run(left)
         _, ending = faulty(run, fault)
         where = f"{fault} ({operations[fault.at]}): {ending}"
         assert run.run_dir.checkpoint_steps()[0] >= newest, where

@@ -171,7 +171,7 @@ def of_another_shape(tokens, *rest):
     return tokens.logprobs @ tokens.logprobs[1:], None
 
 from megatron_rl.model.config import ModelConfig
-found = [failure()]
+found = []
 with mock.patch.object(row_state, "sample", on_the_cpu):
     found.append(failure())
 with mock.patch.object(trainer, "grpo_loss", of_another_shape):
@@ -189,8 +189,7 @@ def test_what_would_fail_on_a_gpu_fails_by_name() -> None:
     that is too small for its tokenizer."""
     ran = subprocess.run([sys.executable, "-c", PLANTED], capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
-    none, device, shape, error, tokens = json.loads(ran.stdout)
-    assert none is None
+    device, shape, error, tokens = json.loads(ran.stdout)
     assert device["phase"] == "generate"
     assert "two devices" in device["error"] or "DeviceMismatch" in device["error"]
     assert "megatron_rl/inference/row_state.py" in device["where"]

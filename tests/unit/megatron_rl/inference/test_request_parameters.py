@@ -48,7 +48,7 @@ def engine_of(policy: Policy, end_ids: Sequence[int] = (END,), max_batch: int = 
     return Engine(policy, tiny_model(), InferenceConfig(max_batch=max_batch), end_ids, decode=TOKENIZER.decode)
 
 
-def ask(samples: int = 40, **fields: Any) -> GenerationRequest:
+def ask(samples: int = 24, **fields: Any) -> GenerationRequest:
     top = fields.pop("top_logprobs", 0)
     sampling = Sampling(**({"max_new_tokens": 24} | fields))
     return GenerationRequest(PROMPT, samples, sampling, key=3, top_logprobs=top)
@@ -221,7 +221,7 @@ def test_closing_a_stream_cancels_its_request(policy: Policy) -> None:
         assert (await anext(deltas)).tokens
         load = engine.load
         assert load.running > 8
-        assert load.waiting == 24
+        assert load.waiting == 8
         assert load.free_pages == load.pages - load.running
         await deltas.aclose()
         assert engine.load.running == engine.load.waiting == 0
