@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +46,8 @@ ACCELERATOR = torch.device("lazy", 0)
 _TYPES: Any = DeviceType  # an enumeration of C++'s, of which torch's stubs know the half
 _KINDS = {"cuda": int(_TYPES.CUDA), "lazy": int(_TYPES.Lazy)}
 _META = int(_TYPES.Meta)
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.to)
+"""To another device: the second one arrives whole in inference mode alone."""
 _resize = UntypedStorage.resize_
 
 
@@ -115,13 +117,13 @@ class PhantomDevice(TorchDispatchMode):
         if self._reads_ones and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
         out = func(*args, **kwargs)
-        if func is torch.ops.aten._to_copy.default:
-            self._count_wait(args[0], out, kwargs.get("non_blocking", False))
+        if func.overloadpacket in _COPIES and out is not args[0]:
+            self._count_wait(args[0], out, _non_blocking(func, args, kwargs))
             if self._reads_ones and out.device.type == "cpu":
                 with unset_fake_temporarily():
                     return torch.ones(out.shape, dtype=out.dtype)
         elif func is torch.ops.aten.copy_.default:
-            self._count_wait(args[1], given[0], args[2] if len(args) > 2 else False)
+            self._count_wait(args[1], given[0], _non_blocking(func, args, kwargs))
         for made in tree_leaves(out):
             if isinstance(made, FakeTensor) and made.device.type == self.device.type:
                 self.memory.hold(made)
@@ -157,6 +159,13 @@ class PhantomDevice(TorchDispatchMode):
     def _count_wait(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         waited_for = target.device.type == "cpu" and target.untyped_storage().data_ptr() not in self._pinned
         self.waits += source.device != target.device and (waited_for or not non_blocking)
+
+
+def _non_blocking(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy was asked not to be waited for."""
+    place = [argument.name for argument in func._schema.arguments].index("non_blocking")
+    asked: bool = args[place] if len(args) > place else kwargs.get("non_blocking", False)
+    return asked
 
 
 def _attend_in_trees(query: Tensor, key: Tensor, value: Tensor, _mask: BlockMask) -> Tensor:
