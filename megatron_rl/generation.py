@@ -26,14 +26,10 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
 from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.publish import Refit
-from megatron_rl.refit.replica_control import PoolControl
+from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 from megatron_rl.rollout.generation import AgentLoop, DriverPlace, EngineLoop
-
-TRANSFER_TIMEOUT = timedelta(minutes=2)
-"""Bounds every wait for a rank within a transfer of weights, of which an NCCL that meets for the first time is the
-longest."""
 
 Result = TypeVar("Result")
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart
+
+TRANSFER_TIMEOUT = timedelta(minutes=2)
+"""Bounds every wait for a rank within a transfer of weights, on both sides. NCCL that meets for the first time takes
+the longest."""
 
 
 class PoolControl:

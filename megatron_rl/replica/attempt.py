@@ -33,6 +33,7 @@ from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.rendezvous import BACKLOG
 from megatron_rl.rank.world import World
 from megatron_rl.refit.engine import build_apart
+from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService, application
 from megatron_rl.replica.orders import Leader, follow, orders_over
 from megatron_rl.replica.weights import ReceivedWeights
@@ -87,7 +88,7 @@ def run_replica(
         ranks,
         decode=tokenizer.decode,
     )
-    weights = ReceivedWeights(engine, ranks, (replica.number, start), platform.backend, timeout)
+    weights = ReceivedWeights(engine, ranks, (replica.number, start), platform.backend, min(timeout, TRANSFER_TIMEOUT))
     orders = orders_over(ranks)
     activity.enter("serving", 0)
     if ranks.drives:

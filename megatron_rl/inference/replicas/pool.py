@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 10.0
 """That the thread has to end."""
+END_S = 3.0
+"""That replicas have to hear that they are to end."""
 
 Result = TypeVar("Result")
 
@@ -101,6 +103,7 @@ class ReplicaPool:
         self._since = time.monotonic()  # until when `busy_s` counts
         self._nobody_since: float | None = None
         self._said_at = 0.0
+        self._failure: BaseException | None = None
 
     def start(self) -> None:
         """Look for replicas, and stay in touch with them."""
@@ -177,14 +180,24 @@ class ReplicaPool:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
         return task
 
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits these: what was not foreseen in one of them is raised by whoever waits for an answer."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the replicas are looked after no more: %r", error)
+            self._failure = error
+            for work in self._work.values():
+                if not work.answer.done():
+                    work.answer.set_exception(error)
+
     async def _close(self, end: bool) -> None:
-        if end:
-            calls = [link.post("end", {}) for link in self._links.values()]
-            await asyncio.gather(*calls, return_exceptions=True)
-        tasks = [*self._tasks]
+        calls = [asyncio.ensure_future(link.post("end", {})) for link in self._links.values() if end]
+        if calls:
+            await asyncio.wait(calls, timeout=END_S)  # who does not hear it ends by itself
+        tasks = [*self._tasks, *calls]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -206,6 +219,8 @@ class ReplicaPool:
         return await link.post(path, body, timeout_s)
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:
+        if self._failure is not None:
+            raise self._failure
         if not self._work:
             self._since = time.monotonic()
         work = self._work[request.id] = _Work(request)

@@ -1,0 +1,65 @@
+"""A replica ends when the run does, is gone, or has left; or with its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl.replica import attempt
+from megatron_rl.replica.attempt import GONE_S, LEFT_S, _until_over
+
+
+def over(limit_s: float = 1000.0, asked: bool = False, engine: Exception | None = None, **service: Any) -> bool:
+    """Whether it ends, or goes on."""
+    now = time.monotonic()
+    silent = service.pop("silent", None)
+    its: Any = SimpleNamespace(
+        ended=asyncio.Event(), failure=None, attended=0, heard_at=None if silent is None else now - silent
+    )
+    vars(its).update(service)
+    leader: Any = SimpleNamespace(failure=engine)
+    drain: Any = SimpleNamespace(asked=asked)
+
+    async def ends() -> bool:
+        try:
+            async with asyncio.timeout(0.0):
+                await _until_over(its, leader, drain, limit_s)
+        except TimeoutError:
+            return False
+        return True
+
+    return asyncio.run(ends())
+
+
+def test_it_serves_as_long_as_the_run_asks() -> None:
+    assert not over(silent=GONE_S / 2)
+    assert not over(silent=GONE_S * 2, attended=1)
+    assert not over(), "the run may take long to come"
+    assert not over(asked=True, silent=GONE_S * 2, attended=1), "the run leaves in its own time"
+
+
+def test_it_ends_when_it_is_told_to_or_nobody_is_there() -> None:
+    told = asyncio.Event()
+    told.set()
+    assert over(ended=told)
+    assert over(silent=GONE_S * 2)
+    assert over(asked=True, silent=LEFT_S * 2)
+    assert over(asked=True)
+    assert over(limit_s=-1.0)
+
+
+def test_it_fails_with_its_engine() -> None:
+    with pytest.raises(MemoryError):
+        over(engine=MemoryError("out of memory"))
+    with pytest.raises(RuntimeError):
+        over(failure=RuntimeError("the other ranks are gone"))
+
+
+def test_the_limits_leave_room_for_the_questions_in_between() -> None:
+    from megatron_rl.inference.replicas.link import Patience
+
+    assert 2 * (Patience().poll_s + Patience().silence_s) < attempt.GONE_S
