@@ -1,118 +1,24 @@
-"""Who answers the prompts of a run: an engine on the ranks that train, or replicas with ranks of their own. Whoever
-asks cannot tell which."""
+"""Who answers the prompts of a run. Whoever asks cannot tell whether the ranks that train do, as here, or replicas of
+other ranks, as in partitioned.py."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.inference.replicas.pool import ReplicaPool
-from megatron_rl.inference.replicas.wire import digest_of, read_token
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
+from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.publish import Refit
-from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
-from megatron_rl.refit.transfer import Sender
-from megatron_rl.refit.transfer_refit import TransferRefit
 from megatron_rl.rollout.generation import AgentLoop, DriverPlace, EngineLoop
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingDriver:
-    """Implements `DriverPlace` where nothing generates on the ranks that train: the first rank of each of their
-    data-parallel replicas drives."""
-
-    index: int
-    count: int
-    drives: bool
-
-    @classmethod
-    def of(cls, groups: Groups) -> TrainingDriver:
-        first = groups.model.rank() == 0 and groups.context.rank() == 0
-        return cls(groups.data.rank(), groups.data.size(), first)
-
-
-class RefitOfReplicas:
-    """Implements `Refit`: whoever asks the pool is answered by the published version."""
-
-    def __init__(self, transfer: TransferRefit, pool: ReplicaPool) -> None:
-        self._transfer, self._pool = transfer, pool
-
-    @property
-    def moved_bytes(self) -> int:
-        """See `Refit.moved_bytes`."""
-        return self._transfer.moved_bytes
-
-    def publish(self, policy_version: int) -> None:
-        """See `Refit.publish`. Where the ranks are asked to leave while no replica is there, they do so at the next
-        safe point: the step that led to these weights is done, and is recorded first."""
-        with suppress(LeaveAgreed):
-            self._transfer.publish(policy_version)
-        self._pool.policy_version = policy_version
-
-
-class ReplicaLoop(AgentLoop):
-    """Agents alone; replicas answer."""
-
-    def __init__(
-        self,
-        place: DriverPlace,
-        pool: ReplicaPool,
-        refit: Refit,
-        groups: Groups,
-        safe_points: SafePoints,
-        runner: asyncio.Runner,
-    ) -> None:
-        """refit: that gives the replicas their weights."""
-        super().__init__(place, safe_points, runner)
-        self._pool, self._refit, self._groups = pool, refit, groups
-
-    def run(self, work: Callable[[], Coroutine[Any, Any, Result]], sign_of_life: Callable[[], object]) -> Result | None:
-        """See AgentLoop.run. Collective over all ranks: where the replicas that had the weights are lost, and others
-        have come, these are given them, and the work goes on."""
-        task: asyncio.Task[Result] | None = None
-        asked: asyncio.Task[Result] | None = None
-        while True:
-            if self._place.drives and (task is None or asked is not None):
-                task = task or self._runner.get_loop().create_task(work())
-                asked = self._runner.run(self._safe_points.run_until_asked(self._while_fed(task), sign_of_life))
-            starved = torch.tensor([asked is not None and not asked.done()], dtype=torch.int32)
-            with self._safe_points.phase("wait"):
-                dist.all_reduce(starved, op=dist.ReduceOp.MAX, group=self._groups.control)
-            if not starved.item():
-                return None if asked is None else asked.result()
-            with self._safe_points.phase("refit"):
-                self._refit.publish(self._pool.policy_version)
-
-    async def _while_fed(self, work: asyncio.Task[Result]) -> asyncio.Task[Result]:
-        """Work that is done, or that waits for weights."""
-        try:
-            while not (work.done() or self._pool.starved):
-                await asyncio.wait([work], timeout=LOOK_EVERY_S)
-        except asyncio.CancelledError:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            raise
-        if work.done():
-            work.result()  # what it raises is no wait
-        return work
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,63 +37,19 @@ class Generation:
     """Of the newest step, on the first rank."""
 
 
-def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Groups) -> ReplicaPool | None:
-    """The replicas of a partitioned run, as this rank's driver asks them; None where the ranks that train generate.
-    Early: they wait for a sign of the run.
-
-    Raises ConfigurationError where the run has no token.
-    """
-    if config.placement.mode == "colocated":
-        return None
-    place = TrainingDriver.of(groups)
-    pool = ReplicaPool(
-        attempt,
-        digest_of(run_dir.resolved),
-        read_token(run_dir.token),
-        place.index,
-        goes_on=config.resume.partial == "keep",
-        limit_s=config.job.silence_limit_s,
-    )
-    if place.drives:
-        pool.start()
-    return pool
-
-
-def build_generation(
+def generate_here(
     policy: Policy,
-    pool: ReplicaPool | None,
     config: RunConfig,
     tokenizer: Tokenizer,
     platform: Platform,
     groups: Groups,
     safe_points: SafePoints,
 ) -> Generation:
-    """What answers by the weights of `policy`, once they are published. Collective.
-
-    pool: see `open_pool`.
-    """
+    """An engine on the ranks that train, which answers by the weights of `policy` once they are published.
+    Collective."""
     timeout = timedelta(seconds=config.job.collective_timeout_s)
-    if pool is None:
-        ranks = EngineRanks.form(groups, config.placement.inference.tp or config.placement.training.tp, timeout)
-        engine, refit = build_engine(
-            policy, config, tokenizer.vocab_size, tokenizer.end_ids, platform, groups, ranks, tokenizer.decode
-        )
-        return Generation(engine, refit, ranks, EngineLoop(ranks, engine, safe_points, asyncio.Runner()))
-    transfer = TransferRefit(
-        Sender(policy),
-        groups.control,
-        platform.backend,
-        PoolControl(pool, timeout.total_seconds()) if dist.get_rank() == 0 else None,
-        safe_points.agree,
-        min(timeout, TRANSFER_TIMEOUT),
-        patience=timedelta(seconds=config.job.silence_limit_s),
+    ranks = EngineRanks.form(groups, config.placement.inference.tp or config.placement.training.tp, timeout)
+    engine, refit = build_engine(
+        policy, config, tokenizer.vocab_size, tokenizer.end_ids, platform, groups, ranks, tokenizer.decode
     )
-    elsewhere = RefitOfReplicas(transfer, pool)
-    place = TrainingDriver.of(groups)
-    loop = ReplicaLoop(place, pool, elsewhere, groups, safe_points, asyncio.Runner())
-
-    def end() -> None:
-        transfer.close()
-        pool.close(end=dist.get_rank() == 0)
-
-    return Generation(pool, elsewhere, place, loop, end, pool.metrics if dist.get_rank() == 0 else dict)
+    return Generation(engine, refit, ranks, EngineLoop(ranks, engine, safe_points, asyncio.Runner()))

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.generation import Generation, build_generation, open_pool
+from megatron_rl.generation import Generation, generate_here
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import build_tokenizer
@@ -120,7 +120,11 @@ def set_up(
         environment = build_environment(config.environment, tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    pool = open_pool(run_dir, attempt, config, groups)
+    pool = None
+    if config.placement.mode == "partitioned":
+        from megatron_rl import partitioned  # and with it an HTTP client, which takes a while
+
+        pool = partitioned.open_pool(run_dir, attempt, config, groups)
     checkpointer = Checkpointer(run_dir, config.save, groups.control)
     models, initial_weights = build_models(
         config, environment, tokenizer, platform, groups, safe_points, resumes=checkpointer.resumes
@@ -139,7 +143,10 @@ def set_up(
         policy_version=counters.policy_version,
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
-    generation = build_generation(models.policy, pool, config, tokenizer, platform, groups, safe_points)
+    if pool is None:
+        generation = generate_here(models.policy, config, tokenizer, platform, groups, safe_points)
+    else:
+        generation = partitioned.generate_elsewhere(models.policy, pool, config, platform, groups, safe_points)
     generation.refit.publish(counters.policy_version)
     bank = None
     if generation.place.drives:

@@ -36,6 +36,7 @@ multiprocessing.set_forkserver_preload(
         "megatron_rl.environments.arithmetic",
         "megatron_rl.attempt",
         "megatron_rl.rank_main",
+        "megatron_rl.partitioned",
         "megatron_rl.replica.attempt",
         "megatron_rl.replica_main",
         "pytest",
