@@ -27,7 +27,7 @@ from megatron_rl.inference.replicas.choice import Pace, choose, too_slow
 from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink, ReplicaRefuses
 from megatron_rl.inference.replicas.roster import Roster, Start
 from megatron_rl.inference.replicas.unanswered import Unanswered
-from megatron_rl.inference.replicas.wire import OTHER_VERSION, News
+from megatron_rl.inference.replicas.wire import OTHER_VERSION, News, decode_about
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,9 @@ class ReplicaPool:
         link = self._links.get(start)
         if link is None:
             raise ReplicaGone(f"replica {start[0]} (start {start[1]}) is gone")
-        return await link.post(path, body, timeout_s)
+        said = await link.post(path, body, timeout_s)
+        link.about = decode_about(said)  # after a swap: the next request need not wait for news of one and ask another
+        return said
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:
         if self._failure is not None:
