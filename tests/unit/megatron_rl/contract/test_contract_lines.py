@@ -77,6 +77,7 @@ def test_a_line_of_the_ledger_says_its_version_and_event():
         "host": "a",
         "restart": 0,
         "nodes": [],
+        "generating": 0,
     }
 
 
