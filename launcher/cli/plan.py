@@ -59,11 +59,25 @@ HOURS = click.FloatRange(min=0, min_open=True)
 @click.option("--steps", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Of a run.")
 @click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True, help="Runs of each kind.")
 @click.option("--preempt-every", type=HOURS, metavar="HOURS", help="Mean time between preemptions.")
-@click.option("--grace", type=click.FloatRange(min=0), default=120, show_default=True, metavar="SECONDS")
-@click.option("--queue", type=click.FloatRange(min=0), default=10, show_default=True, metavar="MINUTES")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=120,
+    show_default=True,
+    metavar="SECONDS",
+    help="That a preemption leaves.",
+)
+@click.option(
+    "--queue",
+    type=click.FloatRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="MINUTES",
+    help="In the queue after one.",
+)
 @click.option("--node-fails-every", type=HOURS, metavar="HOURS", help="Mean time between failures of one node.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Also write the table and charts there.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: the run directory's plan.json, and `splits`.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: plan.json and `splits`, or what was simulated.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -96,8 +110,8 @@ def command(
     of it (launcher/simulate/estimate.py says how much of what, and where that is from); lengths are lognormal. Both
     are better known from a run: --measured RUN. Not counted: evaluation and dynamic sampling.
 
-    --simulate makes whole runs, with checkpoints, preemptions (--grace and --queue say what each leaves and costs) and
-    nodes that fail, for each count of --nodes: co-located, and at each lag on the split that is fastest there.
+    --simulate makes whole runs, with checkpoints, preemptions and nodes that fail, for each count of --nodes:
+    co-located, and at each lag on the split that is fastest there.
 
     Exit code 2: the layout is impossible.
     """

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/split.py [--steps 8] [--token-ms 12]
 
-Everything is real but the arithmetic: each inference replica is a process with the engine's own scheduler and pages
-behind HTTP; a trainer asks for whole groups, admits by the bound on staleness, waits for each batch in order, and
-publishes versions between two tokens. But a token takes a replica the seconds that its rows and caches are said to
-need, and training as long as its tokens are said to. Lengths are drawn alike on both sides.
+Everything is real but the arithmetic: each inference replica is a process with the service of a run's replicas, the
+engine's own scheduler and pages; a trainer asks through the pool that a run's drivers have, admits by the bound on
+staleness, waits for each batch in order, and has versions published between two tokens. But a token takes a replica the
+seconds that its rows and caches are said to need, and training as long as its tokens are said to. Lengths are drawn
+alike on both sides. Co-located ranks are replicas that each have a pool and a share of the batch of their own.
 """
 
 from __future__ import annotations
@@ -15,34 +16,42 @@ import asyncio
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-import httpx
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from launcher.simulate.lengths import Lognormal
 from launcher.simulate.run import simulate
 from launcher.simulate.scenario import Costs, DecodeSpeed, Scenario, Split, Work
-from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
+from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import write
+from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
+from megatron_rl.inference.replicas.pool import ReplicaPool
+from megatron_rl.inference.replicas.wire import PROTOCOL
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.transcript import RowAnswer
-from megatron_rl.server.engine_thread import EngineThread
+from megatron_rl.rank.activity import Activity
+from megatron_rl.replica.app import ReplicaService, application
+from megatron_rl.replica.orders import Leader
 
 WORK = Work(prompts=12, group_size=4, prompt_tokens=20, lengths=Lognormal.with_mean(100, 300))
 ROWS = 12
 """Of a replica: fewer than a batch brings, so that answers wait for each other."""
 SEED = 1
+LIMIT_S = 300.0
+DIGEST, TOKEN = "of no configuration", "a token of this benchmark, and of nothing else"
 
 
 def costs(token_s: float) -> Costs:
@@ -102,14 +111,12 @@ class PacedRunner:
 
 
 class PacedEngine:
-    """Implements `ServedEngine`: the engine's own scheduler over paced plans."""
+    """Implements `LedEngine`: the engine's own scheduler over paced plans."""
 
     def __init__(self, costs: Costs) -> None:
         config = InferenceConfig(max_batch=ROWS)
         count, tokens = pages_of(config, 16, WORK.prompt_tokens + 512)
         self.runner = PacedRunner(costs)
-        self.published = 0
-        """Version of the weights that the next plan is executed with."""
         self._scheduler = Scheduler(config, Pages(count, tokens), end_ids=[0])
 
     @property
@@ -124,67 +131,80 @@ class PacedEngine:
     def answered(self) -> Sequence[str]:
         return [*self._scheduler.answered]
 
-    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
+    def submit(self, request: GenerationRequest) -> str:
         if not self.busy:
             self.runner.due = time.monotonic()
-        self._scheduler.submit(request, streamed=streamed)
+        self._scheduler.submit(request)
         return request.id
 
     def cancel(self, request_id: str) -> None:
         self._scheduler.cancel(request_id)
 
     def step(self) -> None:
-        scheduler = self._scheduler
-        if self.published != scheduler.policy_version:
-            scheduler.publish(self.published, self.runner.answers(scheduler.wanted(scheduler.rows)))
-        for plan_next in (scheduler.decode, scheduler.admit):
+        for plan_next in (self._scheduler.decode, self._scheduler.admit):
             if plan := plan_next():
                 ended = self.runner.execute(plan)
-                if wanted := scheduler.wanted(ended):
-                    scheduler.retire(self.runner.answers(wanted))
+                if wanted := self._scheduler.wanted(ended):
+                    self._scheduler.retire(self.runner.answers(wanted))
 
     def take(self, request_id: str) -> list[Completion] | None:
         return self._scheduler.answered.pop(request_id, None)
 
-    def take_deltas(self) -> list[tuple[str, Delta]]:
-        return []
+    def partial_answers(self) -> list[PartialAnswer]:
+        return self._scheduler.partial_answers(self._sampled())
+
+    def publish(self, version: int) -> None:
+        """Sample by these weights from the next token on."""
+        self._scheduler.publish(version, self._sampled())
+
+    def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
+        raise AssertionError("it is one rank")
+
+    def let_go(self) -> None:
+        """Nobody follows."""
+
+    def _sampled(self) -> list[RowAnswer]:
+        return self.runner.answers(self._scheduler.wanted(self._scheduler.rows))
 
 
-def serve(listener: socket.socket, costs: Costs) -> None:
-    """A replica over HTTP, until its parent ends it."""
-    engine = PacedEngine(costs)
-    thread = EngineThread(engine)
+class PacedWeights:
+    """Implements `Weights`: they are there at once; the trainer takes the time. Says, then, how long was computed."""
 
-    async def group(request: Request) -> Response:
-        """All answers to a prompt: their tokens by version."""
-        asked, news = await request.json(), asyncio.Event()
-        prompt = [2 + asked["ordinal"]] * WORK.prompt_tokens
-        open_ = [
-            thread.submit(GenerationRequest(prompt, 1, Sampling(max_new_tokens=tokens), 0), False, news)
-            for tokens in asked["tokens"]
-        ]
-        versions: list[int] = []
-        while open_:
-            await news.wait()
-            news.clear()
-            for one in open_:
-                versions += (version for delta in one.unread() for version in delta.versions)
-            open_ = [one for one in open_ if not one.answered]
-        return JSONResponse({"versions": versions})
+    def __init__(self, engine: PacedEngine, busy: Path) -> None:
+        self._engine, self._busy = engine, busy
 
-    async def publish(request: Request) -> Response:
-        engine.published = (await request.json())["version"]
-        return JSONResponse({"busy_s": engine.runner.busy_s})
+    def join(self, epoch: dict[str, Any]) -> None:
+        pass
 
-    @asynccontextmanager
-    async def running(app: Starlette) -> AsyncIterator[None]:
-        thread.start()
-        yield
-        thread.stop("the benchmark is done")
+    def receive(self, version: int) -> None:
+        pass
 
-    routes = [Route("/group", group, methods=["POST"]), Route("/publish", publish, methods=["POST"])]
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes, lifespan=running), log_level="error"))
-    asyncio.run(server.serve(sockets=[listener]))
+    def swap(self, version: int) -> None:
+        self._engine.publish(version)
+        write_atomic(self._busy, str(self._engine.runner.busy_s))
+
+
+def busy_file(attempt: Attempt, number: int) -> Path:
+    return attempt.folder / f"busy-{number}"
+
+
+def serve(attempt: Attempt, number: int, costs: Costs) -> None:
+    """A replica, until its parent ends it."""
+    engine, replica = PacedEngine(costs), attempt.replica(number)
+    replica.folder.mkdir(parents=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    leader = Leader(engine, PacedWeights(engine, busy_file(attempt, number)), None, Activity(replica, published=False))
+    leader.version = 0
+    address = ReplicaAddress(number, 0, "127.0.0.1", listener.getsockname()[1], 1, DIGEST, PROTOCOL, time.time())
+    service = ReplicaService(leader, address)
+    config = uvicorn.Config(application(service, TOKEN), interface="asgi3", lifespan="off", log_level="error")
+
+    async def run() -> None:
+        async with service.running():
+            write(replica.listener, address)
+            await uvicorn.Server(config).serve(sockets=[listener])
+
+    asyncio.run(run())
 
 
 @dataclass(slots=True)
@@ -199,74 +219,94 @@ class Measured:
 class Run:
     """The trainer's side: admits, trains in order, publishes."""
 
-    def __init__(self, scenario: Scenario, clients: Sequence[httpx.AsyncClient], steps: int) -> None:
-        self._scenario, self._clients, self._steps = scenario, clients, steps
-        self._outstanding = [0] * len(clients)
+    def __init__(self, scenario: Scenario, attempts: Sequence[Attempt], steps: int) -> None:
+        """attempts: of each the replicas have a pool of their own."""
+        self._scenario, self._attempts, self._steps = scenario, attempts, steps
+        self._pools = [ReplicaPool(one, DIGEST, TOKEN, 0, goes_on=True, limit_s=LIMIT_S) for one in attempts]
         self._groups: dict[int, asyncio.Task[list[int]]] = {}
 
     async def go(self) -> Measured:
         work, costs, measured = self._scenario.work, self._scenario.costs, Measured()
-        busy_before, began = fmean(await self._publish(0)), time.monotonic()
+        for pool in self._pools:
+            pool.start()
+            pool.policy_version = 0
+        give_up = time.monotonic() + LIMIT_S
+        while sum(len(pool.starts()) for pool in self._pools) < self._scenario.split.replicas:
+            assert time.monotonic() < give_up, "the replicas did not come up"
+            await asyncio.sleep(0.1)
+        began = time.monotonic()
         for step in range(self._steps):
             for ordinal in range(len(self._groups), (step + 1 + self._scenario.max_lag) * work.prompts):
                 self._groups[ordinal] = asyncio.create_task(self._answer(ordinal))
-            batch = [self._groups[step * work.prompts + index] for index in range(work.prompts)]
-            versions = [version for group in await asyncio.gather(*batch) for version in group]
+            ordinals = range(step * work.prompts, (step + 1) * work.prompts)
+            groups = await asyncio.gather(*(self._groups[ordinal] for ordinal in ordinals))
+            versions = [version for group in groups for version in group]
             measured.staleness_max = max(measured.staleness_max, step - min(versions))
-            longest = max(
-                max(self._lengths(ordinal)) for ordinal in range(step * work.prompts, (step + 1) * work.prompts)
-            )
+            longest = max(max(self._lengths(ordinal)) for ordinal in ordinals)
             await asyncio.sleep(costs.train_s(len(versions), 0, longest) + costs.refit_s)
-            busy_s = fmean(await self._publish(step + 1))
+            busy_s = await asyncio.to_thread(self._publish, step + 1)
             measured.ended_at.append(time.monotonic() - began)
-            measured.busy_s.append(busy_s - busy_before)
+            measured.busy_s.append(fmean(busy_s))
         for task in self._groups.values():
             task.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
         return measured
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
 
     def _lengths(self, ordinal: int) -> list[int]:
         return self._scenario.work.lengths.of_group(SEED, ordinal, self._scenario.work.group_size)
 
     async def _answer(self, ordinal: int) -> list[int]:
         """Versions of the tokens of a group."""
-        tokens, prompts = self._lengths(ordinal), self._scenario.work.prompts
-        replica = min(range(len(self._clients)), key=self._outstanding.__getitem__)
-        if self._scenario.split.colocated:
-            replica = ordinal % prompts * len(self._clients) // prompts
-        self._outstanding[replica] += len(tokens)
-        response = await self._clients[replica].post("/group", json={"ordinal": ordinal, "tokens": tokens})
-        self._outstanding[replica] -= len(tokens)
-        found: list[int] = response.raise_for_status().json()["versions"]
-        assert len(found) == sum(tokens)
+        prompts = self._scenario.work.prompts
+        pool = self._pools[ordinal % prompts * len(self._pools) // prompts]
+        prompt, lengths = [2 + ordinal] * WORK.prompt_tokens, self._lengths(ordinal)
+        requests = [GenerationRequest(prompt, 1, Sampling(max_new_tokens=tokens), 0, ordinal) for tokens in lengths]
+        answers = await asyncio.gather(*map(pool.generate, requests))
+        found = [version for (answer,) in answers for version in answer.versions]
+        assert len(found) == sum(lengths)
         return found
 
-    async def _publish(self, version: int) -> list[float]:
-        """Seconds that each replica has computed."""
-        said = await asyncio.gather(*(one.post("/publish", json={"version": version}) for one in self._clients))
-        return [response.raise_for_status().json()["busy_s"] for response in said]
+    def _publish(self, version: int) -> list[float]:
+        """Seconds that each replica has computed by then."""
+        for pool in self._pools:
+            starts = [*pool.starts()]
+            for path, body in (("epoch", {"epoch": {}}), ("receive", {}), ("swap", {})):
+                for said in [pool.call(start, path, {"version": version, **body}, LIMIT_S) for start in starts]:
+                    said.result(LIMIT_S)
+            pool.policy_version = version
+        files = [file for attempt in self._attempts for file in attempt.folder.glob("busy-*")]
+        return [float(file.read_text()) for file in files]
 
 
-async def measure(scenario: Scenario, steps: int, token_s: float) -> Measured:
+def measure(scenario: Scenario, steps: int, token_s: float, folder: Path) -> Measured:
     """A run over as many replicas as the scenario has, each a process of its own."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(scenario.split.replicas)]
-    command = [sys.executable, __file__, "--token-ms", str(1e3 * token_s), "--listener"]
-    processes = []
+    pools = scenario.split.replicas if scenario.split.colocated else 1
+    attempts = [RunDir(folder / str(number)).attempt(1) for number in range(pools)]
+    for attempt in attempts:
+        attempt.folder.mkdir(parents=True)
+    run, processes = Run(scenario, attempts, steps), []
     try:
-        for listener in listeners:
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(listener.fileno())], pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL
-                )
-            )
-        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-        clients = [httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) for url in urls]
-        try:
-            return await Run(scenario, clients, steps).go()
-        finally:
-            for client in clients:
-                await client.aclose()
+        for number in range(scenario.split.replicas):
+            root = folder / str(number % pools)
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                __file__,
+                "--token-ms",
+                str(1e3 * token_s),
+                "--replica",
+                str(number),
+                str(root),
+            ]
+            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        return asyncio.run(run.go())
     finally:
+        run.close()
         for process in processes:
             process.kill()
             process.wait()
@@ -276,11 +316,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="that are counted of each run")
     parser.add_argument("--token-ms", type=float, default=12.0, help="that one row takes for a token")
-    parser.add_argument("--listener", type=int, help=argparse.SUPPRESS)  # a replica's
+    parser.add_argument("--replica", nargs=2, help=argparse.SUPPRESS)  # its number, and the run directory
     options = parser.parse_args()
     token_s = options.token_ms / 1e3
-    if options.listener is not None:
-        serve(socket.socket(fileno=options.listener), costs(token_s))
+    if options.replica is not None:
+        number, root = options.replica
+        serve(RunDir(root).attempt(1), int(number), costs(token_s))
         return
     print(f"{'':16}{'step, s':>24}{'':8}{'replicas busy':>18}{'':8}staleness")
     print(f"{'':16}{'predicted':>12}{'measured':>12}{'ratio':>8}{'predicted':>12}{'measured':>10}{'most':>12}")
@@ -291,7 +332,8 @@ def main() -> None:
         scenario = Scenario(WORK, share, split, lag)
         lead = 2 * lag
         done = simulate(scenario, lead + options.steps, SEED).steps
-        found = asyncio.run(measure(scenario, lead + options.steps, token_s))
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(scenario, lead + options.steps, token_s, Path(folder))
         first = [0.0, 0.0] if not lead else [done[lead - 1].ended_at, found.ended_at[lead - 1]]
         busy_first = found.busy_s[lead - 1] if lead else 0.0
         seconds = [done[-1].ended_at - first[0], found.ended_at[-1] - first[1]]

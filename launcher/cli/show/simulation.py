@@ -102,7 +102,7 @@ def _row(one: Point) -> tuple[str, ...]:
         f"{one.gpus:,}",
         one.mode,
         "" if one.split.colocated else str(one.split),
-        f"{step.mean:,.0f} ± {(step.high - step.low) / 2:,.0f}",
+        f"{step.mean:,.3g} ± {(step.high - step.low) / 2:,.2g}",
         f"{tokens.mean / one.gpus:,.0f} ± {(tokens.high - tokens.low) / 2 / one.gpus:,.0f}",
         f"{figures['staleness'].mean:.2f}, {figures['staleness_max'].high:.0f}",
         f"{figures['idle_training'].mean:.0%}",
