@@ -6,7 +6,8 @@ Everything is real but the arithmetic: each inference replica is a process with 
 engine's own scheduler and pages; a trainer asks through the pool that a run's drivers have, admits by the bound on
 staleness, waits for each batch in order, and has versions published between two tokens. But a token takes a replica the
 seconds that its rows and caches are said to need, and training as long as its tokens are said to. Lengths are drawn
-alike on both sides. Co-located ranks are replicas that each have a pool and a share of the batch of their own.
+alike on both sides, and the prediction is told what publishing a version took. Co-located ranks are replicas that each
+have a pool and a share of the batch of their own.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def costs(token_s: float) -> Costs:
         train_square_s=0.0,
         training_replicas=1,
         step_s=10 * token_s,
-        refit_s=10 * token_s,
+        refit_s=0.0,
     )
 
 
@@ -213,6 +214,8 @@ class Measured:
     """Of each step, seconds after the first prompt was asked."""
     busy_s: list[float] = field(default_factory=list)
     """Of the replicas, by then, mean over them."""
+    published_s: list[float] = field(default_factory=list)
+    """That each version took to be published."""
     staleness_max: int = 0
 
 
@@ -243,8 +246,10 @@ class Run:
             versions = [version for group in groups for version in group]
             measured.staleness_max = max(measured.staleness_max, step - min(versions))
             longest = max(max(self._lengths(ordinal)) for ordinal in ordinals)
-            await asyncio.sleep(costs.train_s(len(versions), 0, longest) + costs.refit_s)
+            await asyncio.sleep(costs.train_s(len(versions), 0, longest))
+            publishes = time.monotonic()
             busy_s = await asyncio.to_thread(self._publish, step + 1)
+            measured.published_s.append(time.monotonic() - publishes)
             measured.ended_at.append(time.monotonic() - began)
             measured.busy_s.append(fmean(busy_s))
         for task in self._groups.values():
@@ -327,13 +332,14 @@ def main() -> None:
     print(f"{'':16}{'predicted':>12}{'measured':>12}{'ratio':>8}{'predicted':>12}{'measured':>10}{'most':>12}")
     for split, lag in ((Split(4, 0, 4), 0), *((Split(2, 2, 2), lag) for lag in range(3))):
         share = costs(token_s)
-        if split.colocated:  # twice as many train, and they send nothing
-            share = replace(share, train_token_s=share.train_token_s / 2, refit_s=0.0)
+        if split.colocated:  # twice as many train
+            share = replace(share, train_token_s=share.train_token_s / 2)
         scenario = Scenario(WORK, share, split, lag)
         lead = 2 * lag
-        done = simulate(scenario, lead + options.steps, SEED).steps
         with tempfile.TemporaryDirectory() as folder:
             found = measure(scenario, lead + options.steps, token_s, Path(folder))
+        predicted = replace(scenario, costs=replace(share, refit_s=fmean(found.published_s)))
+        done = simulate(predicted, lead + options.steps, SEED).steps
         first = [0.0, 0.0] if not lead else [done[lead - 1].ended_at, found.ended_at[lead - 1]]
         busy_first = found.busy_s[lead - 1] if lead else 0.0
         seconds = [done[-1].ended_at - first[0], found.ended_at[-1] - first[1]]
