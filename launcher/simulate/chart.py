@@ -105,6 +105,6 @@ def _colours(count: int) -> list[str]:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 4, 5 times a power of ten."""
+    """The next of few round numbers."""
     power = 10 ** math.floor(math.log10(value)) if value > 0 else 1.0
-    return next(step * power for step in (1, 2, 2.5, 4, 5, 10) if step * power >= value)
+    return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= value)
