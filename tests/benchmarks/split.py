@@ -52,8 +52,6 @@ ROWS = 12
 """Of a replica: fewer than a batch brings, so that answers wait for each other."""
 SEED = 1
 LIMIT_S = 300.0
-HEARD_S = 0.2
-"""Until a pool has heard from all replicas that they have swapped: before that it would ask the first of them alone."""
 DIGEST, TOKEN = "of no configuration", "a token of this benchmark, and of nothing else"
 
 
@@ -284,8 +282,6 @@ class Run:
             for path, body in (("epoch", {"epoch": {}}), ("receive", {}), ("swap", {})):
                 for said in [pool.call(start, path, {"version": version, **body}, LIMIT_S) for start in starts]:
                     said.result(LIMIT_S)
-        time.sleep(HEARD_S)
-        for pool in self._pools:
             pool.policy_version = version
         files = [file for attempt in self._attempts for file in attempt.folder.glob("busy-*")]
         return [float(file.read_text()) for file in files]
