@@ -98,8 +98,9 @@ def plan_of(run: Run) -> str:
 
 
 def files(run: Run) -> set[str]:
-    found = (path for path in run.dir.root.rglob("*") if path.is_file() and path != run.dir.lock)  # of mrl-submit alone
-    return {str(path.relative_to(run.dir.root)) for path in found}
+    """But the lock of mrl-submit alone, and what Python compiles, which is in the snapshot of whoever comes first."""
+    found = (path.relative_to(run.dir.root) for path in run.dir.root.rglob("*") if path.is_file())
+    return {str(path) for path in found if "__pycache__" not in path.parts} - {run.dir.lock.name}
 
 
 def test_every_rank_runs_the_snapshot_on_its_own_node(submitted: Run) -> None:
