@@ -152,8 +152,6 @@ class ModelRunner:
         if self._graphs:
             padded = slice(0, self._graphs.size(rows.stop))
             self._graphs.run((padded.stop, work), partial(self._decode_step, padded, work, cache))
-        elif self.policy.decodes_whole:
-            self.policy.platform.by_rows(partial(self._decode_step, work=work, cache=cache), rows)
         else:
             self._decode_step(rows, work, cache)
 

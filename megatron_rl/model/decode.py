@@ -1,7 +1,7 @@
 """One token a row through all layers of a policy, where one rank has all of them and a CPU computes them.
 
-Python takes its time to tell of an operator, and while one thread does so no other can (see platform/halves.py). So
-here are the same weights without megatron-core's modules around them, in as few operators as there are.
+Of small products Python's way to each operator is a large part. So here are the same weights without megatron-core's
+modules around them, in as few operators as there are.
 """
 
 from __future__ import annotations

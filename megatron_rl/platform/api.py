@@ -80,10 +80,6 @@ class Platform(Protocol):
     page_tokens: int
     """Places of a page of the key/value cache, where the recipe says nothing else."""
 
-    def by_rows(self, step: Callable[[slice], None], rows: slice) -> None:
-        """Have `step` done with all of these rows, in parts at the same time where that is faster. No row depends on
-        another."""
-
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         """How this device's kernels for queries of this type attend within packed sequences.
 

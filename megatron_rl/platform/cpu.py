@@ -21,7 +21,6 @@ from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linear
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
 from megatron_rl.platform.gloo import UnevenCollectives
-from megatron_rl.platform.halves import Halves
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, bucketed_attention
 from megatron_rl.platform.part_attention import part_layout
 from megatron_rl.platform.sparse_attention import sparse_attention
@@ -64,11 +63,7 @@ class CpuPlatform:
     def __init__(self, *, threads: int) -> None:
         self.device = torch.device("cpu")
         torch.set_num_threads(threads)
-        self._halves = Halves(threads, self.rows_multiple)
         install_patches()
-
-    def by_rows(self, step: Callable[[slice], None], rows: slice) -> None:
-        self._halves.run(step, rows)
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)

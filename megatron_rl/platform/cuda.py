@@ -61,9 +61,6 @@ class CudaPlatform:
         """Of all engines of this process: cuBLAS keeps a workspace for every stream that it has seen."""
         return CudaGraphs(self.device)
 
-    def by_rows(self, step: Callable[[slice], None], rows: slice) -> None:
-        step(rows)
-
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         return self.attention.layout(packed, self.device, dtype, part)
 

@@ -8,7 +8,6 @@ send in an order that depends on how much it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform import halves
-from megatron_rl.platform.cpu import CpuPlatform
 
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=96, max_position_embeddings=64)
 SAMPLES = 5
@@ -42,13 +39,8 @@ REQUESTS = st.builds(
 
 
 @pytest.fixture(scope="module")
-def policy(platform: Any, groups: Any) -> Iterator[Policy]:
-    """One that decodes more than a few rows by halves."""
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halves, "LEAST_ROWS", 8)
-        yield tiny_policy(CpuPlatform(threads=2), MODEL, scale=0.1)
-    torch.set_num_threads(before)
+def policy(platform: Any, groups: Any) -> Policy:
+    return tiny_policy(platform, MODEL, scale=0.1)
 
 
 def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[int], **config: Any) -> list[Completion]:
