@@ -57,7 +57,7 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, tells_
 
     def exit_early() -> None:
         leave_early(files, world.rank, drain)
-        os._exit(EXIT_DRAINED)
+        os._exit(EXIT_DRAINED)  # from the listener's thread: sys.exit would end that alone
 
     drain.listen(early=exit_early)
     try:

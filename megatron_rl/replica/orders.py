@@ -186,7 +186,7 @@ class Leader:
                 self._engine.step()
             if not self._engine.busy:
                 self._have_follow(False)
-        except Exception as error:
+        except Exception as error:  # whatever ends the engine: the thread tells who asked, and not the replica itself
             self.failure = error
             raise
 
