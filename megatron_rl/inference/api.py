@@ -210,5 +210,5 @@ class RankEngine(ResumableInference, Protocol):
         ...
 
     def end_phase(self) -> None:
-        """Make room for training; nothing is asked any more."""
+        """Make room for training. What is under way waits, and goes on with the next phase."""
         ...

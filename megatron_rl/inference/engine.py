@@ -189,11 +189,15 @@ class Engine:
         return self._runner.cache
 
     def end_phase(self) -> None:
-        """Make room for training, on each rank of the replica; nothing is under way."""
-        assert not self.busy, "what its rows have in the cache would be lost"
+        """Make room for training, on each rank of the replica. What is under way waits, to go on from its tokens."""
+        self.begin_rows_again()
         self._scheduler.forget()  # what the next phase computes does not depend on what was asked in this one
         if not self._keeps_cache:
             self._runner.release()
+
+    def begin_rows_again(self) -> None:
+        """Have all rows go on from their tokens, with keys and values computed anew."""
+        self._scheduler.begin_rows_again(self._new_tokens())
 
     def let_go(self) -> None:
         """Have the other ranks of the replica, which follow this one, return; nothing where there are none."""

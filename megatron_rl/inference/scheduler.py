@@ -127,6 +127,14 @@ class Scheduler:
             self._free([place])
             self._waiting.put_back(row)
 
+    def begin_rows_again(self, answers: Iterable[RowAnswer]) -> None:
+        """Have all rows wait, to go on from what they have sampled; `answers` are for `retire`."""
+        self.retire(answers)
+        for place in sorted(self._rows, key=lambda place: self._rows[place].age, reverse=True):
+            row = self._rows[place]
+            self._free([place])
+            self._waiting.put_back(row)
+
     def decode(self) -> StepPlan | None:
         """The next token of every row, none of which must give way; None where there is none."""
         if not self._rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -123,6 +124,11 @@ class Platform(Protocol):
 
     def synchronize(self) -> None:
         """Wait for queued device work, so that a clock read afterwards is honest."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What a thread enters whose copies to and from the device are beside the work of others; when it leaves, they
+        are done."""
+        ...
 
     def device_use(self) -> DeviceUse | None:
         """What the device held and draws, without waiting for it; None of a device that does not say."""

@@ -95,6 +95,9 @@ class CpuPlatform:
     def synchronize(self) -> None:
         pass
 
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def device_use(self) -> DeviceUse | None:
         return None
 

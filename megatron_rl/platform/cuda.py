@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -104,6 +105,13 @@ class CudaPlatform:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def device_use(self) -> DeviceUse | None:
         peak = torch.cuda.max_memory_allocated(self.device)  # the allocator's own count: no work of the device

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -93,7 +94,8 @@ class ReplicaService:
 
     def about(self) -> About:
         load, its = self.thread.load, self._address
-        return About(its.replica, its.start, its.ranks, self._leader.version, load.running, load.waiting)
+        leader = self._leader
+        return About(its.replica, its.start, its.ranks, leader.version, load.running, load.waiting, leader.busy_s)
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -125,9 +127,9 @@ class ReplicaService:
 
     async def _ask(self, body: Body) -> Body:
         requests = [decode_request(each) for each in body["requests"]]
-        version = self._leader.version
-        other = None if version == body["version"] else -1 if version is None else version
-        self._desk.ask(body["driver"], requests, body["cancel"], other)
+        version = -1 if self._leader.version is None else self._leader.version
+        older = version if version < body["version"] else None
+        self._desk.ask(body["driver"], requests, body["cancel"], older)
         return self._said()
 
     async def _news(self, body: Body) -> Body:
@@ -136,13 +138,13 @@ class ReplicaService:
 
     async def _epoch(self, body: Body) -> Body:
         epoch = body["epoch"]
-        return self._begin(lambda: self._leader.join(epoch))
+        return await self._begin(lambda: self._leader.join(epoch))
 
     async def _receive(self, body: Body) -> Body:
         if self._transfer is None or (self._transfer.done() and self._transfer.exception()):
             raise NotThere("there is no transfer group")
         version = body["version"]
-        return self._begin(lambda: self._leader.receive(version))
+        return await self._begin(lambda: self._leader.receive(version))
 
     async def _swap(self, body: Body) -> Body:
         """When all is there."""
@@ -165,9 +167,9 @@ class ReplicaService:
     def _said(self) -> Body:
         return {"about": asdict(self.about())}
 
-    def _begin(self, step: Callable[[], None]) -> Body:
+    async def _begin(self, step: Callable[[], Future[None]]) -> Body:
         """Begin the next step of a transfer, behind those before it."""
-        self._transfer = self.thread.call(step)
+        self._transfer = asyncio.wrap_future(await self.thread.call(step))
         self._transfer.add_done_callback(_tell_failure)
         return self._said()
 

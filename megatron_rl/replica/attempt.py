@@ -88,7 +88,14 @@ def run_replica(
         ranks,
         decode=tokenizer.decode,
     )
-    weights = ReceivedWeights(engine, ranks, (replica.number, start), platform.backend, min(timeout, TRANSFER_TIMEOUT))
+    weights = ReceivedWeights(
+        engine,
+        ranks,
+        (replica.number, start),
+        platform.backend,
+        min(timeout, TRANSFER_TIMEOUT),
+        recompute_cache=config.asynchronous.recompute_cache,
+    )
     orders = orders_over(ranks)
     activity.enter("serving", 0)
     if ranks.drives:

@@ -51,7 +51,7 @@ class Desk:
     ) -> None:
         """Have requests answered, and others not.
 
-        version: of the weights, where they are not those that the requests are for; None: they are.
+        version: of the weights, where they are older than those that the requests are for; None: they are not.
 
         Raises EngineGone.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ class LedEngine(Protocol):
     def load(self) -> EngineLoad: ...
 
     @property
+    def busy_s(self) -> float: ...
+
+    @property
     def answered(self) -> Sequence[str]: ...
 
     def submit(self, request: GenerationRequest) -> str: ...
@@ -50,16 +54,17 @@ class LedEngine(Protocol):
 class Weights(Protocol):
     """This rank's end of the way from the ranks that train. Each call is collective over the replica."""
 
-    def join(self, epoch: dict[str, Any]) -> None:
-        """Join the transfer group of an epoch, and leave the one before. Raises RuntimeError."""
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
+        """Begin to join the transfer group of an epoch, and leave the one before. It may fail with a RuntimeError."""
         ...
 
-    def receive(self, version: int) -> None:
-        """Receive the weights of a version beside those that are in use. Raises RuntimeError."""
+    def receive(self, version: int) -> Future[None]:
+        """Begin to receive the weights of a version beside those that are in use, while the engine goes on. It may fail
+        with a RuntimeError."""
         ...
 
     def swap(self, version: int) -> None:
-        """Have the engine sample by what was received. Raises RuntimeError."""
+        """Have the engine sample by what was received, once it is. Raises RuntimeError."""
         ...
 
 
@@ -118,15 +123,18 @@ def follow(orders: PlanBroadcast[Order], engine: LedEngine, weights: Weights, ac
                     logger.warning("%s", error)
 
 
-def carry_out(order: Join | Receive | Swap, weights: Weights) -> None:
+def carry_out(order: Join | Receive | Swap, weights: Weights) -> Future[None]:
     """Do one's part of what concerns the weights. Raises RuntimeError."""
     match order:
         case Join(epoch):
-            weights.join(epoch)
+            return weights.join(epoch)
         case Receive(version):
-            weights.receive(version)
+            return weights.receive(version)
         case Swap(version):
+            done: Future[None] = Future()
             weights.swap(version)
+            done.set_result(None)
+            return done
 
 
 class Leader:
@@ -160,6 +168,11 @@ class Leader:
     @property
     def load(self) -> EngineLoad:
         return self._engine.load
+
+    @property
+    def busy_s(self) -> float:
+        """See `ResumableInference.busy_s`."""
+        return self._engine.busy_s
 
     @property
     def answered(self) -> Sequence[str]:
@@ -219,13 +232,13 @@ class Leader:
 
     # What all ranks do
 
-    def join(self, epoch: dict[str, Any]) -> None:
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
         """See Weights.join."""
-        self._carry_out(Join(epoch))
+        return self._carry_out(Join(epoch))
 
-    def receive(self, version: int) -> None:
+    def receive(self, version: int) -> Future[None]:
         """See Weights.receive."""
-        self._carry_out(Receive(version))
+        return self._carry_out(Receive(version))
 
     def swap(self, version: int) -> None:
         """See Weights.swap."""
@@ -243,11 +256,12 @@ class Leader:
         self._have_follow(False)
         self._tell(End())
 
-    def _carry_out(self, order: Join | Receive | Swap) -> None:
+    def _carry_out(self, order: Join | Receive | Swap) -> Future[None]:
         self._have_follow(False)
         self._tell(order)
-        carry_out(order, self._weights)
+        begun = carry_out(order, self._weights)
         self._activity.beat()
+        return begun
 
     def _have_follow(self, follows: bool) -> None:
         if follows and not self._followed:

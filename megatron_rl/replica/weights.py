@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,53 +18,96 @@ from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
 from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
 
+STOP_S = 10.0
+"""That what waits for members has to end."""
+
 
 class ReceivedWeights:
-    """Implements `Weights` over the transfer groups of one membership epoch after the other."""
+    """Implements `Weights` over the transfer groups of one membership epoch after the other. What waits for other
+    members does so in a thread of its own, while the engine goes on."""
 
     def __init__(
-        self, engine: Engine, ranks: EngineRanks, started: ReplicaStart, backend: str, timeout: timedelta
+        self,
+        engine: Engine,
+        ranks: EngineRanks,
+        started: ReplicaStart,
+        backend: str,
+        timeout: timedelta,
+        *,
+        recompute_cache: bool = False,
     ) -> None:
         """
         started: which replica this is.
         backend: of torch.distributed, for what is sent.
         timeout: bounds every wait for other members.
+        recompute_cache: see AsyncConfig.
         """
         self._engine, self._ranks, self._started = engine, ranks, started
-        self._backend, self._timeout = backend, timeout
+        self._backend, self._timeout, self._recompute_cache = backend, timeout, recompute_cache
         self._receiver = Receiver(engine.policy, engine.policy.platform.host_memory)
         self._group: TransferGroup | None = None
+        self._transfer: Future[None] | None = None  # the newest step of it
 
-    def join(self, epoch: dict[str, Any]) -> None:
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
         """See Weights.join."""
-        self.close()
-        theirs = Epoch.from_json(epoch)
-        rank = theirs.member_rank(*self._started, self._ranks.tensor.rank())
-        self._group = TransferGroup.join(theirs, rank, self._backend, self._timeout)
-        self._receiver.connect(self._group)
+        return self._begin(partial(self._join, Epoch.from_json(epoch)))
 
-    def receive(self, version: int) -> None:
-        """See Weights.receive: it has come on all ranks of the replica, or it has not come."""
-        failure: RuntimeError | None = None
-        try:
-            if self._group is None:
-                raise TransferFailed("this rank is in no transfer group")
-            self._receiver.receive(version)
-        except RuntimeError as error:
-            failure = error
+    def receive(self, version: int) -> Future[None]:
+        """See Weights.receive."""
+        return self._begin(partial(self._receive, version))
+
+    def swap(self, version: int) -> None:
+        """See Weights.swap: it has come on all ranks of the replica, or it has not come."""
+        failure: BaseException | None = TransferFailed("this rank is in no transfer group")
+        if self._transfer is not None:
+            failure = self._transfer.exception()  # every wait within it has a limit
         complete = torch.tensor([failure is None], dtype=torch.int32)
         dist.all_reduce(complete, op=dist.ReduceOp.MIN, group=self._ranks.control)
         if failure is not None:
             raise failure
         if not complete.item():
             raise TransferFailed(f"version {version} has not come on another rank of this replica")
-
-    def swap(self, version: int) -> None:
-        """See Weights.swap."""
+        if self._recompute_cache:
+            self._engine.begin_rows_again()
         self._receiver.swap()
         self._engine.policy_version = version
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+        """End the epoch, which ends what waits for its members."""
+        if self._group is not None and self._transfer is not None and not self._transfer.done():
+            self._group.abort()
+            wait([self._transfer], STOP_S)
+        self._leave()
+
+    def _begin(self, step: Callable[[], None]) -> Future[None]:
+        before, self._transfer = self._transfer, Future()
+        # A thread for each: one that waits for members that are gone must not keep the process from ending.
+        threading.Thread(target=self._beside, args=(step, before, self._transfer), name="weights", daemon=True).start()
+        return self._transfer
+
+    def _beside(self, step: Callable[[], None], before: Future[None] | None, done: Future[None]) -> None:
+        if before is not None:
+            wait([before])
+        try:
+            with self._engine.policy.platform.beside():
+                step()
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def _join(self, epoch: Epoch) -> None:
+        self._leave()
+        rank = epoch.member_rank(*self._started, self._ranks.tensor.rank())
+        self._group = TransferGroup.join(epoch, rank, self._backend, self._timeout)
+        self._receiver.connect(self._group)
+
+    def _receive(self, version: int) -> None:
+        if self._group is None:
+            raise TransferFailed("this rank is in no transfer group")
+        self._receiver.receive(version)
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()

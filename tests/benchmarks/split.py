@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,15 +175,21 @@ class PacedWeights:
     def __init__(self, engine: PacedEngine, busy: Path) -> None:
         self._engine, self._busy = engine, busy
 
-    def join(self, epoch: dict[str, Any]) -> None:
-        pass
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
+        return _done()
 
-    def receive(self, version: int) -> None:
-        pass
+    def receive(self, version: int) -> Future[None]:
+        return _done()
 
     def swap(self, version: int) -> None:
         self._engine.publish(version)
         write_atomic(self._busy, str(self._engine.runner.busy_s))
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def busy_file(attempt: Attempt, number: int) -> Path:

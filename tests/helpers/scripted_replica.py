@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,27 @@ class ScriptedWeights:
         self.fails = False
         self._engine = engine
 
-    def join(self, epoch: dict[str, Any]) -> None:
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
         self.said.append(("join", epoch))
+        return done()
 
-    def receive(self, version: int) -> None:
+    def receive(self, version: int) -> Future[None]:
         self.said.append(("receive", version))
-        if self.fails:
-            raise RuntimeError("a member is gone")
+        return done(RuntimeError("a member is gone") if self.fails else None)
 
     def swap(self, version: int) -> None:
         self.said.append(("swap", version))
         self._engine.policy_version = version
+
+
+def done(error: Exception | None = None) -> Future[None]:
+    """Of what is over, one way or the other."""
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
 
 
 class ScriptedReplica:

@@ -74,6 +74,8 @@ class ReplicaLink:
         self.pace = Pace()
         self.progressed = time.monotonic()
         """When it last had tokens for us."""
+        self.busy: tuple[float, float] | None = None
+        """When it last had news, and for how many seconds it had computed by then."""
         self.slow = False
         """Whether others are asked rather than this one, until there are new weights."""
         self._common = {"protocol": PROTOCOL, "digest": digest, "driver": driver}
@@ -171,4 +173,5 @@ class ReplicaLink:
             body = {"seen": seen, "wait_s": self._patience.poll_s}
             news = decode_news(await self.post("news", body, timeout_s=self._patience.poll_s))
             self.about, seen = news.about, news.last
+            self.busy = time.monotonic(), news.about.busy_s
             self._heard(self, news)

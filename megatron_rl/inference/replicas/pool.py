@@ -3,7 +3,7 @@
     agents' loop                            the pool's thread
     await pool.generate(request)    ->      the replica with the least to do, or the one that knows how it begins
                                             tokens as they come; where it dies, another one goes on
-    pool.policy_version = 7         ->      only replicas with weights of that version are asked
+    pool.policy_version = 7         ->      only replicas with weights of that version are asked anything new
 
 The thread is there while the rank trains too: a replica that the first rank has not asked anything for a while takes
 the run for dead.
@@ -18,6 +18,7 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from statistics import fmean
 from typing import Any, TypeVar
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
@@ -100,6 +101,7 @@ class ReplicaPool:
         self._complained: set[str] = set()
         self._work: dict[str, _Work] = {}
         self._homes: dict[int, Start] = {}  # ordinal: where its prompt is
+        self._busy: dict[Start, tuple[float, float]] = {}  # see ReplicaLink.busy, when `metrics` was asked before
         self._since = time.monotonic()  # until when `busy_s` counts
         self._nobody_since: float | None = None
         self._said_at = 0.0
@@ -145,13 +147,7 @@ class ReplicaPool:
 
     def metrics(self) -> dict[str, float]:
         """What happened since they were asked for before: see metrics.names."""
-        repeated, self.repeated = self.repeated, 0
-        there, slow = self._in_thread(self._counts()).result()
-        return {
-            "system/replicas": there,
-            "system/slow_replicas": slow,
-            "system/repeated_requests": repeated,
-        }
+        return self._in_thread(self._metrics()).result()
 
     def call(self, start: Start, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> Future[dict[str, Any]]:
         """Have a replica do something, see `wire`. The future raises ReplicaGone."""
@@ -205,9 +201,20 @@ class ReplicaPool:
     async def _starts(self) -> dict[Start, int]:
         return {start: link.about.ranks for start, link in self._links.items() if link.about is not None}
 
-    async def _counts(self) -> tuple[int, int]:
+    async def _metrics(self) -> dict[str, float]:
+        repeated, self.repeated = self.repeated, 0
         ready = [link for link in self._links.values() if self._has_weights(link)]
-        return len(ready), sum(link.slow for link in ready)
+        found: dict[str, float] = {
+            "system/replicas": len(ready),
+            "system/slow_replicas": sum(link.slow for link in ready),
+            "system/repeated_requests": repeated,
+        }
+        before = self._busy
+        self._busy = {start: link.busy for start, link in self._links.items() if link.busy is not None}
+        spans = [(then, self._busy[start]) for start, then in before.items() if start in self._busy]
+        if shares := [(now[1] - then[1]) / (now[0] - then[0]) for then, now in spans if now[0] > then[0]]:
+            found["system/replica_busy_mean"] = fmean(shares)
+        return found
 
     async def _partial_answers(self) -> list[PartialAnswer]:
         return [part for work in self._work.values() for part in work.unanswered.partial_answers()]
@@ -257,7 +264,9 @@ class ReplicaPool:
         self._count(work)
 
     def _has_weights(self, link: ReplicaLink) -> bool:
-        return link.about is not None and link.about.version == self._policy_version
+        """Those of the version that is asked for, or newer ones: it may be about to be."""
+        version = None if link.about is None else link.about.version
+        return version is not None and version >= self._policy_version
 
     def _place_all(self) -> None:
         for work in self._work.values():

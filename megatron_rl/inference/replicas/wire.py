@@ -32,14 +32,14 @@ from megatron_rl.inference.api import (
 )
 from megatron_rl.inference.config import Sampling
 
-PROTOCOL = 1
+PROTOCOL = 2
 FEWEST_CHARACTERS = 32
 """Of a run's token."""
 
 Body = Mapping[str, Any]
 
 OTHER_VERSION = "other version"
-"""Kind of a refusal: the weights are not those that the request is for."""
+"""Kind of a refusal: the weights are older than those that the request is for."""
 _KINDS: dict[str, type[Exception]] = {
     "prompt too long": PromptTooLong,
     "unsupported": Unsupported,
@@ -66,6 +66,8 @@ class About:
     running: int
     """Samples being decoded, of all drivers."""
     waiting: int
+    busy_s: float
+    """Seconds for which its engine has computed so far."""
 
 
 class Refusal(NamedTuple):
