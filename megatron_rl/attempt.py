@@ -71,6 +71,7 @@ def run_attempt(
 
     timeline.switch("train")
     outcome = train(run)
+    run.driver.stop()
     run.generation.end()
     activity.enter("saving", run.step)
     if outcome == FINISHED:

@@ -22,7 +22,7 @@ from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling,
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import JobConfig, Offload, PlacementConfig, data_parallel_size
-from megatron_rl.rollout.config import EvaluationConfig, ResumeConfig
+from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
 from megatron_rl.section import Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
@@ -61,6 +61,7 @@ class RunConfig(Section):
     sampling: Sampling
     inference: InferenceConfig = InferenceConfig()
     grpo: GrpoConfig = GrpoConfig()
+    asynchronous: AsyncConfig = Field(default=AsyncConfig(), alias="async")  # a keyword of Python
     optimizer: OptimizerConfig
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -107,6 +108,11 @@ class RunConfig(Section):
     def _sections_fit(self) -> RunConfig:
         self._transformer_engine_fits()
         self._megatron_engine_fits()
+        if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":
+            raise ValueError(
+                f"async.max_lag is {self.asynchronous.max_lag} and resume.partial regenerate, which promises the same "
+                "answers again, and when new weights come while one is sampled no clock repeats: say keep"
+            )
         if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
             raise ValueError(
                 f"job.nodes {self.job.nodes} is a range, and placement.mode partitioned needs one number: which nodes "
@@ -185,6 +191,10 @@ class RunConfig(Section):
             (
                 self.resume.partial == "regenerate",
                 "resume.partial is regenerate, and its answers have no random numbers of their own: say keep",
+            ),
+            (
+                self.asynchronous.max_lag > 0,
+                f"async.max_lag is {self.asynchronous.max_lag}, and what is under way cannot wait while it trains",
             ),
         ):
             if holds:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
@@ -19,6 +20,7 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.publish import Refit
 from megatron_rl.rollout.generation import AgentLoop, DriverPlace, EngineLoop
+from megatron_rl.rollout.lasting import EngineInTurn, LastingLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Generation:
     """From the trained weights to the engine's."""
     place: DriverPlace
     loop: AgentLoop
+    lasting: Callable[[], LastingLoop]
+    """Makes a loop for agents whose work outlives a step."""
     end: Callable[[], None] = lambda: None
     """Called when nothing is asked any more."""
     metrics: Callable[[], dict[str, float]] = dict
@@ -52,4 +56,6 @@ def generate_here(
     engine, refit = build_engine(
         policy, config, tokenizer.vocab_size, tokenizer.end_ids, platform, groups, ranks, tokenizer.decode
     )
-    return Generation(engine, refit, ranks, EngineLoop(ranks, engine, safe_points, asyncio.Runner()))
+    runner = asyncio.Runner()
+    loop = EngineLoop(ranks, engine, safe_points, runner)
+    return Generation(engine, refit, ranks, loop, partial(EngineInTurn, ranks, engine, safe_points, runner))

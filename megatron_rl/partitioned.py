@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +28,10 @@ from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 from megatron_rl.rollout.generation import AgentLoop, DriverPlace
+from megatron_rl.rollout.lasting import LastingLoop
+
+STOP_S = 10.0
+"""That the agents' thread has to end."""
 
 Result = TypeVar("Result")
 
@@ -111,6 +117,54 @@ class ReplicaLoop(AgentLoop):
         return work
 
 
+class AgentThread(LastingLoop):
+    """Agents in a thread of their own, which goes on while the rank trains; replicas answer."""
+
+    spare_s = 0.0
+
+    def __init__(self, place: DriverPlace, pool: ReplicaPool, refit: Refit) -> None:
+        """refit: that gives the replicas their weights."""
+        self.place = place
+        self._pool, self._refit = pool, refit
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def do(self, work: Callable[[asyncio.AbstractEventLoop], Result]) -> Result:
+        """See LastingLoop.do."""
+
+        async def call() -> Result:
+            return work(self._loop)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def advance(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """See LastingLoop.advance: they get on all the time."""
+        if self.place.drives:
+            asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+
+    def pause(self) -> None:
+        """See LastingLoop.pause: nothing is in the way of training."""
+
+    @property
+    def starved(self) -> bool:
+        """See LastingLoop.starved."""
+        return self._pool.starved
+
+    def feed(self) -> None:
+        """See LastingLoop.feed."""
+        self._refit.publish(self._pool.policy_version)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+
+
 def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Groups) -> ReplicaPool:
     """The replicas of the run, as this rank's driver asks them. Early: they wait for a sign of the run.
 
@@ -158,6 +212,8 @@ def generate_elsewhere(
 
     def end() -> None:
         transfer.close()
+        loop.close()
         pool.close(end=dist.get_rank() == 0)
 
-    return Generation(pool, elsewhere, place, loop, end, pool.metrics if dist.get_rank() == 0 else dict)
+    lasting = partial(AgentThread, place, pool, elsewhere)
+    return Generation(pool, elsewhere, place, loop, lasting, end, pool.metrics if dist.get_rank() == 0 else dict)

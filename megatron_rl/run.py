@@ -24,8 +24,9 @@ from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit
+from megatron_rl.rollout.ahead import AheadDriver
 from megatron_rl.rollout.bank.bank import open_bank
-from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.rollout.driver import Driver, RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.training.trainer import Trainer
 
@@ -61,7 +62,7 @@ class Run:
     initial_weights: str | None
     trainer: Trainer
     generation: Generation
-    driver: RolloutDriver
+    driver: Driver
     checkpointer: Checkpointer
     exporter: Exporter
     writer: Writer
@@ -102,7 +103,7 @@ class Run:
         """Greedy accuracy on the environment's evaluation sets, and how it was asked for. Collective."""
         asked = self.environment.prompt_format
         accuracies = evaluate(
-            self.environment, self.engine, self.config, self.groups, self.safe_points, self.driver.loop
+            self.environment, self.engine, self.config, self.groups, self.safe_points, self.generation.loop
         )
         return {**accuracies, "eval/prompt_format": asked} if asked else {**accuracies}
 
@@ -159,6 +160,12 @@ def set_up(
             policy_version=counters.policy_version,
             next_ordinal=counters.next_ordinal,
         )
+    parts = (environment, generation.engine, bank, config, groups, safe_points)
+    driver: Driver
+    if config.asynchronous.max_lag:
+        driver = AheadDriver(*parts, generation.lasting(), counters.step)
+    else:
+        driver = RolloutDriver(*parts, generation.loop)
     writer = Writer()
     if dist.get_rank() == 0:
         writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)
@@ -172,7 +179,7 @@ def set_up(
         initial_weights=counters.initial_weights,
         trainer=trainer,
         generation=generation,
-        driver=RolloutDriver(environment, generation.engine, bank, config, groups, safe_points, generation.loop),
+        driver=driver,
         checkpointer=checkpointer,
         exporter=Exporter(run_dir, config.save, leads=dist.get_rank() == 0),
         writer=writer,

@@ -20,4 +20,6 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 class Section(BaseModel):
     """A group of recipe keys. Unknown keys are refused, values are never coerced, instances are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True, serialize_by_alias=True
+    )

@@ -19,6 +19,7 @@ CHANGEABLE = (
     "optimizer.warmup_steps",
     "optimizer.decay",
     "grpo.kl_beta",
+    "async.*",
 )
 """What `mrl-submit --change` may alter in a run that has begun; documented in its --help. `grpo.kl_beta` may also
 go from 0 to more and back: the reference model is the run's initial weights, whenever it is first needed."""

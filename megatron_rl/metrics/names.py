@@ -22,6 +22,7 @@ TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 
 NO_SIGNAL = "no signal"
 PROMPT_TOO_LONG = "prompt too long"
+OVERDUE_ANSWERS = "overdue"
 """Why an ordinal is dropped, in `dropped_ordinals`."""
 
 
@@ -149,7 +150,7 @@ STEP_METRICS: dict[str, Metric] = {
     "truncated_ratio": Metric(
         "share of answers cut at sampling.max_new_tokens", _of_answers(lambda s: s.batch.truncated)
     ),
-    "staleness": Metric(
+    "staleness_mean": Metric(
         "mean optimizer steps between the weights that sampled and those trained",
         _of_answers(lambda s: s.batch.staleness),
     ),
@@ -176,6 +177,10 @@ STEP_METRICS: dict[str, Metric] = {
     "dropped_ordinals": Metric(
         "prompts settled without training, with the reason (absent where none is)",
         lambda step: {str(ordinal): reason for ordinal, reason in step.dropped.items()} or None,
+    ),
+    "overdue_tokens": Metric(
+        "tokens of the answers that were dropped as overdue (async.on_overdue; absent where none was)",
+        lambda step: step.stats.batch.overdue_tokens or None,
     ),
     "policy_version": Metric(
         "optimizer steps behind the weights at the end of the step", lambda step: step.policy_version
@@ -223,12 +228,16 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "system/replicas": Metric(
         "inference replicas that answer the first rank by the weights of the step; absent where the ranks that train "
-        "generate (placement.mode), as are the next two"
+        "generate (placement.mode), as are the next three"
     ),
     "system/slow_replicas": Metric("those of them that are far slower than the others, and asked nothing for that"),
     "system/repeated_requests": Metric(
         "requests of the first driver since the step before that were asked again elsewhere, because their replica was "
         "lost or slow"
+    ),
+    "system/replica_busy_mean": Metric(
+        "share of the time since the step before for which an inference replica computed, mean over those that were "
+        "there; news of them come every few seconds"
     ),
     "system/offloaded_bytes": Metric(
         "bytes of Adam's state in the hosts' memory, of all ranks together, which each update brings and takes away; "

@@ -47,6 +47,8 @@ class BatchStats:
     """Answers lost."""
     dropped: Total
     """Ordinals settled without training."""
+    overdue_tokens: Total
+    """Of the answers to those that were dropped before they were finished."""
     staleness: Total
     """Optimizer steps between the oldest weights that sampled a trained token of an answer and those trained, summed
     over answers."""

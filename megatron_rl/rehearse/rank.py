@@ -30,7 +30,7 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.engine import build_engine
-from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.training.batch import Agreed, training_batch, update_batch, update_part
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.training.schedule import ModelInput

@@ -3,59 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
-from megatron_rl.agent.keys import group_key
+from megatron_rl.agent.api import GroupedRolloutGenerator
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.advantages import RewardMoments
-from megatron_rl.algorithms.signal import GroupRewards, group_rewards, has_signal
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.api import PromptTooLong, ResumableInference
+from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.names import NO_SIGNAL, PROMPT_TOO_LONG
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rollout.answering import Answering
 from megatron_rl.rollout.bank.bank import Bank
-from megatron_rl.rollout.bank.recording import Recording
-from megatron_rl.rollout.exchange import exchange
+from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.generation import AgentLoop
-from megatron_rl.rollout.stream import PromptStream
-
-logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutBatch:
-    """What one step trains on, as this rank sees it."""
+class Driver(ABC):
+    """A rank's share in making the batches of a run."""
 
-    groups: list[TrajectoryGroup]
-    """Those that its replica of the trained model trains on, whole, in ordinal order; the same on every rank of it."""
-    positions: list[int]
-    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order. Of a prompt that was too long, where
-    nothing could take its place, it stays empty."""
-    first_ordinal: int
-    next_ordinal: int
-    dropped: Mapping[int, str] = field(default_factory=dict)
-    """Ordinals that this driver has settled without training, and why."""
-    failures: Mapping[str, int] = field(default_factory=dict)
-    """Answers of groups to train on that this driver has lost, by reason."""
-    rounds: int = 1
-    rewards: RewardMoments | None = None
-    """Of all answers of the batch, where the baseline is made of them."""
+    @abstractmethod
+    def collect(self, first_ordinal: int) -> RolloutBatch:
+        """The batch of the next step, whose ordinals begin there. Collective.
+
+        Raises LeaveAgreed where a rank was asked to leave: nothing has changed.
+        """
+
+    @abstractmethod
+    def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
+        """See `Bank.begin_checkpoint`."""
+
+    @abstractmethod
+    def end_checkpoint(self, step: int) -> None:
+        """See `Bank.end_checkpoint`."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Generate no more. Collective over the ranks that generate together."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is banked, and end the loop."""
 
 
-class RolloutDriver:
-    """Runs the agent on this rank's share of the prompts, or follows the rank that does for its engine replica; all
-    agree on what the batch is."""
+class RolloutDriver(Driver):
+    """Runs the agent on this rank's share of a batch's prompts, or follows the rank that does for its engine replica;
+    all agree on what the batch is. Nothing is generated beyond it."""
 
     def __init__(
         self,
@@ -68,15 +67,13 @@ class RolloutDriver:
         loop: AgentLoop,
     ) -> None:
         """bank: None on a rank that follows."""
-        self.agent = agent
+        self.answering = Answering(agent, config)
         self.inference = inference
         self.bank = bank
         self.config = config
-        self.stream = PromptStream(agent.training_problems(), config.training.seed)
         self.groups = groups
         self.safe_points = safe_points
         self.loop = loop
-        self._answered = 0  # groups so far
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """The batch of one step. Collective.
@@ -102,7 +99,7 @@ class RolloutDriver:
             groups = self._roll_out(share)
             self.safe_points.agree()
             last = round_ == rounds
-            usable = groups if last else self._with_signal(groups)
+            usable = groups if last else self.answering.with_signal(groups)
             trained, answered = {group.ordinal for group in usable}, {group.ordinal for group in groups}
             dropped |= dict.fromkeys(answered - trained, NO_SIGNAL) | dict.fromkeys(
                 {*share} - answered, PROMPT_TOO_LONG
@@ -112,22 +109,8 @@ class RolloutDriver:
             kept |= {position[group.ordinal]: group for group in usable}
             filled += len(placed)
             ordinal = drawn.stop
-        failures: Counter[str] = Counter()
-        for group in kept.values():
-            failures.update(group.failures)
         with self.safe_points.phase("wait"):
-            rewards = self._of_all_rewards(kept.values()) if self.config.grpo.baseline == "batch" else None
-            trained_here = exchange(kept, self.config, self.groups, self.stream.problem, rewards)
-        return RolloutBatch(
-            groups=[*trained_here.values()],
-            positions=[*trained_here],
-            first_ordinal=first_ordinal,
-            next_ordinal=ordinal,
-            dropped=dropped,
-            failures=failures,
-            rounds=round_,
-            rewards=rewards,
-        )
+            return self.answering.batch(kept, self.groups, range(first_ordinal, ordinal), dropped, rounds=round_)
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
         """See `Bank.begin_checkpoint`."""
@@ -139,8 +122,11 @@ class RolloutDriver:
         if self.bank is not None:
             self.bank.end_checkpoint(step)
 
+    def stop(self) -> None:
+        """See Driver.stop: nothing is under way between two batches."""
+
     def close(self) -> None:
-        """Write what is banked, and end the loop."""
+        """See Driver.close."""
         if self.bank is not None:
             self.bank.close()
         self.loop.close()
@@ -150,7 +136,9 @@ class RolloutDriver:
         leave meanwhile, or follows."""
         with self.safe_points.phase("generate"):
             began, busy_s = time.perf_counter(), self.inference.busy_s
-            groups = self.loop.run(lambda: self._answers(ordinals), lambda: (self.inference.busy_s, self._answered))
+            groups = self.loop.run(
+                lambda: self._answers(ordinals), lambda: (self.inference.busy_s, self.answering.answered)
+            )
             idle_s = time.perf_counter() - began - (self.inference.busy_s - busy_s)
         self.safe_points.timeline.move("generate", "reward", idle_s)
         return sorted(groups or [], key=lambda group: group.ordinal)
@@ -159,9 +147,10 @@ class RolloutDriver:
         assert self.bank is not None, "a rank that follows has no agents"
         tasks: list[asyncio.Task[TrajectoryGroup | None]] = []
         try:
-            async with self.bank.recording(self.inference, ordinals, self.stream.problem) as recording:
-                missing = [ordinal for ordinal in ordinals if ordinal not in recording.groups]
-                tasks += [asyncio.create_task(self._answer(ordinal, recording)) for ordinal in missing]
+            async with self.bank.recording(self.inference) as recording:
+                scored = self.bank.scored(ordinals, self.answering.stream.problem)
+                missing = [ordinal for ordinal in ordinals if ordinal not in scored]
+                tasks += [asyncio.create_task(self.answering.group(ordinal, recording)) for ordinal in missing]
                 # A driver that is cancelled cancels them only below, when what they have is recorded.
                 gathered = asyncio.gather(*tasks)
                 gathered.add_done_callback(_note_end)
@@ -170,41 +159,7 @@ class RolloutDriver:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [*recording.groups.values(), *(group for group in answered if group is not None)]
-
-    async def _answer(self, ordinal: int, recording: Recording) -> TrajectoryGroup | None:
-        """The group of an ordinal; None where its prompt is too long."""
-        request = GroupRolloutRequest(
-            ordinal=ordinal,
-            problem=self.stream.problem(ordinal),
-            group_size=self.config.grpo.group_size,
-            sampling=self.config.sampling,
-            key=group_key(self.config.training.seed, ordinal, 0, recording.policy_version(ordinal)),
-            inference=recording,
-            reward_timeout_s=self.config.environment.reward_timeout_s,
-        )
-        try:
-            group = await self.agent.group_rollout(request)
-        except PromptTooLong as error:
-            logger.warning("prompt %d is dropped: %s", ordinal, error)
-            return None
-        self._answered += 1
-        recording.add(group)
-        return group
-
-    def _rewards(self, groups: Collection[TrajectoryGroup]) -> GroupRewards:
-        return group_rewards([*groups], self.config.sampling.max_new_tokens, self.config.grpo.overlong)
-
-    def _of_all_rewards(self, groups: Collection[TrajectoryGroup]) -> RewardMoments:
-        """Of the answers that any driver has made. Collective."""
-        own = torch.tensor(RewardMoments.of(self._rewards(groups).shaped), dtype=torch.float64)
-        of_all = [torch.empty_like(own) for _ in range(self.groups.control.size())]
-        dist.all_gather(of_all, own, group=self.groups.control)
-        return RewardMoments.joined(RewardMoments(*part.tolist()) for part in of_all)
-
-    def _with_signal(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        rewards = self._rewards(groups)
-        return [*compress(groups, has_signal(rewards.shaped, rewards.group, len(groups)).tolist())]
+        return [*scored.values(), *(group for group in answered if group is not None)]
 
     def _of_all_drivers(self, drawn: range, trained: set[int]) -> list[int]:
         """What any driver trains on of the ordinals that were drawn. Collective."""

@@ -25,7 +25,7 @@ from megatron_rl.model.flops import rows_per_token
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.rollout.batch import RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         truncated=sum(t.finish_reason == "length" for t in batch.trajectories),
         failed=sum(rollouts.failures.values()),
         dropped=len(rollouts.dropped),
+        overdue_tokens=rollouts.dropped_tokens,
         staleness=sum(staleness),
         staleness_max=max(staleness),
     )

@@ -22,7 +22,7 @@ from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.training.batch import (
     TrainingBatch,
     UpdateBatch,
@@ -88,7 +88,8 @@ class Trainer:
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
         seen = batch_stats(batch, rollouts, self.policy_version, packed_tokens)
         if not self.groups.reports:  # what a driver has lost or dropped is its own, whoever trains on the rest
-            seen = replace(uncounted(BatchStats), failed=seen.failed, dropped=seen.dropped)
+            own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
+            seen = replace(uncounted(BatchStats), **own)
         inputs = [self._input(batch, update) for update in mine]
         first_pass = [each for update in inputs[: grpo.updates_per_pass] for each in update.inputs]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs

@@ -57,7 +57,7 @@ from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.refit.publish import SharedWeights
 from megatron_rl.rollout.bank import file
-from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.rollout.batch import RolloutBatch
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0
@@ -446,6 +446,7 @@ class _Trainer:
             truncated=0,
             failed=0,
             dropped=len(batch.dropped),
+            overdue_tokens=batch.dropped_tokens,
             staleness=sum(self.policy_version - UPDATES - answer.versions[-1] for answer in answers),
             staleness_max=0,
         )

@@ -27,7 +27,7 @@ from megatron_rl.models import build_models
 from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import LeaveAgreed
-from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
 from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, reproducible
+from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, reproducible
 from scripted_replica import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
@@ -89,6 +89,50 @@ def test_replicas_that_are_killed_and_a_drain_in_mid_generation_leave_no_trace_i
     again.start_replica(0)
     assert again.exit_codes() == [0, 0], again.logs()
     assert reproducible(run_dir) == by_themselves(tmp_path / "alone", cache, {"tp": 1}, {"tp": 1})
+
+
+AHEAD_STEPS, PROMPTS = 16, 5
+
+
+@pytest.mark.parametrize("max_lag", [1, 2])
+def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_beyond_the_bound(
+    tmp_path: Path, cache: Path, max_lag: int
+) -> None:
+    """With a replica that is killed in mid-generation, ranks that are killed, a drain, and what is begun again after
+    both."""
+    run_dir = prepare(tmp_path / "ahead", ahead(max_lag))
+    first = Attempt(run_dir, cache)
+    killed = first.start_replica(0, sabotage=partial(die_at, 3)) + first.start_replica(1)
+    first.wait_for_step(5)
+    assert killed[0].exitcode == -signal.SIGKILL
+    first.kill()
+
+    second = Attempt(run_dir, cache)
+    second.start_replica(0)
+    second.wait_for_step(9)
+    for process in second.processes:
+        os.kill(process.pid or 0, signal.SIGUSR1)
+    assert second.exit_codes() == [EXIT_DRAINED] * 2, second.logs()
+
+    third = Attempt(run_dir, cache)
+    third.start_replica(0)
+    assert third.exit_codes() == [0, 0], third.logs()
+    steps = lines_of(run_dir.metrics)
+    assert [line["step"] for line in steps] == [*range(1, AHEAD_STEPS + 1)]
+    assert [line["first_ordinal"] for line in steps] == [PROMPTS * index for index in range(AHEAD_STEPS)]
+    assert max(line["staleness_max"] for line in steps) == max_lag
+    busy = [line["system/replica_busy_mean"] for line in steps if "system/replica_busy_mean" in line]
+    assert max(busy) > 0
+    assert all(0 <= share <= 1.05 for share in busy)
+    assert "scored groups and" in third.logs(), "what was answered ahead of the drain is used"
+
+
+def ahead(max_lag: int) -> dict[str, Any]:
+    """One update a step, so that a policy version is a step."""
+    changed = partitioned({"tp": 1}, {"tp": 1})
+    changed["training"]["steps"] = AHEAD_STEPS
+    changed["grpo"] |= {"iterations": 1, "prompts_per_step": PROMPTS, "importance": {"mode": "truncate", "cap": 2.0}}
+    return changed | {"resume": changed["resume"] | {"partial": "keep"}, "async": {"max_lag": max_lag}}
 
 
 def die_at(version: int, rank: int) -> None:

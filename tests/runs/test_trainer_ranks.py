@@ -22,7 +22,7 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout import exchange as exchange_module
-from megatron_rl.rollout.driver import RolloutBatch
+from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run import Run, set_up
 

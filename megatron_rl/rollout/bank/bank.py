@@ -1,7 +1,7 @@
 """The durable bank: what generation has paid for outlives the process.
 
-    async with bank.recording(inference, ordinals, problem) as recording:
-        recording.groups              scored by earlier attempts: nothing of them is done again
+    bank.scored(ordinals, problem)    by earlier attempts: nothing of these groups is done again
+    async with bank.recording(inference) as recording:
         recording.generate(request)   an interrupted answer goes on from the tokens it had
         recording.add(group)          scored
     bank.begin_checkpoint(step, next_ordinal)    it settles all below this ordinal ...
@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, suppress
 from itertools import chain, starmap
 from pathlib import Path
 
-from megatron_rl.agent.trajectories import Problem
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import ResumableInference
@@ -57,6 +57,7 @@ class Bank:
         self._folder = folder
         self._resume = resume
         self._lineage = lineage
+        self._keeps_parts = resume.partial == "keep"
         self._first = driver == 0
         self._settled_below = next_ordinal
         limit = int(resume.bank_gib * 2**30) // drivers
@@ -70,21 +71,20 @@ class Bank:
             for debris in folder.glob(".*.tmp"):
                 debris.unlink(missing_ok=True)
 
-    @asynccontextmanager
-    async def recording(
-        self, inference: ResumableInference, ordinals: Sequence[int], problem: Callable[[int], Problem]
-    ) -> AsyncIterator[Recording]:
-        """The inference of a driver's share; what is unfinished when the block is left must not be cancelled before.
-
-        With `resume.partial: regenerate` the groups of earlier attempts are all of the share or none.
-        """
+    def scored(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
+        """What earlier attempts have scored of a driver's share. With `resume.partial: regenerate` that is all of it or
+        nothing."""
         if any(not path.exists() for path in {entry.path for entry in self._entries}):
             self._read()  # the first driver has folded them into its own file
-        with_parts = self._resume.partial == "keep"
         groups = self._earlier.scored(ordinals, problem)
-        groups = groups if with_parts else whole_share(ordinals, groups)
+        return groups if self._keeps_parts else whole_share(ordinals, groups)
+
+    @asynccontextmanager
+    async def recording(self, inference: ResumableInference) -> AsyncIterator[Recording]:
+        """The inference of a driver's agents; what is unfinished when the block is left must not be cancelled
+        before."""
         recording = Recording(
-            inference, self._earlier, groups, self._lineage, self._unwritten.append, with_parts=with_parts
+            inference, lambda: self._earlier, self._lineage, self._unwritten.append, with_parts=self._keeps_parts
         )
         writer = asyncio.create_task(self._flush_regularly(recording))
         finished = False
@@ -139,7 +139,7 @@ class Bank:
 
     def _index(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
-        self._earlier = EarlierWork.index(entries, with_parts=self._resume.partial == "keep")
+        self._earlier = EarlierWork.index(entries, with_parts=self._keeps_parts)
 
     def _report(self, discarded: Counter[str], damaged: int) -> None:
         earlier = self._earlier

@@ -4,7 +4,7 @@ there is of it can be written at any time."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -92,13 +92,12 @@ class _OpenRequest:
 
 
 class Recording:
-    """Implements `InferenceInterface` for the prompts of one driver's share."""
+    """Implements `InferenceInterface` for the agents of one driver."""
 
     def __init__(
         self,
         inference: ResumableInference,
-        earlier: EarlierWork,
-        groups: dict[int, TrajectoryGroup],
+        earlier: Callable[[], EarlierWork],
         lineage: Lineage,
         scored: Callable[[ScoredGroup], None],
         *,
@@ -106,11 +105,10 @@ class Recording:
     ) -> None:
         """
         Args:
-            groups: of the share, scored by earlier attempts.
+            earlier: what there is of it by now.
             scored: is told every group of this attempt.
             with_parts: whether interrupted answers are gone on with.
         """
-        self.groups = groups
         self._inference = inference
         self._earlier = earlier
         self._lineage = lineage
@@ -121,7 +119,7 @@ class Recording:
 
     def policy_version(self, ordinal: int) -> int:
         """The one that an ordinal's keys are made of: that under which it was first submitted."""
-        earlier = self._earlier.versions.get(ordinal, self._inference.policy_version)
+        earlier = self._earlier().versions.get(ordinal, self._inference.policy_version)
         return self._versions.setdefault(ordinal, earlier)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -131,7 +129,8 @@ class Recording:
             return await self._inference.generate(request)
         prompt = prompt_checksum(request)
         answers = ((sample, (request.key, prompt, sample)) for sample in range(request.num_samples))
-        beginnings = ((sample, self._earlier.beginning(answer)) for sample, answer in answers)
+        earlier = self._earlier()
+        beginnings = ((sample, earlier.beginning(answer)) for sample, answer in answers)
         known = {sample: beginning for sample, beginning in beginnings if beginning is not None}
         request = replace(request, known=known)
         written = {sample: len(beginning.tokens) for sample, beginning in known.items()}
@@ -143,18 +142,28 @@ class Recording:
         """A group is scored: the parts of its answers are of no more use."""
         ordinal = group.ordinal
         self._scored(ScoredGroup(group, self.policy_version(ordinal), self._inference.policy_version))
-        self._open = {request_id: work for request_id, work in self._open.items() if work.ordinal != ordinal}
+        self.forget({ordinal})
+
+    def forget(self, ordinals: Collection[int]) -> None:
+        """Nothing of these is written any more."""
+        self._open = {request_id: work for request_id, work in self._open.items() if work.ordinal not in ordinals}
+        for ordinal in ordinals:
+            self._versions.pop(ordinal, None)
+
+    def tokens_of(self, ordinals: Collection[int]) -> int:
+        """How many tokens there are of answers to these, which are not scored."""
+        return sum(
+            len(beginning.tokens)
+            for request_id, _, beginning in self._known()
+            if (work := self._open.get(request_id)) and work.ordinal in ordinals
+        )
 
     def new_parts(self) -> list[Record]:
         """Parts of answers that are not written yet, of groups that are not scored."""
         if not self._open:
             return []
-        found = [(each.request_id, each.sample, each.beginning) for each in self._inference.partial_answers()]
-        for request_id, work in self._open.items():
-            for sample, one in enumerate(work.completions or []):
-                found.append((request_id, sample, Beginning(one.tokens, one.logprobs, one.versions)))
         records = []
-        for request_id, sample, beginning in found:
+        for request_id, sample, beginning in self._known():
             work_of = self._open.get(request_id)  # none: not a prompt of the stream
             if work_of is None or len(beginning.tokens) <= work_of.written.get(sample, 0):
                 continue
@@ -171,3 +180,11 @@ class Recording:
             )
             work_of.written[sample] = len(beginning.tokens)
         return records
+
+    def _known(self) -> list[tuple[str, int, Beginning]]:
+        """By request and sample, what there is of the answers of groups that are not scored."""
+        found = [(each.request_id, each.sample, each.beginning) for each in self._inference.partial_answers()]
+        for request_id, work in self._open.items():
+            for sample, one in enumerate(work.completions or []):
+                found.append((request_id, sample, Beginning(one.tokens, one.logprobs, one.versions)))
+        return found

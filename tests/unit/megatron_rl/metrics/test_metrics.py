@@ -202,6 +202,7 @@ BATCH = BatchStats(
     truncated=1,
     failed=1,
     dropped=0,
+    overdue_tokens=0,
     staleness=2,
     staleness_max=2,
 )

@@ -25,8 +25,10 @@ from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
+from megatron_rl.rollout import answering as answering_module
 from megatron_rl.rollout import driver as driver_module
-from megatron_rl.rollout.driver import RolloutBatch, RolloutDriver
+from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.generation import EngineLoop
 from megatron_rl.rollout.stream import PromptStream
 
@@ -103,7 +105,7 @@ def collect(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "dist", Threads(ranks))
-        patch.setattr(driver_module, "exchange", lambda made, *_: made)  # each trains on what it made
+        patch.setattr(answering_module, "exchange", lambda made, *_: made)  # each trains on what it made
         threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()

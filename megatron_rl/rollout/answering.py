@@ -1,0 +1,105 @@
+"""From an ordinal to its scored group, and from the groups of all drivers to the batch of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import compress
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.keys import group_key
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.advantages import RewardMoments
+from megatron_rl.algorithms.signal import GroupRewards, group_rewards, has_signal
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.api import PromptTooLong
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rollout.bank.recording import Recording
+from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.rollout.exchange import exchange
+from megatron_rl.rollout.stream import PromptStream
+
+logger = logging.getLogger(__name__)
+
+
+class Answering:
+    """What the agent makes of the ordinals of the prompt stream."""
+
+    def __init__(self, agent: GroupedRolloutGenerator, config: RunConfig) -> None:
+        self.config = config
+        self.stream = PromptStream(agent.training_problems(), config.training.seed)
+        self.answered = 0
+        """Groups so far."""
+        self._agent = agent
+
+    async def group(self, ordinal: int, recording: Recording) -> TrajectoryGroup | None:
+        """The group of an ordinal; None where its prompt is too long."""
+        request = GroupRolloutRequest(
+            ordinal=ordinal,
+            problem=self.stream.problem(ordinal),
+            group_size=self.config.grpo.group_size,
+            sampling=self.config.sampling,
+            key=group_key(self.config.training.seed, ordinal, 0, recording.policy_version(ordinal)),
+            inference=recording,
+            reward_timeout_s=self.config.environment.reward_timeout_s,
+        )
+        try:
+            group = await self._agent.group_rollout(request)
+        except PromptTooLong as error:
+            logger.warning("prompt %d is dropped: %s", ordinal, error)
+            return None
+        self.answered += 1
+        recording.add(group)
+        return group
+
+    def with_signal(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Those that dynamic sampling keeps."""
+        rewards = self._rewards(groups)
+        return [*compress(groups, has_signal(rewards.shaped, rewards.group, len(groups)).tolist())]
+
+    def batch(
+        self,
+        made: Mapping[int, TrajectoryGroup],
+        groups: Groups,
+        ordinals: range,
+        dropped: Mapping[int, str],
+        *,
+        dropped_tokens: int = 0,
+        rounds: int = 1,
+    ) -> RolloutBatch:
+        """The batch that all drivers have made together. Collective.
+
+        Args:
+            made: by this driver, by position in the batch.
+            ordinals: that the batch settles.
+        """
+        failures: Counter[str] = Counter()
+        for group in made.values():
+            failures.update(group.failures)
+        rewards = self._of_all_rewards(made.values(), groups) if self.config.grpo.baseline == "batch" else None
+        trained_here = exchange(made, self.config, groups, self.stream.problem, rewards)
+        return RolloutBatch(
+            groups=[*trained_here.values()],
+            positions=[*trained_here],
+            first_ordinal=ordinals.start,
+            next_ordinal=ordinals.stop,
+            dropped=dropped,
+            dropped_tokens=dropped_tokens,
+            failures=failures,
+            rounds=rounds,
+            rewards=rewards,
+        )
+
+    def _rewards(self, groups: Collection[TrajectoryGroup]) -> GroupRewards:
+        return group_rewards([*groups], self.config.sampling.max_new_tokens, self.config.grpo.overlong)
+
+    def _of_all_rewards(self, made: Collection[TrajectoryGroup], groups: Groups) -> RewardMoments:
+        """Of the answers that any driver has made. Collective."""
+        own = torch.tensor(RewardMoments.of(self._rewards(made).shaped), dtype=torch.float64)
+        of_all = [torch.empty_like(own) for _ in range(groups.control.size())]
+        dist.all_gather(of_all, own, group=groups.control)
+        return RewardMoments.joined(RewardMoments(*part.tolist()) for part in of_all)

@@ -1,0 +1,31 @@
+"""What one step trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.advantages import RewardMoments
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """What one step trains on, as this rank sees it."""
+
+    groups: list[TrajectoryGroup]
+    """Those that its replica of the trained model trains on, whole, in ordinal order; the same on every rank of it."""
+    positions: list[int]
+    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order. Of a prompt that was too long, where
+    nothing could take its place, it stays empty."""
+    first_ordinal: int
+    next_ordinal: int
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    """Ordinals that this driver has settled without training, and why."""
+    dropped_tokens: int = 0
+    """Of the answers under way to those that were overdue."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Answers of groups to train on that this driver has lost, by reason."""
+    rounds: int = 1
+    rewards: RewardMoments | None = None
+    """Of all answers of the batch, where the baseline is made of them."""

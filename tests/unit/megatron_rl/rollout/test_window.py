@@ -1,0 +1,115 @@
+"""What may be begun while a step trains, and what makes the next batch."""
+
+from __future__ import annotations
+
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.rollout.window import State, begun_below, choose
+
+UNFINISHED, OVERDUE, UNUSABLE, NO_SIGNAL, USABLE = State
+
+
+class Simulated:
+    """A run whose answers take as many turns as they are told to; a turn is a token of every answer, or a step."""
+
+    def __init__(self, wanted: int, max_lag: int, rounds: int, drops: bool) -> None:
+        self.wanted, self.max_lag, self.rounds, self.drops = wanted, max_lag, rounds, drops
+        self.weights = 0
+        """The step that they are after."""
+        self.first = 0
+        self.begun: dict[int, int] = {}  # ordinal: weights
+        self.finished: dict[int, State] = {}
+        self.settled: list[int] = []
+        self.trained: list[list[int]] = []
+
+    def states(self) -> list[State]:
+        return [self.state(ordinal) for ordinal in range(self.first, self.first + len(self.begun))]
+
+    def state(self, ordinal: int) -> State:
+        overdue = self.drops and self.begun[ordinal] <= self.weights - self.max_lag
+        return self.finished.get(ordinal, OVERDUE if overdue else UNFINISHED)
+
+    def begin(self, batches: int) -> None:
+        below = begun_below(self.first, self.states(), batches, self.wanted, self.rounds)
+        for ordinal in range(self.first + len(self.begun), below):
+            self.begun[ordinal] = self.weights
+
+    def collect(self) -> bool:
+        """Whether there is a batch; then it is trained on, while others are answered."""
+        self.begin(1 + self.max_lag)
+        choice = choose(self.first, self.states(), self.wanted, self.rounds)
+        if choice is None:
+            return False
+        gone = range(self.first, choice.next_ordinal)
+        ages = [self.weights - self.begun[ordinal] for ordinal in choice.trained]
+        assert all(age <= self.max_lag for age in ages)
+        assert all(self.finished[ordinal] in (USABLE, NO_SIGNAL) for ordinal in choice.trained)
+        assert {*choice.overdue} == {ordinal for ordinal in gone if ordinal not in self.finished}
+        self.trained.append(choice.trained)
+        self.settled += gone
+        for ordinal in gone:
+            del self.begun[ordinal]
+        self.first = choice.next_ordinal
+        self.begin(self.max_lag)
+        of_use = [each for each in self.states() if each not in (NO_SIGNAL, UNUSABLE)]
+        assert len(of_use) <= self.max_lag * self.wanted or self.rounds == 1
+        return True
+
+
+@examples(60)
+@given(
+    wanted=st.integers(1, 4),
+    max_lag=st.integers(0, 3),
+    rounds=st.sampled_from([1, 2, 8]),
+    drops=st.booleans(),
+    fates=st.lists(st.sampled_from([USABLE, USABLE, NO_SIGNAL, UNUSABLE]), min_size=1, max_size=20),
+    picks=st.lists(st.integers(0, 50), min_size=1, max_size=60),
+)
+def test_every_ordinal_is_settled_once_and_no_token_is_older_than_the_bound(
+    wanted: int, max_lag: int, rounds: int, drops: bool, fates: list[State], picks: list[int]
+) -> None:
+    run = Simulated(wanted, max_lag, rounds, drops)
+    for pick in picks:
+        while run.collect():
+            run.weights += 1
+        unfinished = [ordinal for ordinal in run.begun if ordinal not in run.finished]
+        assert unfinished, "all that may be begun is answered, and there is no batch"
+        ordinal = unfinished[pick % len(unfinished)]
+        fate = fates[ordinal % len(fates)]
+        run.finished[ordinal] = fate if rounds > 1 or fate is not NO_SIGNAL else USABLE
+    assert run.settled == [*range(run.first)]
+    trained = [ordinal for batch in run.trained for ordinal in batch]
+    assert trained == sorted({*trained})
+    assert all(len(batch) == wanted for batch in run.trained) or UNUSABLE in fates
+
+
+def test_a_batch_is_the_first_of_the_stream_however_late_they_are_answered() -> None:
+    assert choose(7, [USABLE, UNFINISHED, USABLE, USABLE], 2, rounds=1) is None
+    found = choose(7, [USABLE, USABLE, USABLE, USABLE], 2, rounds=1)
+    assert found is not None
+    assert (found.trained, found.next_ordinal) == ([7, 8], 9)
+
+
+def test_what_is_overdue_is_waited_for_until_others_can_take_its_place() -> None:
+    assert choose(0, [OVERDUE, USABLE, UNFINISHED], 2, rounds=1) is None
+    found = choose(0, [OVERDUE, USABLE, USABLE], 2, rounds=1)
+    assert found is not None
+    assert (found.trained, found.overdue, found.next_ordinal) == ([1, 2], [0], 3)
+
+
+def test_groups_without_signal_are_passed_over_until_the_rounds_are_used_up() -> None:
+    states = [NO_SIGNAL, USABLE, NO_SIGNAL, UNUSABLE]
+    assert begun_below(0, states, batches=1, wanted=2, rounds=8) == 5
+    assert choose(0, states, 2, rounds=8) is None
+    found = choose(0, states, 2, rounds=2)
+    assert found is not None
+    assert (found.trained, found.next_ordinal) == ([1, 2], 4)
+
+
+def test_without_dynamic_sampling_nothing_takes_the_place_of_a_prompt_that_is_too_long() -> None:
+    assert begun_below(3, [UNUSABLE], batches=2, wanted=2, rounds=1) == 7
+    found = choose(3, [UNUSABLE, USABLE], 2, rounds=1)
+    assert found is not None
+    assert (found.trained, found.next_ordinal) == ([4], 5)
