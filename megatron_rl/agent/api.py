@@ -31,6 +31,8 @@ class GroupRolloutRequest:
     inference: InferenceInterface
     reward_timeout_s: float
     """See `EnvironmentConfig.reward_timeout_s`."""
+    reward_retries: int = 0
+    """See `EnvironmentConfig.reward_retries`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class EvaluationRequest:
     key: int
     inference: InferenceInterface
     reward_timeout_s: float
+    reward_retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
 from inspect import isawaitable, iscoroutinefunction
 from itertools import count
 from typing import Any
@@ -43,7 +45,8 @@ class RewardOnlyAgent(Environment):
         once, and `environment.reward_timeout_s` ends the wait. The engine generates in the same event loop, so a plain
         one must be quick.
 
-        Whatever this raises costs that one answer: it is left out of its group and counted among the failures.
+        Where this raises it is called again, `environment.reward_retries` times; whatever it raises then costs that one
+        answer: it is left out of its group and counted among the failures.
         """
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
@@ -57,7 +60,7 @@ class RewardOnlyAgent(Environment):
                 request.ordinal,
             ),
             request.inference,
-            request.reward_timeout_s,
+            _Patience(request.reward_timeout_s, request.reward_retries),
         )
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
 
@@ -71,7 +74,8 @@ class RewardOnlyAgent(Environment):
             prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
             asked = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
             try:
-                answers, lost = await self._answer(problem, asked, request.inference, request.reward_timeout_s)
+                patience = _Patience(request.reward_timeout_s, request.reward_retries)
+                answers, lost = await self._answer(problem, asked, request.inference, patience)
             except PromptTooLong as error:
                 logger.warning("problem %d of an evaluation counts as lost: %s", index, error)
                 answers, lost = [], Counter({"the prompt is too long": request.samples_per_problem})
@@ -82,12 +86,12 @@ class RewardOnlyAgent(Environment):
         return EvaluationResponse(answers, failures)
 
     async def _answer(
-        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, timeout_s: float
+        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, patience: _Patience
     ) -> tuple[list[Trajectory], Counter[str]]:
         """Scored answers in sample order, and the number of those lost, by reason."""
         completions = await inference.generate(request)
         scored = [
-            self._score(problem, self.tokenizer.decode(completion.tokens), completion, timeout_s)
+            self._score(problem, self.tokenizer.decode(completion.tokens), completion, patience)
             for completion in completions
         ]
         if iscoroutinefunction(self.get_reward):
@@ -106,17 +110,22 @@ class RewardOnlyAgent(Environment):
         return trajectories, failures
 
     async def _score(
-        self, problem: Problem, text: str, completion: Completion, timeout_s: float
+        self, problem: Problem, text: str, completion: Completion, patience: _Patience
     ) -> tuple[str, float | Exception]:
-        """The answer's text and its reward, or what scoring it raised."""
-        try:
-            score = self.get_reward(text, problem.golden, completion.finish_reason)
-            reward = float(await _within(timeout_s, score) if isawaitable(score) else score)
-            if not math.isfinite(reward):
-                raise ValueError(f"the reward is {reward}")
-        except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
-            return text, error
-        return text, reward
+        """The answer's text and its reward, or what scoring it raised in the last try."""
+        began, tries = time.monotonic(), 0
+        while True:
+            left_s = patience.timeout_s - (time.monotonic() - began)
+            try:
+                score = self.get_reward(text, problem.golden, completion.finish_reason)
+                reward = float(await _within(left_s, score, patience) if isawaitable(score) else score)
+                if not math.isfinite(reward):
+                    raise ValueError(f"the reward is {reward}")
+                return text, reward
+            except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
+                tries += 1
+                if tries > patience.retries or time.monotonic() - began >= patience.timeout_s:
+                    return text, error
 
     def _reason(self, error: Exception, problem: Problem, text: str) -> str:
         """Short reason for the record; the first error of each type is logged with its traceback."""
@@ -127,14 +136,23 @@ class RewardOnlyAgent(Environment):
         return f"get_reward: {type(error).__name__}: {first_line}"[:200]
 
 
-async def _within(timeout_s: float, score: Awaitable[float]) -> float:
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """With the scoring of one answer, see `EnvironmentConfig`."""
+
+    timeout_s: float
+    """For all tries together."""
+    retries: int
+
+
+async def _within(left_s: float, score: Awaitable[float], patience: _Patience) -> float:
     """What is awaited. Raises TimeoutError where that takes too long."""
     import asyncio  # as above
 
     try:
-        async with asyncio.timeout(timeout_s) as clock:
+        async with asyncio.timeout(left_s) as clock:
             return await score
     except TimeoutError as error:
         if not clock.expired():
             raise
-        raise TimeoutError(f"no score within {timeout_s:g} s (environment.reward_timeout_s)") from error
+        raise TimeoutError(f"no score within {patience.timeout_s:g} s (environment.reward_timeout_s)") from error

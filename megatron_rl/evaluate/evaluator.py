@@ -197,6 +197,7 @@ async def _answer(
             key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.evaluate.seed, place),
             inference=engine,
             reward_timeout_s=evaluation.environment.reward_timeout_s,
+            reward_retries=evaluation.environment.reward_retries,
         )
         for place, problem in zip(block.problems, problems, strict=True)
     ]

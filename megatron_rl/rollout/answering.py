@@ -46,6 +46,7 @@ class Answering:
             key=group_key(self.config.training.seed, ordinal, 0, recording.policy_version(ordinal)),
             inference=recording,
             reward_timeout_s=self.config.environment.reward_timeout_s,
+            reward_retries=self.config.environment.reward_retries,
         )
         try:
             group = await self._agent.group_rollout(request)

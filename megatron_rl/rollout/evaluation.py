@@ -40,6 +40,7 @@ def evaluate(
             key=0,
             inference=inference,
             reward_timeout_s=config.environment.reward_timeout_s,
+            reward_retries=config.environment.reward_retries,
         )
         response = loop.run(partial(agent.evaluate, request), sign_of_life=lambda: inference.busy_s)
         if response is not None:

@@ -64,7 +64,7 @@ def completion(text: str, cut: bool) -> Completion:
 
 
 def rollout_group(
-    agent: RewardOnlyAgent, engine: Scripted, size: int, timeout_s: float = 60.0, prompt: str = "7="
+    agent: RewardOnlyAgent, engine: Scripted, size: int, timeout_s: float = 60.0, prompt: str = "7=", retries: int = 0
 ) -> TrajectoryGroup:
     request = GroupRolloutRequest(
         ordinal=5,
@@ -74,6 +74,7 @@ def rollout_group(
         key=11,
         inference=engine,
         reward_timeout_s=timeout_s,
+        reward_retries=retries,
     )
     return asyncio.run(agent.group_rollout(request))
 
@@ -110,6 +111,20 @@ def test_answer_whose_reward_raises_is_left_out_and_counted_by_reason() -> None:
     group = rollout_group(Scored(score), Scripted(["1", "2", "3", "2"]), 4)
     assert [trajectory.text for trajectory in group.trajectories] == ["1"]
     assert group.failures == {"get_reward: TimeoutError: the verifier took 10 s": 2, "get_reward: KeyError: '3'": 1}
+
+
+@pytest.mark.parametrize(("failures", "lost"), [(2, {}), (3, {"get_reward: OSError: no answer": 1})])
+def test_scoring_that_fails_is_tried_again_before_the_answer_is_lost(failures: int, lost: dict[str, int]) -> None:
+    tries = iter(range(100))
+
+    def score(text: str) -> float:
+        if next(tries) < failures:
+            raise OSError("no answer")
+        return float(text)
+
+    group = rollout_group(Scored(score), Scripted(["5"]), 1, retries=2)
+    assert [trajectory.reward for trajectory in group.trajectories] == [5.0][: not lost]
+    assert group.failures == lost
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high"])
