@@ -1,0 +1,115 @@
+"""What runs in a child process of process.py; the standard library alone.
+
+    worker     {"function": "module:name"}: answers requests, a JSON line each, by a function of ours
+    program    {"function": null}: runs one program that a model wrote
+
+It confines itself before anything else. A program comes through stdin, as JSON behind its length; what follows there is
+the program's own input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import CodeType
+from typing import Any
+
+from megatron_rl.agent.sandbox.api import Ending
+from megatron_rl.agent.sandbox.confine import die_with, limit_memory, limit_processor, shut_in
+
+LENGTH_DIGITS = 12
+"""Of a program's length."""
+
+OUTSIDE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What the ranks are told is no business of their children."""
+
+COMMON = "from typing import *\nfrom collections import *\nimport bisect, functools, heapq, itertools, math"
+"""What a function to be written on a judge's site may take for granted."""
+
+
+def main() -> None:
+    job = json.loads(sys.argv.pop())
+    for number in OUTSIDE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with(job["parent"])
+    limit_memory(job["memory_bytes"])
+    del sys.path[-1]  # ours, by which process.py had this module found
+    if job["function"] is None:
+        run_program(job["cpu_s"])
+    else:
+        sys.path.extend(place for place in job["path"] if place not in sys.path)
+        work(job["function"], job["cpu_s"])
+
+
+def work(function: str, cpu_s: int) -> None:
+    """Answer until there are no more requests."""
+    replies = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints is no reply
+    module, _, name = function.partition(":")
+    answer = getattr(import_module(module), name)
+    _write(replies, ["ready", shut_in()])
+    for line in sys.stdin.buffer:
+        limit_processor(cpu_s, for_good=False)
+        _write(replies, _reply(lambda line=line: answer(json.loads(line))))  # type: ignore[misc]
+
+
+def run_program(cpu_s: int) -> None:
+    """Its output follows a line of ours, or is the line of a reply, where a function is called."""
+    job = json.loads(_read(int(_read(LENGTH_DIGITS))))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    replies = os.dup(1)
+    if job["name"] is not None:
+        names = {"__name__": "answer"}
+        exec(COMMON, names)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _write(replies, ["ready", shut_in()])
+    limit_processor(cpu_s, for_good=True)
+    code = compile(job["source"], "answer.py", "exec", dont_inherit=True)
+    if job["name"] is None:
+        exec(code, names)
+    else:
+        _write(replies, _reply(lambda: _call(code, names, job["name"], job["arguments"])))
+
+
+def _call(code: CodeType, names: dict[str, Any], name: str, arguments: list[Any]) -> Any:
+    exec(code, names)
+    function = names.get(name)
+    if function is None:
+        function = getattr(names["Solution"](), name)
+    return function(*arguments)
+
+
+def _reply(answer: Callable[[], Any]) -> list[Any]:
+    try:
+        value = answer()
+    except MemoryError:
+        os._exit(1)  # what is left of this process is not to be trusted
+    except Exception as error:  # noqa: BLE001 - somebody else's code
+        return [Ending.ERROR, f"{type(error).__name__}: {error}"[:200]]
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return [Ending.WRONG_FORMAT, f"{type(value).__name__} is no JSON: {error}"[:200]]
+    return [Ending.OK, value]
+
+
+def _write(file: int, reply: list[Any]) -> None:
+    left = json.dumps(reply).encode() + b"\n"
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def _read(size: int) -> bytes:
+    """From stdin, and nothing behind it."""
+    parts = []
+    while size:
+        part = os.read(0, size)
+        if not part:
+            raise SystemExit("the program did not come whole")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

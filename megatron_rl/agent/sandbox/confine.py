@@ -1,0 +1,140 @@
+"""What a child process gives up before it runs what cannot be trusted. Linux; the standard library alone.
+
+    memory, processor time, core dumps                      limits of the process (setrlimit)
+    network, writing, processes, signals, other processes   a filter of system calls (seccomp), which needs no right and
+                                                            cannot be taken off again
+    life                                                    ends with its parent (PR_SET_PDEATHSIG)
+
+Where the kernel or the processor has no such filter, a name space without network is tried (unshare), files that it
+writes stay empty, and processes are limited by number.
+
+It can read what its user can read. Without a network nothing of that leaves it but in its answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+
+from megatron_rl.agent.sandbox.system_calls import MACHINES, Machine, refused
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38  # prctl(2)
+_SECCOMP_MODE_FILTER = 2
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # seccomp(2)
+_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # opcodes of BPF: ld abs, jeq, jset, ret
+_NUMBER, _MACHINE, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data: of the call, of its first argument
+_CLONE_THREAD, _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000, 0x10000000, 0x40000000
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_DATAGRAMS = 2  # bit of the types of socket that need no connection: SOCK_DGRAM, SOCK_RAW
+
+FEW_PROCESSES = 64
+"""Beside those that its user has, where system calls cannot be filtered."""
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, however it ends.
+
+    parent: id of that thread's process. Raises SystemExit where it is gone already.
+    """
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise SystemExit("the process that started this one is gone")
+
+
+def limit_memory(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_processor(seconds: int, *, for_good: bool) -> None:
+    """Allow so many further seconds of processor time; then SIGXCPU ends the process.
+
+    for_good: whether they are the last ones.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, soft if for_good else hard))
+
+
+def shut_in() -> str | None:
+    """Take network, writing, processes and signals from this process for good. Returns what could not be taken."""
+    why = _filter_calls()
+    if why is None:
+        return None
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    processes, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = min(_processes() + FEW_PROCESSES, *(limit for limit in (processes, hard) if limit >= 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    if _libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
+        return f"the network, and changing files ({why}; unshare: {os.strerror(ctypes.get_errno())})"
+    return f"changing files ({why})"
+
+
+def _filter_calls() -> str | None:
+    """Returns why not, where it cannot be."""
+    machine = MACHINES.get(platform.machine())
+    if machine is None:
+        return f"no filter of system calls for {platform.machine()}"
+    program = _program(machine)
+    filled = ctypes.create_string_buffer(program)
+    libc = _libc()
+    # struct sock_fprog: the number of instructions, and where they are
+    head = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(filled)))
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, head, 0, 0):
+        return f"seccomp: {os.strerror(ctypes.get_errno())}"
+    return None
+
+
+def _program(machine: Machine) -> bytes:
+    """The filter, in BPF: instructions of (opcode, instructions to skip if it holds, if not, operand)."""
+    refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    lines = [
+        (_LOAD, 0, 0, _MACHINE),
+        (_EQUAL, 1, 0, machine.audit),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    if machine.other_numbers is not None:
+        lines += [(_ANY_BIT, 0, 1, machine.other_numbers), refuse]
+    for number in refused(machine):
+        lines += [(_EQUAL, 0, 1, number), refuse]
+    # glibc goes on with clone, whose flags can be seen.
+    lines += [(_EQUAL, 0, 1, machine.clone3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    # Allowed where the test of an argument skips the refusal behind it.
+    for number, argument, test in (
+        (machine.clone, 0, (_ANY_BIT, 1, 0, _CLONE_THREAD)),  # a thread, and no process
+        (machine.prlimit, 0, (_EQUAL, 1, 0, 0)),  # its own limits
+        (machine.socketpair, 1, (_ANY_BIT, 0, 1, _DATAGRAMS)),
+        (machine.openat, 2, (_ANY_BIT, 0, 1, _WRITES)),
+        (machine.open, 1, (_ANY_BIT, 0, 1, _WRITES)),
+    ):
+        if number is not None:
+            body = [(_LOAD, 0, 0, _ARGUMENT + 8 * argument), test, refuse, (_RETURN, 0, 0, _ALLOW)]
+            lines += [(_EQUAL, 0, len(body), number), *body]
+    lines.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def _processes() -> int:
+    """Threads of this user on this machine, which is what the kernel counts."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == os.getuid():
+                    count += len(os.listdir(f"/proc/{entry.name}/task"))  # noqa: PTH208
+            except OSError:
+                continue  # gone
+    return count
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,202 @@
+"""Child processes that are asked from an event loop, a number of them at a time.
+
+    event loop -> thread -> child process
+
+What runs there may go on for ever in code that no exception interrupts. So a thread waits for the answer, with a limit
+of time, and ends the process when that is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import LifoQueue
+from typing import Any
+
+from megatron_rl.agent.sandbox.api import Ending, Limits, Outcome
+from megatron_rl.agent.sandbox.child import LENGTH_DIGITS
+from megatron_rl.agent.sandbox.process import ConfinedProcess, TooMuch
+
+logger = logging.getLogger(__name__)
+
+Reader = Callable[[bytes], Outcome]
+
+START_S = 120.0
+"""Longest start of a worker: imports from a busy network file system."""
+
+
+class WorkerPool:
+    """Workers that answer requests by a function of ours, which what it is asked may bring to hang, grow or die. They
+    start when they are first needed, again after each death, and end with this object."""
+
+    def __init__(self, function: str, workers: int, limits: Limits) -> None:
+        """function: module:name; it is given a request and returns the answer, both as JSON has them."""
+        made = [_Worker(function, limits) for _ in range(workers)]
+        self._idle: LifoQueue[_Worker] = LifoQueue()  # the worker used last is warm
+        for worker in made:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self.close = weakref.finalize(self, _close, self._threads, made)
+        """Ends the workers; so does the end of this object or of the interpreter."""
+
+    async def ask(self, request: Any) -> Outcome:
+        """The answer of a worker, or why there is none; the event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, request)
+
+    def _ask(self, request: Any) -> Outcome:
+        worker = self._idle.get()
+        try:
+            return worker.ask(request)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process, started again after each death. Used by one thread at a time."""
+
+    def __init__(self, function: str, limits: Limits) -> None:
+        self._function, self._limits = function, limits
+        self.process: ConfinedProcess | None = None
+
+    def ask(self, request: Any) -> Outcome:
+        if self.process is None and (why := self._start()):
+            return Outcome(Ending.KILLED, detail=why)
+        assert self.process is not None
+        try:
+            line = self.process.ask(json.dumps(request).encode() + b"\n", time.monotonic() + self._limits.wall_s)
+            outcome = _read(line)
+        except TimeoutError:
+            outcome = Outcome(Ending.TIME_OUT, detail=f"no answer within {self._limits.wall_s:g} s")
+        except TooMuch:
+            outcome = Outcome(Ending.WRONG_FORMAT, detail=f"more than {self._limits.output_bytes} bytes")
+        except EOFError:
+            outcome = Outcome(
+                Ending.KILLED, detail=f"it died, most likely of its limit of {self._limits.memory_bytes / 2**30:g} GiB"
+            )
+        if outcome.ending not in (Ending.OK, Ending.ERROR):
+            self.end()
+        return outcome
+
+    def kill(self) -> None:
+        """From any thread."""
+        if process := self.process:
+            process.kill()
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+            self.process = None
+
+    def _start(self) -> str | None:
+        """Returns why it did not, in words."""
+        limit = f"within {START_S:g} s and {self._limits.memory_bytes / 2**30:g} GiB"
+        try:
+            self.process = ConfinedProcess(self._limits, self._function, sys.path)
+            ready = json.loads(self.process.ask(b"", time.monotonic() + START_S))
+        except (OSError, TimeoutError, EOFError, TooMuch, ValueError) as error:
+            self.end()
+            return f"it did not start {limit}{f': {error}' if str(error) else '; the log says more'}"
+        _say_once(ready[1])
+        return None
+
+
+class ProgramPool:
+    """Runs programs that a model wrote, each in a process of its own, so many at a time."""
+
+    def __init__(self, processes: int) -> None:
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="sandbox")
+        running: set[ConfinedProcess] = set()
+        self._running = running
+        self.close = weakref.finalize(self, _close, self._threads, running)
+        """Ends what runs; so does the end of this object or of the interpreter."""
+
+    async def run(self, source: str, standard_input: str, limits: Limits) -> Outcome:
+        """What a program writes to its standard output, as text."""
+        return await self._run({"source": source, "name": None}, standard_input, limits, _as_text)
+
+    async def call(self, source: str, name: str, arguments: list[Any], limits: Limits) -> Outcome:
+        """What a function of a program, or a method of its class Solution, returns, as JSON has it."""
+        return await self._run({"source": source, "name": name, "arguments": arguments}, "", limits, _read)
+
+    async def _run(self, program: dict[str, Any], content: str, limits: Limits, read: Reader) -> Outcome:
+        job = json.dumps(program).encode()
+        whole = b"".join((str(len(job)).zfill(LENGTH_DIGITS).encode(), job, content.encode(errors="surrogatepass")))
+        work = partial(_run_program, whole, limits, read, self._running)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _run_program(whole: bytes, limits: Limits, read: Reader, running: set[ConfinedProcess]) -> Outcome:
+    try:
+        process = ConfinedProcess(limits)
+    except OSError as error:
+        return Outcome(Ending.KILLED, detail=f"it could not be started: {error}")
+    running.add(process)
+    try:
+        output = process.finish(whole, time.monotonic() + limits.wall_s)
+    except TimeoutError:
+        return Outcome(Ending.TIME_OUT, detail=f"more than {limits.wall_s:g} s")
+    except TooMuch:
+        return Outcome(Ending.WRONG_FORMAT, detail=f"more than {limits.output_bytes} bytes")
+    finally:
+        code = process.end()
+        running.discard(process)
+    ready, begun, output = output.partition(b"\n")
+    if not begun:
+        return Outcome(Ending.KILLED, detail=f"it could not begin: {_last_line(process.complaint) or _called(code)}")
+    _say_once(json.loads(ready)[1])
+    if code == 0:
+        return read(output)
+    if code == -signal.SIGXCPU or process.cpu_s > limits.cpu_s:
+        return Outcome(Ending.TIME_OUT, detail=f"more than {limits.cpu_s} s of processor time")
+    if code in (None, -signal.SIGKILL):  # no limit of ours: it may have been the kernel's memory
+        return Outcome(Ending.KILLED, detail=_called(code))
+    return Outcome(Ending.ERROR, detail=_last_line(process.complaint) or _called(code))
+
+
+def _as_text(output: bytes) -> Outcome:
+    return Outcome(Ending.OK, output.decode(errors="replace"))
+
+
+def _read(line: bytes) -> Outcome:
+    """What a child replied. Nothing but JSON is taken from it."""
+    try:
+        ending, content = json.loads(line)
+        ending = Ending(ending)
+    except (ValueError, TypeError, RecursionError):
+        return Outcome(Ending.WRONG_FORMAT, detail="its answer is none")
+    return Outcome(ending, content) if ending is Ending.OK else Outcome(ending, detail=str(content)[:200])
+
+
+def _last_line(text: bytes) -> str:
+    lines = text.decode(errors="replace").split("\n")
+    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+
+def _called(code: int | None) -> str:
+    if code is None:
+        return "the kernel does not end it"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+_said = threading.Event()
+
+
+def _say_once(missing: str | None) -> None:
+    if missing and not _said.is_set():
+        _said.set()
+        logger.warning("this machine's kernel leaves to programs that a model wrote: %s", missing)
+
+
+def _close(threads: ThreadPoolExecutor, running: Iterable[_Worker | ConfinedProcess]) -> None:
+    threads.shutdown(wait=False, cancel_futures=True)
+    for process in list(running):
+        process.kill()

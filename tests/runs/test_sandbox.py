@@ -1,0 +1,169 @@
+"""What is asked of a sandbox may hang, grow, die or be hostile: it costs that one answer, and the reason is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.agent.sandbox.api import Ending, Limits, Outcome
+from megatron_rl.agent.sandbox.pool import ProgramPool, WorkerPool
+
+LIMITS = Limits(wall_s=60.0, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)
+SHORT = Limits(wall_s=0.5, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ProgramPool]:
+    pool = ProgramPool(processes=2)
+    yield pool
+    pool.close()
+
+
+def run(programs: ProgramPool, source: str, standard_input: str = "", limits: Limits = LIMITS) -> Outcome:
+    return asyncio.run(programs.run(source, standard_input, limits))
+
+
+def test_a_program_reads_its_input_and_what_it_writes_is_the_answer(programs: ProgramPool) -> None:
+    source = "import sys\nprint(sum(map(int, input().split())), len(sys.stdin.read()))"
+    assert run(programs, source, "3 4\n" + "x" * 200_000) == Outcome(Ending.OK, "7 200000\n")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def add(a, b): return (a + b, [b])",
+        "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        print('not the answer')\n"
+        "        return a + b, [b]",
+    ],
+)
+def test_a_function_returns_its_answer(programs: ProgramPool, source: str) -> None:
+    assert asyncio.run(programs.call(source, "add", [1, 2], LIMITS)) == Outcome(Ending.OK, [3, [2]])
+
+
+HOSTILE = {
+    "fork bomb": ("import os\nwhile True: os.fork()", Ending.ERROR, "Operation not permitted"),
+    "memory hog": ("x = bytearray(2**40)", Ending.ERROR, "MemoryError"),
+    "slow hog": ("x = []\nwhile True: x.append(bytearray(2**24))", Ending.ERROR, "MemoryError"),
+    "10 GB of output": ("while True: print('x' * 2**16)", Ending.WRONG_FORMAT, "more than 1048576 bytes"),
+    "10 GB of errors": ("import sys\nwhile True: sys.stderr.write('x' * 2**16)", Ending.WRONG_FORMAT, "more than"),
+    "sleeps": ("import time; time.sleep(1e6)", Ending.TIME_OUT, "more than 0.5 s"),
+    "closes its output and goes on": (
+        "import os, time; [os.close(file) for file in (0, 1, 2)]; time.sleep(1e6)", Ending.TIME_OUT, "more than 0.5 s"
+    ),
+    "endless loop": (
+        "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+        Ending.TIME_OUT,
+        "more than 1 s of processor time",
+    ),
+    "network": ("import socket; socket.create_connection(('127.0.0.1', 1))", Ending.ERROR, "Operation not permitted"),
+    "kills its owner": ("import os; os.kill(os.getppid(), 0)", Ending.ERROR, "Operation not permitted"),
+    "kills everybody": ("import os; os.kill(-1, 0)", Ending.ERROR, "Operation not permitted"),
+    "leaves its group": ("import os; os.setsid()", Ending.ERROR, "Operation not permitted"),
+    "writes a file": ("open('/tmp/mrl-was-here', 'w')", Ending.ERROR, "Operation not permitted"),
+    "removes its owner's files": ("import os; os.unlink('/tmp/mrl-was-here')", Ending.ERROR, "Operation not permitted"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", Ending.ERROR, "SIGSEGV"),
+    "no program": ("def (", Ending.ERROR, "SyntaxError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_costs_its_answer_and_nothing_else(programs: ProgramPool, name: str) -> None:
+    source, ending, detail = HOSTILE[name]
+    limits = SHORT if "0.5 s" in detail else LIMITS
+    if "processor" in detail:
+        limits = Limits(wall_s=120.0, cpu_s=1, memory_bytes=2**29)
+    outcome = run(programs, source, limits=limits)
+    assert outcome.ending is ending and detail in outcome.detail, str(outcome)
+
+
+def test_what_a_function_returns_is_never_unpickled(programs: ProgramPool) -> None:
+    source = "import os\nclass E:\n    def __reduce__(self): return os.system, ('id',)\ndef f(): return E()"
+    outcome = asyncio.run(programs.call(source, "f", [], LIMITS))
+    assert outcome == Outcome(Ending.WRONG_FORMAT, detail="E is no JSON: Object of type E is not JSON serializable")
+
+
+@pytest.mark.parametrize("reply", [b"\x80\x04cos\nsystem\n", b"[" * 50_000, b'["king", 1]', b"7", b""])
+def test_what_a_program_puts_in_the_place_of_a_reply_is_taken_as_json_or_not_at_all(
+    programs: ProgramPool, reply: bytes
+) -> None:
+    source = f"""
+import os
+def f():
+    for file in range(1, 9):
+        try: os.write(file, {reply!r})
+        except OSError: pass
+    os._exit(0)
+"""
+    assert asyncio.run(programs.call(source, "f", [], LIMITS)).ending is Ending.WRONG_FORMAT
+
+
+def test_a_program_killed_by_somebody_else_was_not_wrong(programs: ProgramPool) -> None:
+    async def kill() -> Outcome:
+        running = asyncio.ensure_future(programs.run("import time; time.sleep(1e6)", "", LIMITS))
+        while not programs._running:
+            await asyncio.sleep(0.01)
+        (process,) = programs._running
+        os.kill(process.pid, signal.SIGKILL)
+        return await running
+
+    outcome = asyncio.run(kill())
+    assert outcome.ending is Ending.KILLED
+
+
+def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
+    """In the C code of a verifier, which no exception interrupts."""
+    pool = WorkerPool("sandbox_functions:backtracks", 1, Limits(wall_s=1.0, cpu_s=60, memory_bytes=2**29))
+
+    async def ask() -> list[Outcome]:
+        return [await pool.ask("a" * length) for length in (3, 60, 3)]
+
+    first, second, third = asyncio.run(ask())
+    pool.close()
+    assert first == third == Outcome(Ending.OK, False)
+    assert second == Outcome(Ending.TIME_OUT, detail="no answer within 1 s")
+
+
+@pytest.mark.parametrize(
+    ("request_", "ending", "detail"),
+    [
+        ("raise", Ending.ERROR, "ZeroDivisionError"),
+        ("set", Ending.WRONG_FORMAT, "set is no JSON"),
+        ("grow", Ending.KILLED, "most likely of its limit of 0.5 GiB"),
+        ("long", Ending.WRONG_FORMAT, "more than 1048576 bytes"),
+    ],
+)
+def test_a_worker_that_fails_is_told_by_its_kind_and_the_next_request_is_answered(
+    worker: WorkerPool, request_: str, ending: Ending, detail: str
+) -> None:
+    async def ask() -> tuple[Outcome, Outcome]:
+        return await worker.ask(request_), await worker.ask("pid")
+
+    failed, after = asyncio.run(ask())
+    assert failed.ending is ending and detail in failed.detail, str(failed)
+    assert after.ending is Ending.OK
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerPool]:
+    pool = WorkerPool("sandbox_functions:answer", 1, LIMITS)
+    yield pool
+    pool.close()
+
+
+def test_a_worker_is_used_again(worker: WorkerPool) -> None:
+    async def ask() -> set[int]:
+        return {(await worker.ask("pid")).value for _ in range(3)}
+
+    assert len(asyncio.run(ask())) == 1
+
+
+def test_a_worker_sees_no_secret_of_its_owner(worker: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    pool = WorkerPool("sandbox_functions:answer", 1, LIMITS)
+    names = asyncio.run(pool.ask("environment")).value
+    pool.close()
+    assert "PATH" in names and "WANDB_API_KEY" not in names
