@@ -109,16 +109,16 @@ def _program(machine: Machine) -> bytes:
     # glibc goes on with clone, whose flags can be seen.
     lines += [(_EQUAL, 0, 1, machine.clone3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     # Allowed where the test of an argument skips the refusal behind it.
-    for number, argument, test in (
+    for call, argument, test in (
         (machine.clone, 0, (_ANY_BIT, 1, 0, _CLONE_THREAD)),  # a thread, and no process
         (machine.prlimit, 0, (_EQUAL, 1, 0, 0)),  # its own limits
         (machine.socketpair, 1, (_ANY_BIT, 0, 1, _DATAGRAMS)),
         (machine.openat, 2, (_ANY_BIT, 0, 1, _WRITES)),
         (machine.open, 1, (_ANY_BIT, 0, 1, _WRITES)),
     ):
-        if number is not None:
+        if call is not None:
             body = [(_LOAD, 0, 0, _ARGUMENT + 8 * argument), test, refuse, (_RETURN, 0, 0, _ALLOW)]
-            lines += [(_EQUAL, 0, len(body), number), *body]
+            lines += [(_EQUAL, 0, len(body), call), *body]
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
