@@ -27,9 +27,10 @@ COMMANDS = (
     "requeue",
     "resume",
     "serve",
+    "serve-agent",
     "status",
 )
-"""Modules of launcher.cli that hold a click command named `command`."""
+"""Modules of launcher.cli (with _ for -) that hold a click command named `command`."""
 
 
 class _Commands(click.Group):
@@ -39,7 +40,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"launcher.cli.{name}").command
+        command: click.Command = import_module(f"launcher.cli.{name.replace('-', '_')}").command
         return command
 
     def resolve_command(

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shlex
-import signal
-import stat
-import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from types import FrameType
 from typing import Any
 
 import click
 
-from launcher.errors import BadInput, Failed
+from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.runs.policy import prepare_policy
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
 
 SERVER = [sys.executable, "-m", "megatron_rl.server"]
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TOKEN_BYTES = 32
-
-
-def default_token_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of this account: what was written down for one server also opens the next."""
-    home = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".config")
-    return Path(home) / "mrl" / "serve-token"
 
 
 @click.command("serve", short_help="Answer by a policy over HTTP, as OpenAI's API does.")
@@ -111,76 +93,7 @@ def command(
         "--grace-s": grace,
     }
     given = [word for key, value in options.items() if value is not None for word in (key, str(value))]
-    _serve([*SERVER, *given, "--", path], tokens, as_json)
-
-
-def make_token_file(file: Path) -> None:
-    """Make the file with a token in it, for this account alone, unless it is there. Raises BadInput."""
-    if file.is_file():
-        if file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            click.echo(f"warning: others can read {file}: chmod 600 it", err=True)
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", encoding="ascii") as made:  # mode 0600
-            made.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
-            made.flush()
-            with suppress(FileExistsError):  # made by another server that was started just now
-                os.link(made.name, file)
-    except OSError as error:
-        raise BadInput(f"--token-file {file} cannot be made: {error.strerror}") from error
-
-
-def _serve(command: list[str], tokens: Path, as_json: bool) -> None:
-    """Until the server ends. It has a session of its own: each Ctrl-C reaches it once, by us."""
-    child: subprocess.Popen[str] | None = None
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if child is not None and child.poll() is None:
-            child.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the child's too, until it knows what to do about them
-    try:
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        with child:
-            _watch(child, tokens, as_json)
-    except OSError as error:
-        raise Failed(f"the server cannot be started: {error}") from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _watch(child: subprocess.Popen[str], tokens: Path, as_json: bool) -> None:
-    """Say when it is ready, and wait for its end. Raises BadInput, Failed, or click.Abort."""
-    assert child.stdout is not None
-    why = None
-    for line in child.stdout:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue  # of a library
-        why = said.get("error", why)
-        if "address" in said:
-            said |= {"token_file": str(tokens.absolute())}
-            click.echo(json.dumps(said) if as_json else _how_to_ask(said))
-    code = child.wait()
-    if code == EXIT_FINISHED:
-        return
-    if code == EXIT_INTERRUPTED:
-        raise click.Abort
-    raise (BadInput if code == EXIT_USAGE else Failed)(why or f"the server ended with exit code {code}")
+    serve([*SERVER, *given, "--", path], tokens, None if as_json else _how_to_ask)
 
 
 def _how_to_ask(said: dict[str, Any]) -> str:

@@ -99,11 +99,11 @@ def digest_of(resolved: Path) -> str:
 
 
 def read_token(file: Path) -> str:
-    """The run's token. Raises ConfigurationError."""
+    """A token: the first line of a file. Raises ConfigurationError."""
     try:
-        token = read_bytes(file).decode("ascii").strip()
+        token = read_bytes(file).decode("ascii").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the run's token {file} cannot be read: {error}") from error
+        raise ConfigurationError(f"the token {file} cannot be read: {error}") from error
     if len(token) < FEWEST_CHARACTERS or not token.isprintable() or " " in token:
         raise ConfigurationError(f"{file} holds no token: one line of {FEWEST_CHARACTERS} characters or more")
     return token

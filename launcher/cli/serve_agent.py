@@ -1,0 +1,104 @@
+"""mrl serve-agent: an environment behind HTTP, by a process of its own, for runs whose environment is `remote`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from launcher.cli.serving import default_token_file, make_token_file, serve
+from launcher.errors import BadInput
+from launcher.job.evaluation import parse_args
+from launcher.recipe.load import load_recipe, read_resolved
+from megatron_rl.agent.registry import environment_class
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.model.config import TokenizerConfig
+
+SERVER = [sys.executable, "-m", "megatron_rl.server.agent"]
+
+
+@click.command("serve-agent", short_help="Serve an environment to runs in other processes (environment: remote).")
+@click.argument("name")
+@click.option(
+    "--tokenizer",
+    "asked",
+    required=True,
+    metavar="RECIPE",
+    help="Recipe or run directory of the runs that will ask: prompts are put into its tokens.",
+)
+@click.option(
+    "--env-args",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Argument of the environment, as in YAML: dataset_args.max_terms=3; or a mapping of several. Repeatable.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="0: any that is free.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Bearer tokens that are let in, one a line; made where it is not there. Default: ~/.config/mrl/serve-token.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object when it is ready: {address, environment, ...}.")
+def command(
+    name: str,
+    asked: str,
+    env_args: tuple[str, ...],
+    host: str,
+    port: int,
+    token_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Serve the environment NAME (`mrl environments`): its problems, conversations and rewards.
+
+    The ranks ask it, and generate what it asks of the model; it need not reach them. It may be stopped and started
+    again while runs wait: give it the same --port, --token-file and arguments.
+
+    \b
+    Exit codes:
+      0    stopped by Ctrl-C or SIGTERM
+      1    it failed while it served
+      2    NAME, its arguments, the token or the address cannot be used
+      130  stopped before it was ready, or at once
+    """
+    environment = {"name": name, "args": parse_args(env_args)}
+    try:
+        environment_class(name).Config(**environment["args"])  # type: ignore[arg-type]
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        where = ".".join(map(str, found["loc"]))
+        raise BadInput(f"--env-args of {name}: {where}: {found['msg'].removeprefix('Value error, ')}") from error
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    tokenizer = _tokenizer(asked)
+    tokens = token_file or default_token_file()
+    make_token_file(tokens)
+    options = {
+        "--environment": json.dumps(environment),
+        "--tokenizer": tokenizer.model_dump_json(),
+        "--host": host,
+        "--port": str(port),
+        "--token-file": str(tokens),
+    }
+    given = [word for option in options.items() for word in option]
+    serve([*SERVER, *given], tokens, None if as_json else _how_to_ask)
+
+
+def _tokenizer(asked: str) -> TokenizerConfig:
+    run = RunDir(Path(asked))
+    return (read_resolved(run.resolved) if run.resolved.is_file() else load_recipe(asked).config).tokenizer
+
+
+def _how_to_ask(said: dict[str, Any]) -> str:
+    problems = ", ".join(f"{count} in {name}" for name, count in said["problems"].items())
+    return f"""\
+{said["environment"]} at {said["address"]}, problems: {problems}; Ctrl-C ends it
+
+    environment:
+      name: remote
+      args: {{url: "{said["address"]}", token_file: {json.dumps(said["token_file"])}}}
+"""

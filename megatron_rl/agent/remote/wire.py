@@ -1,0 +1,182 @@
+"""What the ranks and an agent in another process say to each other, as JSON over HTTP. Pure.
+
+    GET    /about                             what is served
+    GET    /problems?set=training&first=0     some of a set's prompts, in their order
+    GET    /demonstrations?first=0            some of its worked answers, where it has any
+    POST   /grouped_rollouts  {"request"}     {"session"}: the agent begins to answer a problem
+    POST   /evaluation        {"request"}     likewise, several
+    POST   /sessions/ID/news  {"known"}       "asks": what it wants generated beside `known`; or "result"; or "error"
+    POST   /sessions/ID/answers {"answers"}   what the model answered, by the ids of what was asked
+    DELETE /sessions/ID                       nobody waits for it any more
+
+The ranks ask and the agent answers, generation included: so the ranks need not be reachable. Problems stay with the
+agent, which is told their set and number; the ranks know the prompts alone. Each request has the token. Each body that
+begins something names PROTOCOL and the digest of the problems: an agent that serves others refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from megatron_rl.agent.api import EvaluationResponse
+from megatron_rl.agent.trajectories import Problem, Trajectory
+from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
+from megatron_rl.inference.config import Sampling
+
+PROTOCOL = 1
+TRAINING = "training"
+"""Name of the set that is trained on; the others are evaluation/NAME."""
+EVALUATION = "evaluation/"
+PAGE = 1000
+"""Problems that are told at once."""
+NEWS_S = 5.0
+"""That news are waited for before it is said that there are none."""
+
+Body = Mapping[str, Any]
+
+_REFUSALS: dict[str, type[Exception]] = {
+    "prompt too long": PromptTooLong,
+    "unsupported": Unsupported,
+    "value": ValueError,
+}
+REFUSED = tuple(_REFUSALS.values())
+"""What the engine says of a request that can never be answered."""
+
+
+class Garbled(ValueError):
+    """A body is not what the protocol says."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an agent serves."""
+
+    protocol: int
+    environment: str
+    digest: str
+    """Of all prompts."""
+    sets: Mapping[str, int]
+    """How many problems there are in each set."""
+    prompt_format: str
+    demonstrations: int
+    """Worked answers."""
+
+
+class Place(NamedTuple):
+    """Which problem."""
+
+    set: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for rollouts or an evaluation; see `agent.api`."""
+
+    places: list[Place]
+    """One, for rollouts."""
+    samples: int
+    """Answers to each."""
+    sampling: Sampling
+    key: int
+    ordinal: int | None
+    """None in an evaluation."""
+    reward_timeout_s: float
+    reward_retries: int
+
+
+def digest_of(sets: Mapping[str, Sequence[Problem]]) -> str:
+    prompts = {name: [problem.prompt for problem in problems] for name, problems in sets.items()}
+    return hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest()
+
+
+def decode_about(body: Body) -> About:
+    """Raises Garbled."""
+    try:
+        about = About(**body)
+        if not all(isinstance(count, int) and count >= 0 for count in about.sets.values()):
+            raise TypeError("sets")
+    except (TypeError, AttributeError) as error:
+        raise Garbled(f"about: {error}") from error
+    return about
+
+
+def encode_asked(asked: Asked) -> dict[str, Any]:
+    return {**asdict(asked), "sampling": asked.sampling.model_dump()}
+
+
+def decode_asked(body: Body) -> Asked:
+    """Raises Garbled."""
+    try:
+        places = [Place(str(name), int(number)) for name, number in body["places"]]
+        return Asked(**{**body, "places": places, "sampling": Sampling.model_validate(body["sampling"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise Garbled(f"a request: {error!r}") from error
+
+
+def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
+    return [[one.tokens, one.logprobs, one.finish_reason, one.versions, one.stop] for one in completions]
+
+
+def decode_completions(body: Any) -> list[Completion]:
+    """Raises Garbled."""
+    try:
+        return [Completion(*each) for each in body]
+    except TypeError as error:
+        raise Garbled(f"completions: {error}") from error
+
+
+def encode_refusal(error: Exception) -> dict[str, str]:
+    """error: one of REFUSED."""
+    kind = next(name for name, kind in _REFUSALS.items() if isinstance(error, kind))
+    return {"kind": kind, "message": str(error)}
+
+
+def decode_refusal(body: Body) -> Exception:
+    return _REFUSALS.get(body["kind"], ValueError)(body["message"])
+
+
+def encode_response(response: EvaluationResponse) -> dict[str, Any]:
+    groups = [[_encode_trajectory(one) for one in group] for group in response.trajectories]
+    return {"trajectories": groups, "failures": dict(response.failures)}
+
+
+def decode_response(body: Body, vocab_size: int) -> EvaluationResponse:
+    """Raises Garbled, also for what no model can be trained on."""
+    try:
+        groups = [[_decode_trajectory(one, vocab_size) for one in group] for group in body["trajectories"]]
+        failures = {str(reason): int(count) for reason, count in body["failures"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Garbled(f"a result: {error!r}"[:300]) from error
+    return EvaluationResponse(groups, failures)
+
+
+def _encode_trajectory(one: Trajectory) -> list[Any]:
+    turns = [[turn.start, turn.stop] for turn in one.turns]
+    return [one.tokens, one.loss_mask, one.logprobs, one.versions, turns, one.text, one.reward, one.finish_reason]
+
+
+def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
+    tokens, loss_mask, logprobs, versions, turns, text, reward, finish_reason = body
+    reward = float(reward)
+    if not (_all_are(int, tokens) and _all_are(int, versions) and _all_are(bool, loss_mask)):
+        raise ValueError("tokens, versions or loss mask of another type")
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise ValueError("a token outside the vocabulary")
+    if not (_all_are(float, logprobs) and all(map(math.isfinite, logprobs)) and math.isfinite(reward)):
+        raise ValueError("a log-prob or reward that is no finite number")
+    spans = [range(start, stop) for start, stop in turns]
+    if not all(0 <= span.start <= span.stop <= len(tokens) for span in spans):
+        raise ValueError("a turn outside the tokens")
+    if finish_reason not in ("stop", "length") or not isinstance(text, str):
+        raise ValueError("no text, or no finish reason")
+    return Trajectory(tokens, loss_mask, logprobs, versions, spans, text, reward, finish_reason)
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)

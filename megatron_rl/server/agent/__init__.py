@@ -1,0 +1,1 @@
+"""An environment that runs in a process of its own and is asked by the ranks of a run: see agent/remote/wire.py."""

@@ -1,0 +1,222 @@
+"""The routes of an agent server: see agent/remote/wire.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatron_rl.agent.api import Demonstrator, Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
+from megatron_rl.agent.remote.wire import (
+    EVALUATION,
+    NEWS_S,
+    PAGE,
+    PROTOCOL,
+    TRAINING,
+    About,
+    Asked,
+    Garbled,
+    decode_asked,
+    digest_of,
+)
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.inference.api import InferenceInterface
+from megatron_rl.server.agent.sessions import Session, Sessions
+from megatron_rl.server.bearer import MISSING, token_of
+
+logger = logging.getLogger(__name__)
+
+BODY_BYTES = 2**28
+"""Of one request: the answers to a prompt, with a number or three for each token."""
+BODY_S = 60.0
+
+
+class Conflict(Exception):
+    """A request comes from ranks that know another agent."""
+
+
+class Unknown(Exception):
+    """A session is not there (any more)."""
+
+
+class AgentService:
+    """What an environment does for who asks it."""
+
+    def __init__(self, name: str, environment: Environment) -> None:
+        self._environment = environment
+        self._sets: dict[str, Sequence[Problem]] = {
+            TRAINING: environment.training_problems(),
+            **{f"{EVALUATION}{name}": problems for name, problems in environment.evaluation_problems().items()},
+        }
+        counts = {name: len(problems) for name, problems in self._sets.items()}
+        taught = environment.demonstrations() if isinstance(environment, Demonstrator) else ()
+        self._demonstrations = taught
+        self.about = About(PROTOCOL, name, digest_of(self._sets), counts, environment.prompt_format, len(taught))
+        self._sessions = Sessions()
+
+    @asynccontextmanager
+    async def running(self, app: Starlette) -> AsyncIterator[None]:
+        watch = asyncio.ensure_future(self._sessions.end_forgotten())
+        yield
+        watch.cancel()
+        await self._sessions.close()
+
+    def problems(self, name: str, first: int) -> dict[str, Any]:
+        if name not in self._sets:
+            raise Garbled(f"there is no set {name!r}, only {', '.join(self._sets)}")
+        return {"prompts": [problem.prompt for problem in self._sets[name][first : first + PAGE]]}
+
+    def demonstrations(self, first: int) -> dict[str, Any]:
+        return {"pairs": self._demonstrations[first : first + PAGE]}
+
+    def begin(self, kind: Callable[[Asked, InferenceInterface], Awaitable[EvaluationResponse]], body: Any) -> Session:
+        """Raises Garbled or Conflict."""
+        if body.get("protocol") != PROTOCOL:
+            raise Conflict(f"protocol {body.get('protocol')}: this agent speaks {PROTOCOL}")
+        if body.get("digest") != self.about.digest:
+            raise Conflict(f"this agent ({self.about.environment}) serves other problems than when the run began")
+        asked = decode_asked(body["request"])
+        for place in asked.places:
+            self._problem(*place)
+
+        async def work(inference: InferenceInterface) -> EvaluationResponse:
+            return await kind(asked, inference)
+
+        return self._sessions.begin(work)
+
+    async def group_rollout(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+        (place,) = asked.places
+        request = GroupRolloutRequest(
+            ordinal=asked.ordinal or 0,
+            problem=self._problem(*place),
+            group_size=asked.samples,
+            sampling=asked.sampling,
+            key=asked.key,
+            inference=inference,
+            reward_timeout_s=asked.reward_timeout_s,
+            reward_retries=asked.reward_retries,
+        )
+        group = await self._environment.group_rollout(request)
+        return EvaluationResponse([group.trajectories], group.failures)
+
+    async def evaluate(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+        request = EvaluationRequest(
+            problems=[self._problem(*place) for place in asked.places],
+            sampling=asked.sampling,
+            samples_per_problem=asked.samples,
+            key=asked.key,
+            inference=inference,
+            reward_timeout_s=asked.reward_timeout_s,
+            reward_retries=asked.reward_retries,
+        )
+        return await self._environment.evaluate(request)
+
+    def session(self, id: str) -> Session:
+        session = self._sessions.get(id)
+        if session is None:
+            raise Unknown(id)
+        return session
+
+    async def end(self, id: str) -> None:
+        await self._sessions.end(id)
+
+    def _problem(self, name: str, number: int) -> Problem:
+        problems = self._sets.get(name, ())
+        if not 0 <= number < len(problems):
+            raise Garbled(f"there is no problem {number} in the set {name!r}")
+        return problems[number]
+
+
+def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
+    """The service as an ASGI application, open to who has one of the tokens."""
+
+    async def about(request: Request) -> Mapping[str, Any]:
+        return asdict(service.about)
+
+    async def problems(request: Request) -> Mapping[str, Any]:
+        return service.problems(request.query_params["set"], int(request.query_params["first"]))
+
+    async def demonstrations(request: Request) -> Mapping[str, Any]:
+        return service.demonstrations(int(request.query_params["first"]))
+
+    async def rollouts(request: Request) -> Mapping[str, Any]:
+        return {"session": service.begin(service.group_rollout, await _body(request)).id}
+
+    async def evaluation(request: Request) -> Mapping[str, Any]:
+        return {"session": service.begin(service.evaluate, await _body(request)).id}
+
+    async def news(request: Request) -> Mapping[str, Any]:
+        body = await _body(request)
+        return await service.session(request.path_params["id"]).news(body["known"], NEWS_S)
+
+    async def answers(request: Request) -> Mapping[str, Any]:
+        body = await _body(request)
+        service.session(request.path_params["id"]).answer(body["answers"])
+        return {}
+
+    async def end(request: Request) -> Mapping[str, Any]:
+        await service.end(request.path_params["id"])
+        return {}
+
+    routes = [
+        Route("/about", _answered(about), methods=["GET"]),
+        Route("/problems", _answered(problems), methods=["GET"]),
+        Route("/demonstrations", _answered(demonstrations), methods=["GET"]),
+        Route("/grouped_rollouts", _answered(rollouts), methods=["POST"]),
+        Route("/evaluation", _answered(evaluation), methods=["POST"]),
+        Route("/sessions/{id}/news", _answered(news), methods=["POST"]),
+        Route("/sessions/{id}/answers", _answered(answers), methods=["POST"]),
+        Route("/sessions/{id}", _answered(end), methods=["DELETE"]),
+    ]
+    app = Starlette(routes=routes, lifespan=service.running)
+    allowed = [token.encode() for token in tokens]
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and token_of(scope, allowed) is None:
+            await PlainTextResponse(MISSING, 401, {"Connection": "close"})(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return JSONResponse(await handler(request))
+        except Conflict as error:
+            return PlainTextResponse(str(error), 409)
+        except Unknown as error:
+            return PlainTextResponse(f"there is no session {error}", 404)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return PlainTextResponse(repr(error)[:300], 400)
+
+    return answer
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    """Raises Garbled."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > BODY_BYTES:
+                    raise Garbled(f"the body is larger than {BODY_BYTES} bytes")
+                parts.append(part)
+    except TimeoutError:
+        raise Garbled(f"the body did not come within {BODY_S:.0f} s") from None
+    body = json.loads(b"".join(parts))
+    if not isinstance(body, dict):
+        raise Garbled("the body is no JSON object")
+    return body

@@ -1,0 +1,113 @@
+"""Requests that an agent is at work on. Each wants the model's answers in between, for which it asks the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from megatron_rl.agent.api import EvaluationResponse
+from megatron_rl.agent.remote.wire import REFUSED, decode_completions, decode_refusal, encode_refusal, encode_response
+from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface
+from megatron_rl.inference.replicas.wire import encode_request
+
+FORGOTTEN_S = 120.0
+"""Without a question the ranks have gone; they ask for news every few seconds."""
+
+Work = Callable[[InferenceInterface], Coroutine[Any, Any, EvaluationResponse]]
+
+
+class Session:
+    """One request, from its beginning until its result was told. Implements `InferenceInterface`."""
+
+    def __init__(self, work: Work, clock: Callable[[], float] = time.monotonic) -> None:
+        self.id = uuid4().hex
+        self._clock = clock
+        self._asked: dict[str, tuple[GenerationRequest, asyncio.Future[list[Completion]]]] = {}
+        self._changed = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(work(self))
+        self._task.add_done_callback(lambda _: self._changed.set())
+        self._heard_at = clock()
+
+    @property
+    def forgotten(self) -> bool:
+        return self._clock() - self._heard_at > FORGOTTEN_S
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """See `InferenceInterface.generate`."""
+        answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self._asked[request.id] = request, answer
+        self._changed.set()
+        try:
+            return await answer
+        finally:
+            del self._asked[request.id]
+
+    async def news(self, known: Collection[str], wait_s: float) -> dict[str, Any]:
+        """What is asked beside `known`, the result, or what the agent failed of. Waits for one of them."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not (self._task.done() or self._asked.keys() - set(known)):
+                    self._changed.clear()
+                    await self._changed.wait()
+        self._heard_at = self._clock()
+        if not self._task.done():
+            return {"asks": [encode_request(one) for id, (one, _) in self._asked.items() if id not in known]}
+        error = None if self._task.cancelled() else self._task.exception()
+        if error is None:
+            return {"result": encode_response(self._task.result())}
+        if isinstance(error, REFUSED):
+            return {"error": encode_refusal(error)}
+        return {"error": {"kind": "error", "message": f"{type(error).__name__}: {error}"[:300]}}
+
+    def answer(self, answers: Mapping[str, Any]) -> None:
+        """What was generated, or why it cannot be; what was answered before, or is not asked any more, is passed over.
+
+        Raises Garbled.
+        """
+        self._heard_at = self._clock()
+        for id, said in answers.items():
+            _, waiting = self._asked.get(id, (None, None))
+            if waiting is None or waiting.done():
+                continue
+            if isinstance(said, Mapping):
+                waiting.set_exception(decode_refusal(said))
+            else:
+                waiting.set_result(decode_completions(said))
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+class Sessions:
+    """All that are under way."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def begin(self, work: Work) -> Session:
+        session = Session(work)
+        self._sessions[session.id] = session
+        return session
+
+    def get(self, id: str) -> Session | None:
+        return self._sessions.get(id)
+
+    async def end(self, id: str) -> None:
+        if session := self._sessions.pop(id, None):
+            await session.close()
+
+    async def end_forgotten(self, every_s: float = FORGOTTEN_S / 4) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            for id in [id for id, session in self._sessions.items() if session.forgotten]:
+                await self.end(id)
+
+    async def close(self) -> None:
+        for id in list(self._sessions):
+            await self.end(id)

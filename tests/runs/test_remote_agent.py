@@ -1,0 +1,127 @@
+"""An environment in a process of its own: the run that asks it draws the same curve, also where it comes and goes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command, run
+from loop_helpers import Attempt, loop_recipe, prepare, reproducible
+
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.environments.remote import RemoteAgent, RemoteConfig
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import build_tokenizer
+
+ARGUMENTS = {"min_terms": 2, "max_terms": 2}
+STEPS = 9
+
+
+class Agent:
+    """A server of `arithmetic`, started anew at will, always at the same place."""
+
+    def __init__(self, home: Path, recipe: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.token_file = home / "token"
+        self._words = [
+            "mrl", "serve-agent", "arithmetic", "--tokenizer", recipe, "--env-args", json.dumps(ARGUMENTS),
+            "--port", str(self.port), "--token-file", self.token_file, "--json",
+        ]  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        self._command = Command(self._words)
+        self.said = json.loads(self._command.stdout.readline() or '{"error": "nothing was said"}')
+        assert "error" not in self.said, self.said
+
+    def kill(self) -> None:
+        self._command.send_signal(signal.SIGKILL)
+        self._command.wait(30.0)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"url": self.said["address"], "token_file": str(self.token_file)}
+
+
+def recipe(environment: dict[str, Any]) -> dict[str, Any]:
+    return loop_recipe(
+        job={"gpus_per_node": 1},
+        environment=environment,
+        training={"steps": STEPS},
+        evaluation={"every": STEPS, "prompts": 20},
+        save={"every": 0},
+    )
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    folder = tmp_path_factory.mktemp("agent")
+    here = prepare(folder / "run", recipe({"name": "arithmetic", "args": ARGUMENTS}))
+    served = Agent(folder, here.root)
+    yield served
+    served.kill()
+
+
+def test_a_run_whose_agent_is_killed_and_started_again_draws_the_curve_of_one_without(
+    agent: Agent, tmp_path: Path
+) -> None:
+    here = prepare(tmp_path / "here", recipe({"name": "arithmetic", "args": ARGUMENTS}))
+    elsewhere = prepare(tmp_path / "elsewhere", recipe({"name": "remote", "args": agent.config}))
+    undisturbed = Attempt(here, tmp_path / "cache", ranks=1)
+    disturbed = Attempt(elsewhere, tmp_path / "cache", ranks=1)
+    for step in (2, 5):
+        disturbed.wait_for_step(step)
+        agent.kill()
+        agent.start()
+    for attempt in (undisturbed, disturbed):
+        assert attempt.exit_codes() == [EXIT_FINISHED], attempt.logs()
+    assert reproducible(elsewhere) == reproducible(here)
+    steps, _ = reproducible(here)
+    assert len(steps) == STEPS and len({line["loss"] for line in steps}) > STEPS // 2
+    assert "asking again" in disturbed.logs()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"token": "another-token-of-32-characters-or-more"}, "refuses the token"),
+        ({"port": 9}, "is not there (.*refused.*): start it with `mrl serve-agent`"),
+        ({"token": "short"}, "holds no token"),
+    ],
+)
+def test_an_agent_that_cannot_be_asked_is_one_error_at_the_start(
+    agent: Agent, tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    url, token_file = agent.said["address"], agent.token_file
+    if "token" in changed:
+        token_file = tmp_path / "token"
+        token_file.write_text(changed["token"] + "\n")
+    if "port" in changed:
+        url = f"http://127.0.0.1:{changed['port']}"
+    config = RemoteConfig(url=url, token_file=str(token_file), start_patience_s=0.01)
+    tokenizer = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789+-="))
+    with pytest.raises(ConfigurationError, match=said.replace("(", r"\(", 1).replace("):", r"\):")):
+        RemoteAgent(config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["arithmetik", "--tokenizer", "demo"], "did you mean 'arithmetic'?"),
+        (["arithmetic", "--tokenizer", "demo", "--env-args", "min_terms=many"], "min_terms: Input should be a valid"),
+        (["arithmetic", "--tokenizer", "nowhere"], "nowhere"),
+        (["arithmetic", "--tokenizer", "demo", "--host", "192.0.2.1"], "cannot be listened on"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+    ended = run(["mrl", "serve-agent", *words, "--token-file", tmp_path / "token", "--port", "0"])
+    assert ended.returncode == EXIT_USAGE and "Traceback" not in ended.stderr
+    (line,) = ended.stderr.strip().splitlines()
+    assert said in line
