@@ -40,5 +40,6 @@ class Verifier:
             return False
         outcome = await self._pool.ask([golden, answer])
         if outcome.ending is not Ending.OK:
-            raise NoVerdict(f"{outcome} (environment.args.verify_timeout_s, verify_memory_gib)")
+            key = "verify_timeout_s" if outcome.ending is Ending.TIME_OUT else "verify_memory_gib"
+            raise NoVerdict(f"{outcome} (environment.args.{key})")
         return bool(outcome.value)
