@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig, Environments
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
@@ -57,7 +57,10 @@ class RunConfig(Section):
     code: CodeConfig = CodeConfig()
     model: ModelConfig
     tokenizer: TokenizerConfig
-    environment: EnvironmentConfig
+    environment: EnvironmentConfig | None = None
+    """What is trained on."""
+    environments: Environments | None = None
+    """Instead of `environment`: several at once, by weight."""
     sampling: Sampling
     inference: InferenceConfig = InferenceConfig()
     grpo: GrpoConfig = GrpoConfig()
@@ -70,6 +73,19 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     evaluate: EvaluateConfig | None = None
     """Given: the job evaluates and trains nothing. `mrl evaluate --cluster` writes it."""
+
+    @property
+    def task(self) -> EnvironmentConfig:
+        """The environment, or all of them as one."""
+        if self.environment is not None:
+            return self.environment
+        members = [one.model_dump() for one in self.environments or ()]
+        return EnvironmentConfig(name=MULTI_TASK, args={"environments": members})
+
+    @property
+    def environment_ids(self) -> list[str]:
+        """Of the environments that are trained on, where there are several."""
+        return [one.id for one in self.environments or () if one.trained_on]
 
     @property
     def sequence_length(self) -> int:
@@ -106,6 +122,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
+        if self.environment is None and self.environments is None:
+            raise ValueError("environment is missing: name one, or several in a list under environments")
+        if self.environment is not None and self.environments is not None:
+            raise ValueError("environments and environment are both given: keep one of them, the other one null")
         self._transformer_engine_fits()
         self._megatron_engine_fits()
         if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":

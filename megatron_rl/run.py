@@ -118,7 +118,9 @@ def set_up(
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
-        environment = build_environment(config.environment, tokenizer)
+        environment = build_environment(config.task, tokenizer)
+        if not all(each.problems for each in environment.training_sets()):
+            raise ValueError(f"environment {config.task.name!r} has no training problems")
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     pool = None

@@ -92,7 +92,7 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     if path and is_prefetched(path) and path != model:
         found.append(Need("tokenizer", path))
-    return [*found, *(Need("dataset", name) for name in required_datasets(config.environment))]
+    return [*found, *(Need("dataset", name) for name in required_datasets(config.task))]
 
 
 def absent(config: RunConfig, profile: Profile) -> list[Need]:

@@ -17,7 +17,8 @@ from launcher.recipe.load import Recipe, dump_resolved, read_resolved
 from launcher.recipe.located_yaml import YamlProblems, read
 from launcher.recipe.problems import validation_problems
 from launcher.recipe.published import find_published
-from megatron_rl.agent.registry import environment_class, registered
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import environment_arguments, environment_class, registered
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.evaluate.config import Evaluation
@@ -67,8 +68,9 @@ def requested(
     config = origin.config if origin else None
     if environment is None and config is None:
         raise BadInput("--env: is needed where CHECKPOINT is of no run; `mrl environments` lists them")
-    same = config is not None and environment in (None, config.environment.name)
-    given: dict[str, Any] = config.environment.model_dump() if config and same else {"name": environment}
+    of_run = _environments_of(config) if config else {}
+    found = of_run.get(environment or "")
+    given: dict[str, Any] = found.model_dump() if found else {"name": environment}
     given["args"] = {**given.get("args", {}), **parse_args(environment_args)}
     drawn: dict[str, Any] = config.sampling.model_dump() if config else {"max_new_tokens": MAX_NEW_TOKENS}
     values = {
@@ -78,11 +80,22 @@ def requested(
     }
     evaluation = _validated(Evaluation, values, _option)
     try:
+        environment_arguments(evaluation.environment)
+    except ValidationError as error:
         arguments = environment_class(evaluation.environment.name).Config
+        raise _refusal(error, arguments, lambda path: f"--env-args {'.'.join(path)}") from error
     except ValueError as error:
         raise BadInput(f"--env: {error}") from error
-    _validated(arguments, evaluation.environment.args, lambda path: f"--env-args {'.'.join(path)}")
     return evaluation
+
+
+def _environments_of(config: RunConfig) -> dict[str, EnvironmentConfig]:
+    """What `--env` may name of a run: nothing is all of it, and of several each goes by its id."""
+    known = {
+        one.id: EnvironmentConfig(**one.model_dump(include={"name", "args", "reward_timeout_s"}))
+        for one in config.environments or ()
+    }
+    return {**known, config.task.name: config.task, "": config.task}
 
 
 def parse_args(texts: Sequence[str]) -> dict[str, Any]:
@@ -123,7 +136,11 @@ def _validated(kind: Any, values: Mapping[str, Any], name: Any) -> Any:
         return kind.model_validate(values)
     except ValidationError as error:
         assert issubclass(kind, BaseModel)
-        raise BadInput(validation_problems(error, kind, lambda path: (name(path), True))) from error
+        raise _refusal(error, kind, name) from error
+
+
+def _refusal(error: ValidationError, kind: type[BaseModel], name: Any) -> BadInput:
+    return BadInput(validation_problems(error, kind, lambda path: (name(path), True)))
 
 
 def code_version(environment: str) -> str:
@@ -176,6 +193,7 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
         "save": {},
         "logging": {},
         "environment": evaluation.environment.model_dump(),
+        "environments": None,
         "sampling": evaluation.sampling.model_dump(),
         "evaluate": asked.model_dump(),
     }

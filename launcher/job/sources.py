@@ -12,7 +12,7 @@ from launcher.host.code.git import GitError, work_tree
 from launcher.host.code.listing import SECRET, SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.recipe.load import Recipe, refusal
-from megatron_rl.agent.registry import registered
+from megatron_rl.agent.registry import entry_points_of
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
@@ -86,7 +86,7 @@ def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
     """Packages, and the metadata by which their entry points are found."""
     packages = {name: _package(name) for name in OURS}
     metadata = [_metadata(_distribution("mrl"))]
-    for entry in registered(config.environment.name):
+    for entry in entry_points_of(config.task):
         top = entry.module.partition(".")[0]
         metadata.append(_metadata(entry.dist))
         package = _package(top)

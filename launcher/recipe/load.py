@@ -17,14 +17,24 @@ from pydantic import ValidationError
 
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, YamlProblems, dump, locator, read, read_mapping, read_text
-from launcher.recipe.problems import Locate, did_you_mean, known_keys, validation_problems, where_named
+from launcher.recipe.problems import (
+    ITEM,
+    KeyPath,
+    Locate,
+    did_you_mean,
+    generic,
+    known_keys,
+    validation_problems,
+    where_named,
+)
 from launcher.recipe.published import find_published
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
-from megatron_rl.agent.registry import environment_class
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import environment_arguments, environment_class
 from megatron_rl.config import RunConfig
 
-_FREE_FORM = ("environment", "args")
-"""Keys below this section belong to the environment, so RunConfig does not know them."""
+_FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"))
+"""Keys below these sections belong to the environment, so RunConfig does not know them."""
 
 _SECTIONS = "sections such as model: and grpo:, see the recipe demo"
 
@@ -62,8 +72,8 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     file, text = _read_text(asked)
     document = read_mapping(file, text, _SECTIONS)
     parsed = _parse_overrides(overrides)
-    values = _apply(document.value, parsed)
     locate = _locator(file, document, parsed)
+    values = _with_environments_of_file(_apply(document.value, parsed), asked, locate)
     published = find_published(values, caches, locate)
     try:
         config = RunConfig.model_validate(published.fill(values) if published else values)
@@ -71,7 +81,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
         raise BadInput(validation_problems(error, RunConfig, locate)) from error
     if published:
         published.check(config.model, locate)
-    _check_environment(config, locate)
+    _check_environments(config, locate)
     config = _with_absolute_code(config, asked, locate)
     return Recipe(asked, text, tuple(overrides), config)
 
@@ -163,8 +173,8 @@ def _parse_overrides(texts: Sequence[str]) -> list[_Override]:
         path = tuple(key.split("."))
         if not equals or not all(path):
             problems.append(f"override {text!r}: expected section.key=value, for example grpo.group_size=8")
-        elif path not in known and path[: len(_FREE_FORM)] != _FREE_FORM:
-            problems.append(f"override {text!r}: {key}: unknown key{did_you_mean(path, known)}")
+        elif not _is_known(path, known):
+            problems.append(f"override {text!r}: {key}: unknown key{did_you_mean(generic(path), known)}")
         else:
             try:
                 parsed.append(_Override(text, path, read(value).value))
@@ -173,6 +183,11 @@ def _parse_overrides(texts: Sequence[str]) -> list[_Override]:
     if problems:
         raise BadInput(problems)
     return parsed
+
+
+def _is_known(path: KeyPath, known: Mapping[KeyPath, Any]) -> bool:
+    path = generic(path)
+    return path in known or any(path[: len(section)] == section for section in _FREE_FORM)
 
 
 @cache
@@ -184,22 +199,53 @@ def _known_keys() -> Mapping[tuple[str, ...], Mapping[str, Any]]:
 def _apply(values: Mapping[str, Any], overrides: Sequence[_Override]) -> dict[str, Any]:
     result: dict[str, Any] = copy.deepcopy(dict(values))
     for override in overrides:
-        section = result
+        section: Any = result
         for name in override.path[:-1]:
-            if not isinstance(section.get(name), dict):
-                section[name] = {}
-            section = section[name]
-        section[override.path[-1]] = override.value
+            key = _key_in(section, name, override)
+            inside = section[key] if isinstance(section, list) else section.get(key)
+            if not isinstance(inside, dict | list):
+                inside = section[key] = {}
+            section = inside
+        section[_key_in(section, override.path[-1], override)] = override.value
     return result
 
 
+def _key_in(section: Any, name: str, override: _Override) -> Any:
+    """Key of a mapping, or place in a list. Raises BadInput where there is no such place."""
+    if not isinstance(section, list):
+        return name
+    if not name.isdigit() or int(name) >= len(section):
+        raise BadInput(f"override {override.text!r}: there is no {name} in a list of {len(section)}, counted from 0")
+    return int(name)
+
+
+def _with_environments_of_file(values: dict[str, Any], asked: str, locate: Locate) -> dict[str, Any]:
+    """`environments: FILE` stands for the list in that file, which may be one of Megatron-RL's."""
+    given = values.get("environments")
+    if not isinstance(given, str):
+        return values
+    where, overridden = locate(("environments",))
+    try:
+        path = _written_in(asked, overridden) / Path(given).expanduser()
+        listed = read(read_text(path)).value
+    except (YamlProblems, BadInput, RuntimeError) as error:  # or no such user
+        said = error.problems[0] if isinstance(error, BadInput) else f"{given}: {error}"
+        raise BadInput(f"{where}: environments: {said}") from error
+    return {**values, "environments": listed}
+
+
+def _written_in(asked: str, overridden: bool) -> Path:
+    """Where relative paths of a recipe start: from its file; those of an override from the current directory."""
+    return Path.cwd() if overridden or not Path(asked).exists() else Path(asked).absolute().parent
+
+
 def _with_absolute_code(config: RunConfig, asked: str, locate: Locate) -> RunConfig:
-    """Relative paths of `code.include` start where they are written: from the recipe's file; those of an override from
-    the current directory. Whoever reads resolved.yaml finds the same places."""
+    """Relative paths of `code.include` start where they are written: whoever reads resolved.yaml finds the same
+    places."""
     if not config.code.include:
         return config
     _, overridden = locate(("code", "include"))
-    base = Path.cwd() if overridden or not Path(asked).exists() else Path(asked).absolute().parent
+    base = _written_in(asked, overridden)
     include = []
     for path in config.code.include:
         try:
@@ -210,12 +256,20 @@ def _with_absolute_code(config: RunConfig, asked: str, locate: Locate) -> RunCon
     return config.model_copy(update={"code": config.code.model_copy(update={"include": include})})
 
 
-def _check_environment(config: RunConfig, locate: Any) -> None:
-    try:
-        environment = environment_class(config.environment.name)
-    except ValueError as error:
-        raise BadInput(f"{locate(('environment', 'name'))[0]}: environment.name: {error}") from error
-    try:
-        environment.Config.model_validate(config.environment.args)
-    except ValidationError as error:
-        raise BadInput(validation_problems(error, environment.Config, locate, prefix=_FREE_FORM)) from error
+def _check_environments(config: RunConfig, locate: Locate) -> None:
+    """Raises BadInput for an environment that there is not, and for arguments that it does not take."""
+    places: list[tuple[KeyPath, EnvironmentConfig]]
+    places = [(("environments", str(number)), one) for number, one in enumerate(config.environments or ())]
+    problems = []
+    for place, one in places or [(("environment",), config.task)]:
+        of = f" (environment {one.name!r})" if places else ""
+        try:
+            environment_arguments(one)
+        except ValidationError as error:
+            arguments = environment_class(one.name).Config
+            found = validation_problems(error, arguments, locate, prefix=(*place, "args"))
+            problems += [f"{problem}{of}" for problem in found]
+        except ValueError as error:
+            problems.append(f"{locate((*place, 'name'))[0]}: {'.'.join((*place, 'name'))}: {error}")
+    if problems:
+        raise BadInput(problems)

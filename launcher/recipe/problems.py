@@ -33,8 +33,17 @@ def validation_problems(
     return [_sentence(dict(detail), schema, known, locate, prefix) for detail in error.errors(include_url=False)]
 
 
+ITEM = "*"
+"""Stands for the number of an item in the path of a known key."""
+
+
+def generic(path: KeyPath) -> KeyPath:
+    """A path as known keys have it."""
+    return tuple(ITEM if part.isdigit() else part for part in path)
+
+
 def known_keys(schema: Mapping[str, Any]) -> dict[KeyPath, Mapping[str, Any]]:
-    """Every key that a JSON schema describes, sections included, with its own schema."""
+    """Every key that a JSON schema describes, sections and those in lists included, with its own schema."""
     found: dict[KeyPath, Mapping[str, Any]] = {}
 
     def visit(node: Mapping[str, Any], path: KeyPath) -> None:
@@ -43,6 +52,7 @@ def known_keys(schema: Mapping[str, Any]) -> dict[KeyPath, Mapping[str, Any]]:
             found[(*path, name)] = resolved
             for option in resolved.get("anyOf", [resolved]):  # a section that may be null
                 visit(option, (*path, name))
+                visit(_resolve(option.get("items", {}), schema), (*path, name, ITEM))
 
     visit(schema, ())
     return found
@@ -69,12 +79,12 @@ def _sentence(
     name = ".".join((*prefix, *path))
     where, _ = locate((*prefix, *path))
     if kind == "extra_forbidden":
-        return f"{where}: {name}: unknown key{did_you_mean(path, known)}"
+        return f"{where}: {name}: unknown key{did_you_mean(generic(path), known)}"
     if kind in ("value_error", "assertion_error"):
         message = str(detail["ctx"]["error"])
         where = where_named(message, locate, path, prefix)
         return f"{where}: {name}: {message}" if name else f"{where}: {message}"
-    field = _schema_of(path, known, schema)
+    field = _schema_of(generic(path), known, schema)
     if kind == "missing":
         return f"{where}: {name}: missing; expected {expected(field)}"
     quotes = isinstance(detail["input"], int | float) and any(

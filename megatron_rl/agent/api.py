@@ -58,12 +58,27 @@ class EvaluationResponse:
         return [trajectory.reward for group in self.trajectories for trajectory in group]
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingSet:
+    """Problems that are trained on, one after the other, in passes."""
+
+    environment: str
+    """Id of the environment that they are of; empty where there is only one."""
+    weight: float
+    """Share of the prompts of a step, over the sum of all weights; above 0."""
+    problems: Sequence[Problem]
+
+
 class GroupedRolloutGenerator(ABC):
     """Produces the groups that GRPO trains on."""
 
     @abstractmethod
     def training_problems(self) -> Sequence[Problem]:
         """All distinct problems that may be trained on, in a fixed order."""
+
+    def training_sets(self) -> Sequence[TrainingSet]:
+        """The same, by what weight they are trained on: at least one set."""
+        return [TrainingSet("", 1.0, self.training_problems())]
 
     @abstractmethod
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
@@ -102,7 +117,8 @@ class Demonstrator(ABC):
 
 
 class Environment(GroupedRolloutGenerator, EvaluationAgent):
-    """What a recipe names under `environment`: one task's problems, answers and rewards.
+    """What a recipe names under `environment`: one task's problems, answers and rewards. The first sentence of its
+    docstring describes it in `mrl environments`.
 
     A package provides one by registering the class as an entry point of the group `mrl.environments`.
     """
@@ -114,6 +130,28 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent):
     Where it has a method `datasets() -> list[str]`, those are the names of the data sets on the Hugging Face hub that
     the environment reads: `mrl prefetch` fetches them, since a job has no internet."""
 
+    variant_argument: ClassVar[str] = ""
+    """Argument that NAME/VARIANT gives: reasoning-gym/chain_sum is reasoning-gym with `dataset: chain_sum`. Empty where
+    an environment has no variants."""
+
     @abstractmethod
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         """`config` is an instance of the class's own `Config`."""
+
+    @classmethod
+    def variants(cls) -> Mapping[str, str]:
+        """What VARIANT may be in NAME/VARIANT, with a sentence on each; nothing where there is no telling."""
+        return {}
+
+    @classmethod
+    def sample_arguments(cls) -> Mapping[str, Any]:
+        """Arguments with which it has a few problems on any machine, offline: for `mrl environments try`."""
+        return {}
+
+    def gold_response(self, problem: Problem) -> str:
+        """What a model would answer that is right."""
+        raise NotImplementedError(f"{type(self).__name__} has no gold_response")
+
+    def wrong_response(self, problem: Problem) -> str:
+        """What a model would answer that is wrong."""
+        return "I do not know."

@@ -1,10 +1,17 @@
-"""Recipe keys of the environment."""
+"""Recipe keys of the environment, or of several that are trained on at once."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
 
 from megatron_rl.section import NonNegativeInt, PositiveFloat, Section
+
+MULTI_TASK = "multi-task"
+"""Registered name of the environment that is several at once: what `environments` of a recipe stands for."""
 
 
 class EnvironmentConfig(Section):
@@ -18,3 +25,100 @@ class EnvironmentConfig(Section):
     reward_retries: NonNegativeInt = 1
     """How often scoring an answer is tried again where it fails, within reward_timeout_s. Then the answer is lost: no
     reward of 0, but left out of its group's statistics and counted by its reason."""
+
+
+class WeightedEnvironment(EnvironmentConfig):
+    """One of several environments. An entry of Megatron-RL's environment files means the same: its `agent_type` and
+    `agent_args` become our name and arguments."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] = ""
+    """What it is called in metrics and before the names of its evaluation sets; default: its name. Two of one name need
+    it."""
+    weight: float = 1.0
+    """Share of each step's prompts, over the sum of the weights of all that are trained on; 0: none."""
+    evaluation_only: bool = False
+    """Never trained on, whatever its weight."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_ours(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        if "agent_type" in values:
+            values = _of_megatron_rl(values)
+        if "name" not in values:
+            raise ValueError("name is missing: which environment it is, see `mrl environments`")
+        return {"id": values["name"], **values} if isinstance(values["name"], str) else values
+
+    @model_validator(mode="after")
+    def _weighs_something(self) -> WeightedEnvironment:
+        if self.weight < 0:
+            raise ValueError(f"weight {self.weight:g} of environment {self.id!r} is negative; 0 trains nothing on it")
+        return self
+
+    @property
+    def trained_on(self) -> bool:
+        return self.weight > 0 and not self.evaluation_only
+
+
+def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvironment]:
+    if not environments:
+        raise ValueError("the list is empty: name at least one environment")
+    twice = [id for id, count in Counter(one.id for one in environments).items() if count > 1]
+    if twice:
+        raise ValueError(f"environment {twice[0]!r} is listed more than once: give each an id of its own")
+    if not any(one.trained_on for one in environments):
+        names = ", ".join(repr(one.id) for one in environments)
+        raise ValueError(f"nothing to train on: weight is 0 or evaluation_only is set for every one of {names}")
+    return environments
+
+
+Environments = Annotated[list[WeightedEnvironment], AfterValidator(_fit_together)]
+"""At least one, each under an id of its own, and one at least is trained on."""
+
+
+# Entries of Megatron-RL's environment files
+
+_NAMES = {
+    "AIMEAgent": "aime-2024",
+    "BigMathAgent": "big-math",
+    "CountdownAgent": "countdown",
+    "DAPOAgent": "dapo-math-17k",
+    "GSM8KAgent": "gsm8k",
+    "MathAgent": "math",
+    "OpenMathInstructAgent": "open-math-instruct-2",
+}
+"""Class of theirs -> environment of ours."""
+
+_ANSWER_FORMATS = {"tagged": "tags", "boxed": "boxed"}
+
+
+def _of_megatron_rl(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as an entry of ours. Raises ValueError for an agent that has no counterpart."""
+    agent, arguments = entry["agent_type"], entry.get("agent_args") or {}
+    ours = {name: value for name, value in entry.items() if name not in ("agent_type", "agent_args")}
+    if given := sorted({"name", "args"} & ours.keys()):
+        raise ValueError(f"agent_type and {given[0]} say the same thing twice: give name and args, or agent_type")
+    known = _NAMES.get(str(agent).rpartition(".")[2])  # a class by itself, or its path
+    if known is None:
+        raise ValueError(f"agent_type {agent!r} has no counterpart here, only {', '.join(_NAMES)}; give name and args")
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"agent_args of {agent} is no mapping")
+    return {**ours, "name": known, "args": _arguments(arguments, math=known != "countdown")}
+
+
+def _arguments(theirs: Mapping[str, Any], *, math: bool) -> dict[str, Any]:
+    """What they mean here; those that we do not know stay as they are, to be refused by name."""
+    ours = dict(theirs)
+    if math:  # answers stand in tags unless they say otherwise
+        answer_format = ours.get("answer_format", "tagged")
+        ours["answer_format"] = _ANSWER_FORMATS.get(answer_format, answer_format)
+    chat = ours.pop("chat_mode", None)
+    if chat is not None:
+        ours["chat"] = "always" if chat else "never"
+    if chat:
+        ours.pop("assistant_suffix", None)  # a chat template opens the answer itself
+    path = ours.pop("dataset_file", None) or ours.pop("hf_dataset_name", None)
+    if path is not None:
+        ours["train"] = {"path": path, **({"split": ours.pop("split")} if "split" in ours else {})}
+    return ours

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import NamedTuple
 
 from megatron_rl.agent.api import Environment
-from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
 
@@ -27,9 +28,45 @@ def environment_names() -> list[str]:
     return sorted({entry.name for entry in registered()})
 
 
+class Described(NamedTuple):
+    """An environment that is installed."""
+
+    name: str
+    description: str
+    """In a sentence; or why it cannot be used."""
+    source: str
+    """Package, its version, and the class."""
+
+
+def described() -> list[Described]:
+    """All names that `environment.name` may have, variants too, sorted. Imports all of them."""
+    found = []
+    for entry in registered():
+        try:
+            cls = environment_class(entry.name)
+        except ValueError as error:
+            found.append(Described(entry.name, f"cannot be used: {error}", _origin(entry)))
+            continue
+        variants = {f"{entry.name}/{name}": about for name, about in cls.variants().items()}
+        described_as = {entry.name: _first_sentence(cls), **variants}
+        found += [Described(name, about, _origin(entry)) for name, about in described_as.items()]
+    return sorted(found)
+
+
+def _first_sentence(cls: type[Environment]) -> str:
+    paragraph = (cls.__doc__ or "").strip().partition("\n\n")[0]
+    return " ".join(paragraph.split()).partition(". ")[0].rstrip(".")
+
+
 def registered(name: str | None = None) -> list[EntryPoint]:
     """The entry points of `name`, or of all environments. Imports none of them."""
-    return [entry for entry in _entry_points(tuple(sys.path)) if name in (None, entry.name)]
+    found = _entry_points(tuple(sys.path))
+    if name is None:
+        return [*found]
+    # reasoning-gym/chain_sum is reasoning-gym's, unless somebody registers that very name
+    return [entry for entry in found if entry.name == name] or [
+        entry for entry in found if "/" in name and entry.name == name.partition("/")[0]
+    ]
 
 
 @lru_cache(maxsize=1)
@@ -52,20 +89,43 @@ def environment_class(name: str) -> type[Environment]:
             f"environment {name!r} is registered more than once, by {' and '.join(sorted(map(_origin, entries)))}: "
             "uninstall all but one"
         )
-    return _load(entries[0])
+    cls = _load(entries[0])
+    if name != entries[0].name and not cls.variant_argument:
+        raise ValueError(f"unknown environment {name!r}: {entries[0].name!r} has no variants")
+    return cls
+
+
+def environment_arguments(config: EnvironmentConfig) -> Section:
+    """The arguments of an environment, checked by its own Config.
+
+    Raises ValueError as `environment_class`, and pydantic's ValidationError, which is one, for bad arguments.
+    """
+    cls = environment_class(config.name)
+    _, _, variant = config.name.partition("/")
+    if variant and cls.variant_argument in config.args:
+        raise ValueError(
+            f"environment {config.name!r} says {cls.variant_argument} by its name: leave it out of its arguments"
+        )
+    return cls.Config(**{cls.variant_argument: variant} if variant else {}, **config.args)
 
 
 def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Environment:
-    """The environment a recipe names. Raises ValueError (pydantic's ValidationError is one) for bad arguments."""
-    cls = environment_class(config.name)
-    return cls(cls.Config(**config.args), tokenizer)
+    """The environment a recipe names. Raises ValueError as `environment_arguments`."""
+    return environment_class(config.name)(environment_arguments(config), tokenizer)
 
 
 def required_datasets(config: EnvironmentConfig) -> list[str]:
-    """Names on the hub of the data sets that a recipe's environment reads. Raises ValueError as `build_environment`."""
-    arguments = environment_class(config.name).Config(**config.args)
-    names: Callable[[], list[str]] | None = getattr(arguments, "datasets", None)
+    """Names on the hub of the data sets that an environment reads. Raises ValueError as `environment_arguments`."""
+    names: Callable[[], list[str]] | None = getattr(environment_arguments(config), "datasets", None)
     return names() if names else []
+
+
+def entry_points_of(config: EnvironmentConfig) -> list[EntryPoint]:
+    """Those that an environment is made of: its own, and its members' where it is several. Imports none of them, and
+    leaves bad arguments to be found by others."""
+    members = config.args.get("environments", []) if config.name == MULTI_TASK else []
+    names = [config.name, *(one["name"] for one in members)]
+    return [entry for name in dict.fromkeys(names) for entry in registered(name)]
 
 
 def _load(entry: EntryPoint) -> type[Environment]:

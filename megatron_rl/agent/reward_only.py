@@ -49,6 +49,10 @@ class RewardOnlyAgent(Environment):
         answer: it is left out of its group and counted among the failures.
         """
 
+    def gold_response(self, problem: Problem) -> str:
+        """The answer under `answer` in what the verifier needs, where it is there."""
+        return str(problem.golden["answer"]) if "answer" in problem.golden else super().gold_response(problem)
+
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         trajectories, failures = await self._answer(
             request.problem,

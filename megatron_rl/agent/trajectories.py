@@ -15,6 +15,8 @@ class Problem:
 
     prompt: str
     golden: Mapping[str, Any]
+    environment: str = ""
+    """Id of the environment it is of, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.prompts import template_fields
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
-from megatron_rl.environments.prompts import template_fields
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import PositiveInt
@@ -53,7 +53,9 @@ class ArithmeticConfig(DrawnProblemsConfig):
 
 
 class ArithmeticEnvironment(DrawnProblems, Demonstrator):
-    """The answer is the bare integer, as `reasoning-gym` writes it, and ends there.
+    """Sums and differences of small integers, for tiny models.
+
+    The answer is the bare integer, as reasoning-gym's chain_sum writes it, and ends there.
 
     Its verifier is more lenient (`+3`, `3.0`, `03` are right): every answer rewarded here is right there, not the
     other way round, so that one prompt has one right answer.

@@ -1,9 +1,8 @@
 """Any dataset of reasoning-gym, by its name: https://github.com/open-thought/reasoning-gym
 
 environment:
-  name: reasoning-gym
+  name: reasoning-gym/chain_sum
   args:
-    dataset: chain_sum
     dataset_args: {min_terms: 2, max_terms: 3}
     prompt: "{expression} = ? Reply with the number only."
     scoring: last_number
@@ -19,9 +18,9 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
+from megatron_rl.agent.prompts import Chat, asked, in_chat, template_fields
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
-from megatron_rl.environments.prompts import Chat, asked, in_chat, template_fields
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -62,9 +61,23 @@ class ReasoningGymConfig(DrawnProblemsConfig):
 
 
 class ReasoningGymEnvironment(DrawnProblems):
-    """The problems of one dataset, each prompt once."""
+    """A task of reasoning-gym, named by `dataset` or as reasoning-gym/TASK. Each prompt is there once."""
 
     Config = ReasoningGymConfig
+    variant_argument = "dataset"
+
+    @classmethod
+    def variants(cls) -> Mapping[str, str]:
+        """Every data set that is installed, by name."""
+        try:
+            datasets = _datasets()
+        except ValueError:
+            return {}
+        return {name: _first_line(dataset.__doc__) or f"The task {name}" for name, (dataset, _) in datasets.items()}
+
+    @classmethod
+    def sample_arguments(cls) -> Mapping[str, Any]:
+        return {"draws": 8, "held_out": 0.0}
 
     def __init__(self, config: ReasoningGymConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a dataset or arguments that reasoning-gym does not have."""
@@ -116,17 +129,28 @@ def _problems(
         yield Problem(asked(tokenizer, message, config.chat), task)
 
 
-def _dataset(config: ReasoningGymConfig) -> Any:
+def _datasets() -> Mapping[str, tuple[Any, Any]]:
+    """Class and configuration of every data set. Raises ValueError where reasoning-gym is not installed."""
     try:
         # Imported here because it takes a second, and the launcher, which only checks the arguments, lacks it.
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"environment reasoning-gym needs `pip install reasoning-gym`: {error}") from error
-    if config.dataset not in DATASETS:
-        near = get_close_matches(config.dataset, DATASETS, n=1)
+    found: Mapping[str, tuple[Any, Any]] = DATASETS
+    return found
+
+
+def _first_line(docstring: str | None) -> str:
+    return (docstring or "").strip().partition("\n")[0].rstrip(".: ")
+
+
+def _dataset(config: ReasoningGymConfig) -> Any:
+    datasets = _datasets()
+    if config.dataset not in datasets:
+        near = get_close_matches(config.dataset, datasets, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"environment.args.dataset: reasoning-gym has no {config.dataset!r}{hint}")
-    dataset, its_config = DATASETS[config.dataset]
+    dataset, its_config = datasets[config.dataset]
     try:
         return dataset(its_config(**config.dataset_args, seed=config.seed, size=config.draws))
     except (AssertionError, TypeError, ValueError) as error:

@@ -37,7 +37,7 @@ def run_attempt(
     out = config.evaluate.out or str(run_dir.evaluation)
     evaluation = Evaluation(
         evaluate=config.evaluate.model_copy(update={"out": out}),
-        environment=config.environment,
+        environment=config.task,
         sampling=config.sampling,
     )
     safe_points = SafePoints(activity, drain, timeline)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.metrics.stats import DeviceStats, LossStats, Number, StepStats
+from megatron_rl.metrics.stats import DeviceStats, EnvironmentStats, LossStats, Number, StepStats
 
 TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 """Categories of the timeline that belong to a step; what happens between two steps is not among them."""
@@ -255,13 +255,35 @@ STEP_METRICS: dict[str, Metric] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class EnvironmentMetric:
+    """A metric environments/ID/NAME, written for each environment where several are trained on at once."""
+
+    meaning: str
+    value: Callable[[EnvironmentStats], Any]
+    """None where it does not exist in a step."""
+
+
+ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
+    "groups": EnvironmentMetric("prompts of the step that are its", lambda its: its.groups),
+    "mean_reward": EnvironmentMetric("mean reward of their answers", lambda its: _ratio(its.reward, its.answers)),
+    "nonzero_groups_ratio": EnvironmentMetric(
+        "share of its groups whose rewards differ", lambda its: _ratio(its.groups_with_signal, its.groups)
+    ),
+    "failed_rollouts": EnvironmentMetric("answers lost", lambda its: its.failed),
+}
+
+
 def metrics_of(step: StepReport) -> dict[str, Any]:
     """What a step's line of metrics.jsonl says."""
     values = {name: metric.value(step) for name, metric in STEP_METRICS.items() if metric.value}
+    for id, stats in step.stats.environments.items():
+        values |= {f"environments/{id}/{name}": metric.value(stats) for name, metric in ENVIRONMENT_METRICS.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def check_name(name: str) -> None:
     """Raises ValueError for a metric that is not in the registry."""
-    if name not in STEP_METRICS and not name.startswith("eval/"):
+    of_environment = name.startswith("environments/") and name.rpartition("/")[2] in ENVIRONMENT_METRICS
+    if name not in STEP_METRICS and not name.startswith("eval/") and not of_environment:
         raise ValueError(f"metric {name!r} is not registered in megatron_rl/metrics/names.py")

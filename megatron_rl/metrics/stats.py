@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -53,6 +53,19 @@ class BatchStats:
     """Optimizer steps between the oldest weights that sampled a trained token of an answer and those trained, summed
     over answers."""
     staleness_max: Largest
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStats:
+    """The part of a batch that is of one environment, where there are several."""
+
+    answers: Total
+    groups: Total
+    groups_with_signal: Total
+    reward: Total
+    """As scored, summed over answers."""
+    failed: Total
+    """Answers lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +131,8 @@ class StepStats:
     update: UpdateStats
     device: DeviceStats | None
     """None where devices do not say what they are used for."""
+    environments: Mapping[str, EnvironmentStats] = field(default_factory=dict)
+    """By id, of all that are trained on, the same ones on every rank; empty where there is only one."""
 
     def put(self, tally: Tally) -> None:
         """Add all of it to what is reduced over the ranks."""
@@ -133,15 +148,18 @@ class StepStats:
         for block, stats in self._blocks():
             kind: Any = type(stats)
             blocks[block] = kind(**{name: total.get(f"{block}.{name}") for name in reductions(kind)})
-        return StepStats(**blocks)
+        environments = {id: blocks.pop(f"environments/{id}") for id in self.environments}
+        return StepStats(**blocks, environments=environments)
 
-    def _blocks(self) -> Iterator[tuple[str, BatchStats | LossStats | UpdateStats | DeviceStats]]:
+    def _blocks(self) -> Iterator[tuple[str, BatchStats | EnvironmentStats | LossStats | UpdateStats | DeviceStats]]:
         yield "batch", self.batch
         if self.loss is not None:
             yield "loss", self.loss
         yield "update", self.update
         if self.device is not None:
             yield "device", self.device
+        for id, stats in self.environments.items():
+            yield f"environments/{id}", stats
 
 
 NEUTRAL = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}

@@ -21,7 +21,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.bank.recording import Recording
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.exchange import exchange
-from megatron_rl.rollout.stream import PromptStream
+from megatron_rl.rollout.mixture import Mixture
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Answering:
 
     def __init__(self, agent: GroupedRolloutGenerator, config: RunConfig) -> None:
         self.config = config
-        self.stream = PromptStream(agent.training_problems(), config.training.seed)
+        self.stream = Mixture(agent.training_sets(), config.training.seed, config.grpo.prompts_per_step)
         self.answered = 0
         """Groups so far."""
         self._agent = agent
@@ -45,8 +45,8 @@ class Answering:
             sampling=self.config.sampling,
             key=group_key(self.config.training.seed, ordinal, 0, recording.policy_version(ordinal)),
             inference=recording,
-            reward_timeout_s=self.config.environment.reward_timeout_s,
-            reward_retries=self.config.environment.reward_retries,
+            reward_timeout_s=self.config.task.reward_timeout_s,
+            reward_retries=self.config.task.reward_retries,
         )
         try:
             group = await self._agent.group_rollout(request)

@@ -39,8 +39,8 @@ def evaluate(
             samples_per_problem=1,
             key=0,
             inference=inference,
-            reward_timeout_s=config.environment.reward_timeout_s,
-            reward_retries=config.environment.reward_retries,
+            reward_timeout_s=config.task.reward_timeout_s,
+            reward_retries=config.task.reward_retries,
         )
         response = loop.run(partial(agent.evaluate, request), sign_of_life=lambda: inference.busy_s)
         if response is not None:

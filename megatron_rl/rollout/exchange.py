@@ -61,7 +61,7 @@ def exchange(
 
     Args:
         made: by this rank's driver, by position in the global batch; nothing on a rank that is no driver.
-        problem: of an ordinal: see `PromptStream.problem`.
+        problem: of an ordinal: see `Mixture.problem`.
         batch: see `assign_credit`.
     """
     if dist.get_world_size(groups.control) == 1:

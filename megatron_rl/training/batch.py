@@ -20,7 +20,7 @@ from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser
 from megatron_rl.config import RunConfig
-from megatron_rl.metrics.stats import BatchStats
+from megatron_rl.metrics.stats import BatchStats, EnvironmentStats
 from megatron_rl.model.flops import rows_per_token
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.platform.api import Platform
@@ -120,6 +120,24 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         staleness=sum(staleness),
         staleness_max=max(staleness),
     )
+
+
+def environment_stats(
+    batch: TrainingBatch, groups: Sequence[TrajectoryGroup], ids: Sequence[str]
+) -> dict[str, EnvironmentStats]:
+    """The same of each environment's groups, where several are trained on."""
+    found = {}
+    for id in ids:
+        its = [group.problem.environment == id for group in groups]  # [groups]
+        of_answers = torch.tensor(its, dtype=torch.bool)[batch.group]  # [trajectories]
+        found[id] = EnvironmentStats(
+            answers=int(of_answers.sum()),
+            groups=sum(its),
+            groups_with_signal=int(batch.signal[torch.tensor(its, dtype=torch.bool)].sum()),
+            reward=float(batch.rewards.double()[of_answers].sum()),
+            failed=sum(sum(group.failures.values()) for group in compress(groups, its)),
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,15 +61,16 @@ def teach(
 
     Raises NoDemonstrations.
     """
-    if not isinstance(environment, Demonstrator):
+    demonstrations = environment.demonstrations() if isinstance(environment, Demonstrator) else []
+    if not demonstrations:
         raise NoDemonstrations(
-            f"model.init is supervised but environment {config.environment.name!r} has no worked examples "
+            f"model.init is supervised but environment {config.task.name!r} has no worked examples "
             "(megatron_rl.agent.api.Demonstrator)"
         )
     path = cache_path(config)
     state = _read(path)
     if state is None:
-        examples = [token_example(prompt, answer, tokenizer) for prompt, answer in environment.demonstrations()]
+        examples = [token_example(prompt, answer, tokenizer) for prompt, answer in demonstrations]
         _train(policy, examples, config.model.supervised, safe_points)
         if writer and not safe_points.poll():
             _write(path, policy)
@@ -114,7 +115,7 @@ def cache_path(config: RunConfig) -> Path:
     depends_on = {
         "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed"}),
         "tokenizer": config.tokenizer.model_dump(),
-        "environment": config.environment.model_dump(),
+        "environment": config.task.model_dump(),
         "device": [config.job.device, config.job.threads_per_rank],
         "versions": [importlib.metadata.version(package) for package in ("torch", "megatron-core", "mrl")],
     }

@@ -16,7 +16,16 @@ from megatron_rl.algorithms.loss import TrainedTokens, grpo_loss
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
-from megatron_rl.metrics.stats import BatchStats, DeviceStats, LossStats, StepStats, UpdateStats, combined, uncounted
+from megatron_rl.metrics.stats import (
+    BatchStats,
+    DeviceStats,
+    EnvironmentStats,
+    LossStats,
+    StepStats,
+    UpdateStats,
+    combined,
+    uncounted,
+)
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
@@ -28,6 +37,7 @@ from megatron_rl.training.batch import (
     UpdateBatch,
     agree,
     batch_stats,
+    environment_stats,
     training_batch,
     update_batch,
     update_part,
@@ -90,6 +100,10 @@ class Trainer:
         if not self.groups.reports:  # what a driver has lost or dropped is its own, whoever trains on the rest
             own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
             seen = replace(uncounted(BatchStats), **own)
+        ids = self.config.environment_ids
+        environments = dict.fromkeys(ids, uncounted(EnvironmentStats))
+        if self.groups.reports:
+            environments = environment_stats(batch, rollouts.groups, ids)
         inputs = [self._input(batch, update) for update in mine]
         first_pass = [each for update in inputs[: grpo.updates_per_pass] for each in update.inputs]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
@@ -112,7 +126,7 @@ class Trainer:
             self.between_steps = len(updates) == len(planned)
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
         loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
-        return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device)
+        return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
         """For every update of the step the trajectories it trains on; for one update where all are the same.

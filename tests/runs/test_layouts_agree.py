@@ -130,7 +130,7 @@ def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
     """A trainer of the recipe's model, and the weights that a run would begin with."""
     platform, safe_points = select(config.job), quiet_safe_points()
     tokenizer = build_tokenizer(config.tokenizer)
-    environment = build_environment(config.environment, tokenizer)
+    environment = build_environment(config.task, tokenizer)
     models, _ = build_models(config, environment, tokenizer, platform, groups, safe_points, resumes=False)
     initial = boxes(models.policy, lambda weight: weight)
     sharpen(models.policy)

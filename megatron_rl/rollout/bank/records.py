@@ -47,12 +47,12 @@ def fingerprint(config: RunConfig) -> str:
         mode="json",
         include={
             "tokenizer": True,
-            "environment": True,
             "sampling": True,
             "training": {"seed"},
             "grpo": {"group_size"},
         },
     )
+    shaping["environment"] = config.task.model_dump(mode="json")
     return blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -231,3 +231,81 @@ def test_on_gpus_a_hang_must_be_seen_before_nccl_aborts():
     (problem,) = problems("qwen2.5-32b-dapo", "job.silence_limit_s=3600")
     assert "collective_timeout_s 3600 must be more than silence_limit_s 3600" in problem
     load_recipe("demo", ["job.silence_limit_s=36000"])
+
+
+SEVERAL = """environments:
+  - {name: arithmetic, weight: 2, args: {seed: 1}}
+  - name: reasoning-gym/chain_sum
+    evaluation_only: true
+"""
+
+
+def write_several(write, text: str = SEVERAL) -> int:
+    """The line of the first environment."""
+    return write(DEMO[DEMO.index("environment:") : DEMO.index("sampling:")], text + "\n") + 1
+
+
+def test_several_environments_are_a_list(write):
+    write_several(write)
+    config = load_recipe("my.yaml", ["environments.1.evaluation_only=false", "environments.0.args.draws=50"]).config
+    assert config.environments is not None
+    assert [(one.id, one.weight, one.args, one.trained_on) for one in config.environments] == [
+        ("arithmetic", 2, {"seed": 1, "draws": 50}, True),
+        ("reasoning-gym/chain_sum", 1, {}, True),
+    ]
+    assert RunConfig.model_validate(yaml.safe_load(dump_resolved(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("weight: 2", "weight: -2", 0, "environments.0: weight -2 of environment 'arithmetic' is negative"),
+        ("weight: 2", "weight: much", 0, "environments.0.weight: expected a number, got 'much'"),
+        ("weight: 2", "wieght: 2", 0, "environments.0.wieght: unknown key (did you mean weight?)"),
+        ("name: arithmetic", "nome: arithmetic", 0, "environments.0: name is missing"),
+        (
+            "seed: 1",
+            "sead: 1",
+            0,
+            "environments.0.args.sead: unknown key (did you mean seed?) (environment 'arithmetic')",
+        ),
+        (
+            "chain_sum",
+            "chain_sum\n    args: {draws: 0}",
+            2,
+            "environments.1.args.draws: expected an integer > 0, got 0",
+        ),
+        ("reasoning-gym/", "raisoning-gym/", 1, "environments.1.name: unknown environment 'raisoning-gym/chain_sum'"),
+        (
+            "reasoning-gym/chain_sum",
+            "arithmetic",
+            -1,
+            "environments: environment 'arithmetic' is listed more than once",
+        ),
+        ("weight: 2", "weight: 0", -1, "environments: nothing to train on"),
+    ],
+)
+def test_a_mistake_in_the_list_is_said_with_its_line_and_its_environment(write, old, new, line, said):
+    assert old in SEVERAL
+    first = write_several(write, SEVERAL.replace(old, new))
+    [found] = problems("my.yaml")
+    assert found.startswith(f"my.yaml:{first + line}: {said}")
+
+
+def test_environments_may_be_in_a_file_of_their_own(write):
+    write_several(write, "environments: both.yaml\n")
+    assert problems("my.yaml")[0].endswith("both.yaml: cannot be read: No such file or directory")
+    Path("both.yaml").write_text(
+        "- {agent_type: CountdownAgent, agent_args: {}, weight: 1.0}\n- {name: arithmetic, weight: 0.5}\n"
+    )
+    config = load_recipe("my.yaml").config
+    assert [(one.name, one.weight) for one in config.environments or ()] == [("countdown", 1.0), ("arithmetic", 0.5)]
+
+
+def test_both_one_and_several_are_refused():
+    assert problems("demo", "environments=[{name: countdown}]")[0].endswith(
+        "environments and environment are both given: keep one of them, the other one null"
+    )
+    assert (
+        load_recipe("demo", ["environment=null", "environments=[{name: countdown}]"]).config.task.name == "multi-task"
+    )

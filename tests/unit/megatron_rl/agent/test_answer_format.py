@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.environments.math.format import FORMATS, Found
+from megatron_rl.agent.answer_format import FORMATS, Found
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ class Format:
     """The sentence of the prompt that asks for it."""
     find: Callable[[str], Found | None]
     """The last answer of a response; None where it has none in this format, or an empty one."""
+    written: Callable[[str], str]
+    """A response that is an answer and no more."""
 
 
 _CLOSING = re.compile(r"(?:\s|[.$]|\\\)|\\\])*")  # what may stand between an answer and the end: \boxed{42}$. or \]
@@ -64,7 +66,13 @@ def _line(response: str) -> Found | None:
 
 
 FORMATS = {
-    "boxed": Format("Reason step by step and put your final answer within \\boxed{}.", _boxed),
-    "tags": Format("Reason step by step and give your final answer as <answer>...</answer>.", _tagged),
-    "line": Format('Reason step by step and give your final answer in a last line that begins with "Answer:".', _line),
+    "boxed": Format("Reason step by step and put your final answer within \\boxed{}.", _boxed, "\\boxed{{{}}}".format),
+    "tags": Format(
+        "Reason step by step and give your final answer as <answer>...</answer>.", _tagged, "<answer>{}</answer>".format
+    ),
+    "line": Format(
+        'Reason step by step and give your final answer in a last line that begins with "Answer:".',
+        _line,
+        "Answer: {}".format,
+    ),
 }

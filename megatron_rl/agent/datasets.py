@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.section import Section
 
@@ -39,6 +41,10 @@ class DataSet(Section):
     """Column of the problem; a.0.b is the field b of the first element of the list in column a."""
     answer: str = "answer"
     """Column of the right answer, likewise."""
+    answer_after: str | None = None
+    """Where that column is a worked solution: the answer is what follows the last of these marks, such as ####."""
+    answer_boxed: bool = False
+    r"""Or it is what is in the last \boxed{} of it."""
     remove: list[str] = []
     """Texts cut out of every question: instructions that contradict ours. Blanks count as equal to line ends."""
 
@@ -55,7 +61,7 @@ def normalised(text: str) -> str:
 
 
 def read_questions(source: DataSet) -> Iterator[Question]:
-    """Questions and answers of all rows but those that repeat another to the letter.
+    """Questions and answers of all rows but those that repeat another to the letter, and those without an answer.
 
     Raises ValueError for data that is not there or not as `source` says.
     """
@@ -67,7 +73,20 @@ def read_questions(source: DataSet) -> Iterator[Question]:
             text, answer = map(str, row)
             for pattern in removed:
                 text = pattern.sub("", text)
-            yield Question(text.strip(), answer.strip())
+            if found := _answer_in(source, answer):
+                yield Question(text.strip(), found)
+
+
+def _answer_in(source: DataSet, solution: str) -> str | None:
+    """None where the solution has no answer."""
+    if source.answer_boxed:
+        boxed = FORMATS["boxed"].find(solution)
+        return None if boxed is None else boxed.text
+    if source.answer_after is not None:
+        _, mark, solution = solution.rpartition(source.answer_after)
+        if not mark:
+            return None
+    return solution.strip()
 
 
 def distinct(questions: Iterable[Question]) -> list[Question]:
@@ -90,12 +109,14 @@ def _rows(source: DataSet) -> Iterator[tuple[Any, Any]]:
         import datasets
         import pyarrow
     except ImportError as error:
-        raise ValueError(f"environment math needs `pip install mrl[math]`: {error}") from error
+        raise ValueError(f"data set {source.path}: needs `pip install mrl[math]`: {error}") from error
     datasets.disable_progress_bars()  # a rank's log is no terminal
     try:
         with TemporaryDirectory(prefix="mrl-datasets-") as scratch:
             for batch in _load(source, scratch).with_format("arrow").iter(batch_size=BATCH):
                 yield from zip(*(_values(batch, path) for path in (source.question, source.answer)), strict=True)
+    except StopIteration as error:  # `datasets` looks for a first row
+        raise ValueError(f"data set {source.path}: there is no row in it") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
 
@@ -140,8 +161,8 @@ def _on_this_machine(path: str) -> Path:
 
 
 def _values(batch: Any, path: str) -> list[Any]:
-    """The values at a dotted path in every row of a pyarrow table."""
-    from pyarrow import compute
+    """The values at a dotted path in every row of a pyarrow table; lists and structures as JSON."""
+    from pyarrow import compute, types
 
     name, *inner = path.split(".")
     if name not in batch.column_names:
@@ -150,4 +171,4 @@ def _values(batch: Any, path: str) -> list[Any]:
     for part in inner:
         column = compute.list_element(column, int(part)) if part.isdigit() else compute.struct_field(column, part)
     values: list[Any] = column.to_pylist()
-    return values
+    return [value and json.dumps(value) for value in values] if types.is_nested(column.type) else values

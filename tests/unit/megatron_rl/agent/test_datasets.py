@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.environments.math.problems import DataSet, Question, distinct, read_questions
+from megatron_rl.agent.datasets import DataSet, Question, distinct, read_questions
 
 datasets = pytest.importorskip("datasets")
 
@@ -157,3 +157,17 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, fields: dict[str
         values["path"] = str(tmp_path / places[values["path"]])
     with pytest.raises(ValueError, match=said):
         list(read_questions(DataSet(**values)))  # type: ignore[arg-type]
+
+
+def test_an_answer_at_the_end_of_a_worked_solution_is_found(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "a", "answer": "#### 1\nno\n#### 42"},
+        {"problem": "b", "answer": r"It is \boxed{\frac{1}{2}}."},
+        {"problem": "c", "answer": "no idea"},
+    ]
+    table(rows).to_parquet(tmp_path / "data.parquet")
+    source = DataSet(path=str(tmp_path / "data.parquet"))
+    marked = source.model_copy(update={"answer_after": "####"})
+    assert list(read_questions(marked)) == [Question("a", "42")]
+    boxed = source.model_copy(update={"answer_boxed": True})
+    assert list(read_questions(boxed)) == [Question("b", r"\frac{1}{2}")]

@@ -1,0 +1,124 @@
+"""Tasks whose problems are the rows of data sets: on the hub, or files of this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from megatron_rl.agent.datasets import DataSet, Question, distinct, normalised, read_questions
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.prompts import Chat, asked, in_chat, template_fields
+from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.model.config import is_hub_name
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = "held_out"
+
+
+class HFDatasetConfig(Section):
+    """Arguments of every environment whose problems are rows of data sets."""
+
+    prompt_fields: ClassVar[Sequence[str]] = ("question",)
+    """What the prompt may name."""
+
+    train: DataSet | None = None
+    """Problems to train on; none: it only evaluates."""
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], DataSet] = {}
+    """Evaluation sets by name. Their problems are left out of the training set."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the problems of `train`, each counted once, that is never trained on: the evaluation set held_out."""
+    split_seed: NonNegativeInt = 0
+    """Of which problems these are."""
+    prompt: str = "{question}"
+    """The prompt, in Python's format syntax."""
+    chat: Chat = "auto"
+    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Problems with a longer prompt are left out, and counted in the log; default: none is."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _asks_the_question(cls, prompt: str) -> str:
+        if "question" not in template_fields(prompt, cls.prompt_fields):
+            raise ValueError("the prompt must contain {question}: nothing else says what to solve")
+        return prompt
+
+    def datasets(self) -> list[str]:
+        """Names on the hub of what it reads."""
+        sets = [*self.evaluate.values(), *([self.train] if self.train else [])]
+        return sorted({data.path for data in sets if is_hub_name(data.path)})
+
+
+class HFDatasetAgent(RewardOnlyAgent):
+    """Problems of `train`, but for those of `evaluate` and what is held out; all without repeats, in the order of the
+    data sets. A subclass says what an answer is worth."""
+
+    Config = HFDatasetConfig
+    config: HFDatasetConfig
+
+    def __init__(self, config: HFDatasetConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for data that is not there, is empty, or not as the configuration says."""
+        super().__init__(config, tokenizer)
+        self.prompt_format = "chat template" if in_chat(tokenizer, config.chat) else ""
+        evaluated = {name: _questions(data) for name, data in config.evaluate.items()}
+        kept_apart = {normalised(question.text) for questions in evaluated.values() for question in questions}
+        questions = _questions(config.train) if config.train else []
+        trained = [question for question in questions if normalised(question.text) not in kept_apart]
+        if len(trained) < len(questions):
+            logger.info("%d training problems left out: an evaluation set has them", len(questions) - len(trained))
+        trained, held_out = split(trained, config.held_out, config.split_seed)
+        if held_out:
+            evaluated[HELD_OUT] = held_out
+        self._trained = self._problems(config.train.path, trained) if config.train else []
+        self._evaluated = {name: self._problems(name, questions) for name, questions in evaluated.items()}
+        if config.train and not self._trained:
+            raise ValueError(f"environment.args.train: {config.train.path} leaves no problem to train on")
+
+    def training_problems(self) -> Sequence[Problem]:
+        return self._trained
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return self._evaluated
+
+    def fields(self, question: Question) -> dict[str, Any]:
+        """What the prompt's fields stand for."""
+        return {"question": question.text}
+
+    def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:
+        problems = [Problem(self._prompt(question), {"answer": question.answer}) for question in questions]
+        limit = self.config.max_prompt_tokens
+        if limit is None:
+            return problems
+        fitting = [problem for problem in problems if len(self.tokenizer.encode(problem.prompt)) <= limit]
+        if len(fitting) < len(problems):
+            left_out = len(problems) - len(fitting)
+            logger.info("%s: %d of %d problems left out: over %d tokens", source, left_out, len(problems), limit)
+        return fitting
+
+    def _prompt(self, question: Question) -> str:
+        return asked(self.tokenizer, self.config.prompt.format(**self.fields(question)), self.config.chat)
+
+
+def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[list[Question], list[Question]]:
+    """Those to train on and those held out, each in their order. Which they are is decided by a hash of the words, so
+    neither the order of the rows nor repeats move a question to the other side."""
+    by_hash = sorted(questions, key=lambda one: stable_key(f"split:{normalised(one.text)}", seed))
+    apart = {*by_hash[: round(held_out * len(questions))]}
+    return [one for one in questions if one not in apart], [one for one in questions if one in apart]
+
+
+def _questions(source: DataSet) -> list[Question]:
+    questions = distinct(read_questions(source))
+    if not questions:
+        raise ValueError(
+            f"data set {source.path}, split {source.split}: no row has both a question ({source.question}) and an "
+            f"answer ({source.answer})"
+        )
+    return questions

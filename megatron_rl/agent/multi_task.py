@@ -1,0 +1,132 @@
+"""Several environments as one, each with its share of every step: what `environments` of a recipe stands for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from megatron_rl.agent.api import (
+    Demonstrator,
+    Environment,
+    EvaluationRequest,
+    EvaluationResponse,
+    GroupRolloutRequest,
+    TrainingSet,
+)
+from megatron_rl.agent.config import Environments, WeightedEnvironment
+from megatron_rl.agent.datasets import normalised
+from megatron_rl.agent.registry import build_environment, required_datasets
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import Section
+
+
+class MultiTaskConfig(Section):
+    """Arguments of the environment `multi-task`."""
+
+    environments: Environments
+
+    def datasets(self) -> list[str]:
+        """Names on the hub of what any of them reads."""
+        return sorted({*chain.from_iterable(map(required_datasets, self.environments))})
+
+
+class WeightedMultiTask(Environment, Demonstrator):
+    """Several environments at once, by weight: what `environments` of a recipe stands for. None is trained on a problem
+    that one with `evaluation_only` asks."""
+
+    Config = MultiTaskConfig
+
+    def __init__(self, config: MultiTaskConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for an environment that cannot be built or has no problems."""
+        self._config = {one.id: one for one in config.environments}
+        self._members = {id: _build(one, tokenizer) for id, one in self._config.items()}
+        self._evaluation_sets = {
+            f"{id}/{name}": _of(id, problems)
+            for id, member in self._members.items()
+            for name, problems in member.evaluation_problems().items()
+        }
+        self._kept_apart = {
+            normalised(problem.prompt)
+            for problems in self._evaluation_sets.values()
+            for problem in problems
+            if self._config[problem.environment].evaluation_only
+        }
+        self._training_sets = [
+            TrainingSet(id, one.weight, _of(id, self._not_kept_apart(self._members[id].training_problems())))
+            for id, one in self._config.items()
+            if one.trained_on
+        ]
+        for each in self._training_sets:
+            if not each.problems:
+                raise ValueError(f"environment {each.environment!r} has no training problems: set evaluation_only")
+        evaluated = {problem.environment for problems in self._evaluation_sets.values() for problem in problems}
+        for id, one in self._config.items():
+            if one.evaluation_only and id not in evaluated:
+                raise ValueError(f"environment {id!r} is evaluation_only and has no evaluation problems")
+        formats = {id: member.prompt_format for id, member in self._members.items() if member.prompt_format}
+        self.prompt_format = "; ".join(f"{id}: {asked}" for id, asked in formats.items())
+
+    def training_problems(self) -> Sequence[Problem]:
+        return [problem for each in self._training_sets for problem in each.problems]
+
+    def training_sets(self) -> Sequence[TrainingSet]:
+        return self._training_sets
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        """Sets of all, named ID/SET."""
+        return self._evaluation_sets
+
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        """Of those that are trained on and have some."""
+        trained = [self._members[each.environment] for each in self._training_sets]
+        pairs = [pair for member in trained if isinstance(member, Demonstrator) for pair in member.demonstrations()]
+        return [pair for pair in pairs if normalised(pair[0]) not in self._kept_apart]
+
+    async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
+        id = request.problem.environment
+        its = replace(request, reward_timeout_s=self._config[id].reward_timeout_s)
+        return await self._members[id].group_rollout(its)
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        import asyncio  # slow, and the launcher imports this module to check a recipe
+
+        places: dict[str, list[int]] = {}
+        for place, problem in enumerate(request.problems):
+            places.setdefault(problem.environment, []).append(place)
+        responses = await asyncio.gather(
+            *(
+                self._members[id].evaluate(
+                    replace(
+                        request,
+                        problems=[request.problems[place] for place in its],
+                        reward_timeout_s=self._config[id].reward_timeout_s,
+                    )
+                )
+                for id, its in places.items()
+            )
+        )
+        trajectories: list[list[Trajectory]] = [[] for _ in request.problems]
+        failures: Counter[str] = Counter()
+        for its, response in zip(places.values(), responses, strict=True):
+            failures.update(response.failures)
+            for place, answers in zip(its, response.trajectories, strict=True):
+                trajectories[place] = answers
+        return EvaluationResponse(trajectories, failures)
+
+    def _not_kept_apart(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Those that no environment asks which only evaluates."""
+        return [problem for problem in problems if normalised(problem.prompt) not in self._kept_apart]
+
+
+def _build(config: WeightedEnvironment, tokenizer: Tokenizer) -> Environment:
+    try:
+        return build_environment(config, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"environment {config.id!r}: {error}") from error
+
+
+def _of(id: str, problems: Sequence[Problem]) -> list[Problem]:
+    return [replace(problem, environment=id) for problem in problems]

@@ -1,0 +1,147 @@
+"""Countdown: reach a target with the four operations and each of some numbers once.
+
+Problems are drawn here, or read from a data set such as Jiayi-Pan/Countdown-Tasks-3to4, whose rows have a list of
+numbers and a target. What the model writes is parsed, never evaluated (environments/expression.py).
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from megatron_rl.agent.answer_format import FORMATS
+from megatron_rl.agent.datasets import DataSet, read_questions
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.prompts import Chat, asked, in_chat
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.environments.expression import BadExpression, evaluate
+from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
+from megatron_rl.inference.api import FinishReason
+from megatron_rl.model.config import is_hub_name
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import PositiveInt
+
+PROMPT = (
+    "Using each of the numbers {numbers} exactly once, write an expression that equals {target}. You may use +, -, *, "
+    "/ and parentheses. Reason step by step and give the expression, without an equals sign, as "
+    "<answer>...</answer>, for example <answer>(1 + 2) / 3</answer>."
+)
+TAGS = FORMATS["tags"]
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+class Rows(DataSet):
+    """Where the rows of a data set are, and where numbers and target stand in them."""
+
+    question: str = "nums"
+    """Column of the numbers: a list of whole numbers."""
+    answer: str = "target"
+    """Column of the target."""
+
+
+class CountdownConfig(DrawnProblemsConfig):
+    """Arguments of the environment `countdown`."""
+
+    train: Rows | None = None
+    """Data set to read problems from; default: they are drawn."""
+    min_numbers: PositiveInt = Field(default=3, ge=2)
+    """Fewest numbers of a drawn problem."""
+    max_numbers: PositiveInt = Field(default=4, le=8)
+    largest: PositiveInt = 99
+    """Largest number of a drawn problem, and largest target."""
+    chat: Chat = "auto"
+    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
+    format_reward: float = 0.0
+    """An expression in tags that is none, uses other numbers, or comes to something else."""
+
+    @model_validator(mode="after")
+    def _range_fits(self) -> CountdownConfig:
+        if self.min_numbers > self.max_numbers:
+            raise ValueError(f"min_numbers {self.min_numbers} is larger than max_numbers {self.max_numbers}")
+        return self
+
+    def datasets(self) -> list[str]:
+        """Names on the hub of what it reads."""
+        return [self.train.path] if self.train and is_hub_name(self.train.path) else []
+
+
+class Countdown(DrawnProblems):
+    """Countdown: reach a target with the four operations and each of some numbers once."""
+
+    Config = CountdownConfig
+    config: CountdownConfig
+
+    def __init__(self, config: CountdownConfig, tokenizer: Tokenizer) -> None:
+        found = _of_rows(config.train) if config.train else _drawn(config)
+        problems = (Problem(asked(tokenizer, PROMPT.format(**task), config.chat), task) for task in found)
+        super().__init__(config, tokenizer, problems)
+        self.prompt_format = "tags, chat template" if in_chat(tokenizer, config.chat) else "tags"
+
+    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        """1 for an expression of just these numbers that is the target, whatever follows it."""
+        found = TAGS.find(response)
+        if found is None:
+            return 0.0
+        try:
+            value, numbers = evaluate(found.text)
+        except BadExpression:
+            return float(self.config.format_reward)
+        right = sorted(numbers) == sorted(golden["numbers"]) and value == golden["target"]
+        return 1.0 if right else float(self.config.format_reward)
+
+    def gold_response(self, problem: Problem) -> str:
+        return TAGS.written(problem.golden["expression"])
+
+    def wrong_response(self, problem: Problem) -> str:
+        return TAGS.written(" + ".join(map(str, [*problem.golden["numbers"], 1])))
+
+
+def _drawn(config: CountdownConfig) -> Iterator[dict[str, Any]]:
+    """Every problem from random numbers of its own, so that more draws only add problems."""
+    for draw in range(config.draws):
+        choose = random.Random(stable_key("countdown", config.seed, draw))
+        yield _draw(choose, config)
+
+
+def _draw(choose: random.Random, config: CountdownConfig) -> dict[str, Any]:
+    """Numbers joined two at a time in random order, again until what comes out is a target that may be asked for."""
+    while True:
+        count = choose.randint(config.min_numbers, config.max_numbers)
+        numbers = [choose.randint(1, config.largest) for _ in range(count)]
+        parts = [(Fraction(number), str(number)) for number in numbers]
+        while len(parts) > 1:
+            left, right = (parts.pop(choose.randrange(len(parts))) for _ in range(2))
+            parts.append(_joined(left, right, choose.choice("+-*/" if right[0] else "+-*")))
+        target, expression = parts[0]
+        if target.denominator == 1 and 1 <= target <= config.largest:
+            return {"numbers": numbers, "target": int(target), "expression": expression[1:-1]}
+
+
+def _joined(left: tuple[Fraction, str], right: tuple[Fraction, str], sign: str) -> tuple[Fraction, str]:
+    value = OPERATIONS[sign](left[0], right[0])
+    return value, f"({left[1]} {sign} {right[1]})"
+
+
+def _of_rows(source: Rows) -> Iterator[dict[str, Any]]:
+    """Raises ValueError for rows that are something else."""
+    for row in read_questions(source):
+        try:
+            numbers, target = json.loads(row.text), int(row.answer)
+        except ValueError:
+            numbers, target = None, 0
+        if not _whole(numbers):
+            raise ValueError(
+                f"data set {source.path}: expected a list of whole numbers in {source.question} and one in "
+                f"{source.answer}, found {row.text!r} and {row.answer!r}"
+            )
+        yield {"numbers": numbers, "target": target}
+
+
+def _whole(numbers: Any) -> bool:
+    return isinstance(numbers, Sequence) and all(type(number) is int for number in numbers)

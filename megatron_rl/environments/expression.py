@@ -1,0 +1,86 @@
+"""Arithmetic that a model wrote: parsed by recursive descent, never evaluated as a program.
+
+sum      = product {("+" | "-") product}
+product  = factor {("*" | "/") factor}
+factor   = number | "(" sum ")" | "-" factor
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+LONGEST = 120
+"""Characters; also bounds how deep parentheses go."""
+LARGEST = 10**9
+"""Of the numbers."""
+
+_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
+_SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"})
+
+
+class BadExpression(ValueError):
+    """It is none, is too long, or divides by zero."""
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """The value of an expression, exactly, and the numbers in it from left to right. Raises BadExpression."""
+    parser = _Parser(text)
+    value = parser.sum()
+    parser.end()
+    return value, parser.numbers
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        if len(text) > LONGEST:
+            raise BadExpression(f"more than {LONGEST} characters")
+        text = text.translate(_SIGNS).strip()
+        self._tokens: list[str] = []
+        position = 0
+        while position < len(text):
+            found = _TOKEN.match(text, position)
+            if not found:
+                raise BadExpression(f"{text[position]!r} is no arithmetic")
+            self._tokens.append(found[1])
+            position = found.end()
+        self._tokens.reverse()  # the next one last
+        self.numbers: list[int] = []
+
+    def sum(self) -> Fraction:
+        value = self._product()
+        while self._next() in ("+", "-"):
+            sign = self._tokens.pop()
+            value = value + self._product() if sign == "+" else value - self._product()
+        return value
+
+    def end(self) -> None:
+        if self._tokens:
+            raise BadExpression(f"{self._tokens[-1]!r} is not expected there")
+
+    def _product(self) -> Fraction:
+        value = self._factor()
+        while self._next() in ("*", "/"):
+            sign, factor = self._tokens.pop(), self._factor()
+            if sign == "/" and not factor:
+                raise BadExpression("a division by zero")
+            value = value * factor if sign == "*" else value / factor
+        return value
+
+    def _factor(self) -> Fraction:
+        token = self._tokens.pop() if self._tokens else "the end"
+        if token == "-":
+            return -self._factor()
+        if token == "(":
+            value = self.sum()
+            if self._next() != ")":
+                raise BadExpression("a parenthesis is not closed")
+            self._tokens.pop()
+            return value
+        if not token.isdigit() or int(token) > LARGEST:
+            raise BadExpression(f"{token} is no number")
+        self.numbers.append(int(token))
+        return Fraction(int(token))
+
+    def _next(self) -> str | None:
+        return self._tokens[-1] if self._tokens else None

@@ -1,0 +1,66 @@
+"""Tasks of data sets: what is held out, whatever the order and repeats of the rows, and data that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from words import Words
+
+from megatron_rl.agent.datasets import Question
+from megatron_rl.agent.hf_dataset import HFDatasetAgent, split
+from megatron_rl.inference.api import FinishReason
+
+pytest.importorskip("datasets")
+
+
+class Echo(HFDatasetAgent):
+    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        return float(response == golden["answer"])
+
+
+def build(path: Path, **arguments: Any) -> Echo:
+    return Echo(Echo.Config.model_validate({"train": {"path": str(path)}, **arguments}), Words())
+
+
+def rows(folder: Path, *texts: str) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"problem": text, "answer": text.upper()}) + "\n" for text in texts))
+    return path
+
+
+@given(st.lists(st.text("abc", min_size=1), unique=True), st.floats(0, 0.9), st.randoms())
+def test_the_split_depends_on_the_words_alone(texts: list[str], held_out: float, random: Any) -> None:
+    questions = [Question(text, "") for text in texts]
+    trained, apart = split(questions, held_out, 3)
+    assert sorted(one.text for one in trained + apart) == sorted(texts)
+    assert len(apart) == round(held_out * len(texts))
+    random.shuffle(questions)
+    assert {*split(questions, held_out, 3)[1]} == {*apart}
+
+
+def test_repeats_are_dropped_before_a_part_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    agent = build(rows(tmp_path, *"abcdabcdabcd"), held_out=0.5)
+    trained, held_out = agent.training_problems(), agent.evaluation_problems()["held_out"]
+    assert sorted(problem.prompt for problem in [*trained, *held_out]) == [*"abcd"]
+    assert len(held_out) == 2
+    assert agent.gold_response(trained[0]) == trained[0].prompt.upper()
+
+
+def test_data_without_a_question_names_its_split_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"problem": "a", "answer": null}\n')
+    with pytest.raises(
+        ValueError, match=r"split train: no row has both a question \(problem\) and an answer \(answer\)"
+    ):
+        build(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"rows.jsonl: there is no row in it"):
+        build(path)

@@ -1,0 +1,167 @@
+"""Several environments trained on at once: who answers what, what is refused, and what the record says of each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from bank_helpers import bank_in, drive
+from core_helpers import ALPHABET, build_run, tiny_run
+
+from megatron_rl.agent.api import EvaluationRequest
+from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
+from megatron_rl.agent.multi_task import WeightedMultiTask
+from megatron_rl.agent.registry import build_environment, entry_points_of, required_datasets
+from megatron_rl.config import RunConfig
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.metrics.names import TIMED, StepReport, check_name, metrics_of
+from megatron_rl.metrics.tally import Tally
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import build_tokenizer
+
+SMALL = {"evaluation_problems": 3}
+PLUS = {"name": "arithmetic", "id": "plus", "args": {**SMALL, "seed": 1}, "weight": 3.0}
+MINUS = {"name": "arithmetic", "id": "minus", "args": {**SMALL, "seed": 2}}
+APART = {"name": "arithmetic", "id": "apart", "args": SMALL, "weight": 0.0, "evaluation_only": True}
+
+
+def run_config(*environments: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+    one = tiny_run(**sections).model_dump()
+    return RunConfig.model_validate({**one, "environment": None, "environments": [*environments]})
+
+
+def build(*environments: dict[str, Any]) -> WeightedMultiTask:
+    tokenizer = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
+    built = build_environment(run_config(*environments).task, tokenizer)
+    assert isinstance(built, WeightedMultiTask)
+    return built
+
+
+def test_every_problem_says_whose_it_is_and_sets_are_named_by_it() -> None:
+    agent = build(PLUS, MINUS, APART)
+    assert [(each.environment, each.weight) for each in agent.training_sets()] == [("plus", 3.0), ("minus", 1.0)]
+    assert all(problem.environment == one.environment for one in agent.training_sets() for problem in one.problems)
+    sets = agent.evaluation_problems()
+    assert {*sets} == {f"{id}/{name}" for id in ("plus", "minus", "apart") for name in ("trained", "held_out")}
+    assert {problem.environment for problem in sets["apart/held_out"]} == {"apart"}
+    trained = {problem.prompt for problem in agent.training_problems()}
+    assert trained == {prompt for prompt, _ in agent.demonstrations()}
+    assert not trained & {problem.prompt for name in ("trained", "held_out") for problem in sets[f"apart/{name}"]}
+
+
+def test_an_evaluation_is_answered_by_each_environment_in_the_order_of_the_request() -> None:
+    agent = build(PLUS, MINUS)
+    sets = agent.evaluation_problems()
+    mixed = [*sets["minus/trained"], *sets["plus/trained"], *sets["minus/held_out"]]
+    right = {problem.prompt: problem.golden["answer"] for problem in mixed}
+    tokenizer = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
+    engine = ScriptedInference(tokenizer, lambda prompt, sample: right[prompt])
+    request = EvaluationRequest(mixed, Sampling(max_new_tokens=4), 2, 0, engine, 60.0)
+    response = asyncio.run(agent.evaluate(request))
+    assert [[each.text for each in answers] for answers in response.trajectories] == [
+        [right[problem.prompt]] * 2 for problem in mixed
+    ]
+    assert response.rewards == [1.0] * 2 * len(mixed)
+
+
+@pytest.mark.parametrize(
+    ("environments", "said"),
+    [
+        ([], "the list is empty"),
+        ([PLUS, PLUS], "environment 'plus' is listed more than once"),
+        ([{**PLUS, "weight": -1.0}], "weight -1 of environment 'plus' is negative"),
+        ([APART, {**MINUS, "weight": 0.0}], "nothing to train on: .* every one of 'apart', 'minus'"),
+        ([{"agent_type": "a.b.WebAgent", "agent_args": {}}], "agent_type 'a.b.WebAgent' has no counterpart"),
+        ([{"args": {}}], "name is missing"),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused_by_the_environments_name(environments: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_config(*environments)
+
+
+def test_one_of_environment_and_environments_is_needed() -> None:
+    values = tiny_run().model_dump()
+    with pytest.raises(ValueError, match="environments and environment are both given"):
+        RunConfig.model_validate({**values, "environments": [PLUS]})
+    with pytest.raises(ValueError, match="environment is missing: name one, or several in a list"):
+        RunConfig.model_validate({**values, "environment": None})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "said"),
+    [
+        ({"held_out": 0.999, "draws": 1}, {}, "environment 'odd' has no training problems: set evaluation_only"),
+        ({"template": "{expression}x"}, {}, "environment 'odd': no token for the character 'x'"),
+        ({"no_such": 1}, {}, "environment 'odd': "),
+    ],
+)
+def test_an_environment_that_cannot_be_built_is_named(arguments: Any, more: Any, said: str) -> None:
+    odd = {"name": "arithmetic", "id": "odd", "args": arguments, **more}
+    with pytest.raises(ValueError, match=said):
+        build(PLUS, odd)
+
+
+def test_entries_of_megatron_rl_are_accepted_as_they_are() -> None:
+    """The figures of its DAPO and GSM8K files."""
+    config = run_config(
+        {"agent_type": "DAPOAgent", "agent_args": {"format_reward": 0.0}, "weight": 1.0},
+        {"agent_type": "AIMEAgent", "agent_args": {"format_reward": 0.0}, "weight": 0.0, "evaluation_only": True},
+        {
+            "agent_type": "examples.rl.environments.math.gsm8k_agent.GSM8KAgent",
+            "agent_args": {"answer_format": "boxed", "assistant_suffix": "Assistant: ", "chat_mode": True},
+            "weight": 1.0,
+        },
+    )
+    assert config.environments is not None
+    assert [(one.name, one.args, one.trained_on) for one in config.environments] == [
+        ("dapo-math-17k", {"format_reward": 0.0, "answer_format": "tags"}, True),
+        ("aime-2024", {"format_reward": 0.0, "answer_format": "tags"}, False),
+        ("gsm8k", {"answer_format": "boxed", "chat": "always"}, True),
+    ]
+    assert RunConfig.model_validate(config.model_dump()) == config
+
+
+def test_what_all_of_them_need_is_known_without_building_any() -> None:
+    data = {"train": {"path": "owner/sums"}, "evaluate": {"a": {"path": "owner/held-out"}}}
+    task = run_config(PLUS, {"name": "math", "args": data}, {"name": "reasoning-gym/chain_sum"}).task
+    assert task.name == MULTI_TASK
+    assert required_datasets(task) == ["owner/held-out", "owner/sums"]
+    assert [entry.name for entry in entry_points_of(task)] == [MULTI_TASK, "arithmetic", "math", "reasoning-gym"]
+
+
+def test_a_variant_is_an_argument_in_the_name() -> None:
+    with pytest.raises(ValueError, match="'reasoning-gym/chain_sum' says dataset by its name"):
+        required_datasets(EnvironmentConfig(name="reasoning-gym/chain_sum", args={"dataset": "countdown"}))
+    with pytest.raises(ValueError, match="unknown environment 'arithmetic/sums': 'arithmetic' has no variants"):
+        required_datasets(EnvironmentConfig(name="arithmetic/sums"))
+
+
+def test_the_record_of_a_step_tells_them_apart(tmp_path: Any, platform: Any, groups: Any) -> None:
+    """The whole way, with a bank; and what another attempt takes from it is the same."""
+    config = run_config(PLUS, MINUS, APART, grpo={"prompts_per_step": 8})
+    run = build_run(config, platform, groups)
+    drive(run, bank_in(tmp_path))
+    batch = run.driver.collect(0)
+    stats = run.trainer.train(batch, 1)
+    tally = Tally()
+    stats.put(tally)
+    of_all = stats.reduced(tally.reduce(groups.control))
+    seconds = dict.fromkeys(TIMED, 0.5)
+    metrics = metrics_of(StepReport(1, of_all, 1, 0, 8, 1, {}, batch.failures, seconds=seconds))
+    for name in metrics:
+        check_name(name)
+    assert (metrics["environments/plus/groups"], metrics["environments/minus/groups"]) == (6, 2)
+    parts = {
+        id: [
+            answer.reward for group in batch.groups if group.problem.environment == id for answer in group.trajectories
+        ]
+        for id in ("plus", "minus")
+    }
+    for id, rewards in parts.items():
+        assert metrics[f"environments/{id}/mean_reward"] == pytest.approx(sum(rewards) / len(rewards))
+        assert metrics[f"environments/{id}/failed_rollouts"] == 0
+    assert not [name for name in metrics if "apart" in name]
+    assert {*run.evaluate()} >= {"eval/apart/held_out/greedy_accuracy", "eval/plus/trained/greedy_accuracy"}
