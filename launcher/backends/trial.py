@@ -1,0 +1,27 @@
+"""An environment tried out by a child process: the launcher has none of the libraries that environments need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.backends.child import Child
+from megatron_rl.contract.codes import EXIT_FINISHED
+
+MODULE = "megatron_rl.agent.trial"
+
+
+def tried(name: str, arguments: Mapping[str, Any], problems: int) -> Iterator[dict[str, Any]]:
+    """Each of its first problems, as they are tried: see `megatron_rl.agent.trial.tried`.
+
+    Raises BadInput where there is no such environment or it cannot be tried so, Failed where the process did not end
+    well.
+    """
+    with Child(MODULE) as child:
+        child.send(json.dumps({"name": name, "args": arguments, "problems": problems}))
+        child.end_input()
+        yield from child.said()
+        code = child.wait()
+        if code != EXIT_FINISHED:
+            raise child.failure(code)

@@ -1,0 +1,59 @@
+"""A package that `mrl environments new` writes installs, passes its own test, and its environment can be tried."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MRL = "import sys; sys.argv[0] = 'mrl'; from launcher.cli.entry import mrl; mrl()"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter of its own, to install into, which finds all that this one has."""
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "all.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    return folder / "bin" / "python"
+
+
+def run(command: Sequence[str | Path], cwd: Path) -> tuple[int, str, str]:
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path) -> None:
+    code, out, said = run([python, "-c", MRL, "environments", "new", "word-sums"], tmp_path)
+    assert (code, said) == (0, "") and out.endswith("pip install -e word-sums && mrl environments try word-sums\n")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
+    code, _, said = run([*install, "--no-index", "-e", "word-sums"], tmp_path)
+    assert code == 0, said
+    code, out, _ = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path / "word-sums")
+    assert code == 0 and "2 passed" in out
+    code, out, said = run([python, "-c", MRL, "environments", "try", "word-sums", "-n", "2", "--json"], tmp_path)
+    assert (code, said) == (0, "")
+    assert json.loads(out)["problems"] == [
+        {"prompt": "0+1=", "gold_reward": 1.0, "wrong_reward": 0.0},
+        {"prompt": "0+2=", "gold_reward": 1.0, "wrong_reward": 0.0},
+    ]
+    code, out, said = run([python, "-c", MRL, "environments", "new", "word-sums", "--into", "again"], tmp_path)
+    assert (code, out) == (2, "") and "'word-sums' is registered already" in said
+
+
+def test_a_shipped_environment_is_tried_offline_by_the_way_its_answers_take(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    mrl = [sys.executable, "-c", MRL, "environments", "try"]
+    code, out, said = run([*mrl, "dapo-math-17k", "--json", "-n", "9"], tmp_path)
+    assert (code, said) == (0, "")
+    found = json.loads(out)["problems"]
+    assert [(one["gold_reward"], one["wrong_reward"]) for one in found] == [(1.0, 0.0)] * 4
+    code, out, said = run([*mrl, "dapo-math-17k", "--env-args", "answer_formt=tags"], tmp_path)
+    assert (code, out) == (2, "") and "answer_formt" in said

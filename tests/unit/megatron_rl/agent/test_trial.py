@@ -1,0 +1,82 @@
+"""An environment tried without a model: the rewards of a right and of a wrong answer, or why there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_rl.agent import trial
+from megatron_rl.agent.api import Environment
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import described
+from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.agent.trial import tried
+from megatron_rl.inference.api import FinishReason
+from megatron_rl.section import Section
+
+
+class Riddles(RewardOnlyAgent):
+    """Riddles, each with one answer. More on them elsewhere."""
+
+    class Config(Section):
+        problems: int = 4
+
+    golden: Mapping[str, Any] = {"answer": "an egg"}
+
+    def training_problems(self) -> Sequence[Problem]:
+        return [Problem(f"What is {number}?", self.golden) for number in range(self.config.problems)]
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return {}
+
+    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        return float(response == golden["answer"] and finish_reason == "stop")
+
+
+def try_it(monkeypatch: pytest.MonkeyPatch, cls: type[Environment], **arguments: Any) -> list[dict[str, Any]]:
+    monkeypatch.setattr(trial, "environment_class", lambda name: cls)
+    monkeypatch.setattr(trial, "build_environment", lambda config, tokenizer: cls(cls.Config(**config.args), tokenizer))
+    return [*tried(EnvironmentConfig(name="riddles", args=arguments), 2)]
+
+
+def test_the_first_problems_with_the_rewards_of_a_right_and_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = {"gold_reward": 1.0, "wrong_reward": 0.0}
+    assert try_it(monkeypatch, Riddles) == [{"prompt": f"What is {number}?", **rewards} for number in range(2)]
+    assert len(try_it(monkeypatch, Riddles, problems=1)) == 1
+
+
+def test_an_answer_that_cannot_be_scored_has_no_reward_but_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Riddles):
+        def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+            return super().get_reward(response, golden, finish_reason) or 1 / 0
+
+    one = try_it(monkeypatch, Broken)[0]
+    assert (one["gold_reward"], one["wrong_reward"]) == (1.0, None)
+    assert one["failures"] == ["get_reward: ZeroDivisionError: division by zero"]
+
+
+def test_one_without_problems_or_right_answers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Open(Riddles):
+        golden = {}
+
+    with pytest.raises(ValueError, match="'riddles' has no problems"):
+        try_it(monkeypatch, Riddles, problems=0)
+    with pytest.raises(NotImplementedError, match="Open has no gold_response"):
+        try_it(monkeypatch, Open)
+
+
+def test_countdown_and_arithmetic_can_be_tried_as_they_are() -> None:
+    for name in ("countdown", "arithmetic"):
+        for one in tried(EnvironmentConfig(name=name, args={"draws": 9}), 2):
+            assert (one["gold_reward"], one["wrong_reward"]) == (1.0, 0.0)
+
+
+def test_all_that_is_installed_is_described() -> None:
+    found = {one.name: one for one in described()}
+    assert {"aime-2024", "big-math", "countdown", "dapo-math-17k", "gsm8k", "math", "open-math-instruct-2"} <= {*found}
+    assert "reasoning-gym/chain_sum" in found and len([name for name in found if "reasoning-gym/" in name]) > 90
+    assert all(one.description and one.source.startswith("mrl ") for one in found.values())
+    assert [*found] == sorted(found)
