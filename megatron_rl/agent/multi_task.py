@@ -35,7 +35,7 @@ class MultiTaskConfig(Section):
 
 class WeightedMultiTask(Environment, Demonstrator):
     """Several environments at once, by weight: what `environments` of a recipe stands for. None is trained on a problem
-    that one with `evaluation_only` asks."""
+    that one with `evaluation_only` holds out."""
 
     Config = MultiTaskConfig
 
@@ -48,12 +48,8 @@ class WeightedMultiTask(Environment, Demonstrator):
             for id, member in self._members.items()
             for name, problems in member.evaluation_problems().items()
         }
-        self._kept_apart = {
-            normalised(problem.prompt)
-            for problems in self._evaluation_sets.values()
-            for problem in problems
-            if self._config[problem.environment].evaluation_only
-        }
+        evaluating = [self._members[id] for id, one in self._config.items() if one.evaluation_only]
+        self._kept_apart = {*chain.from_iterable(map(_held_out, evaluating))}
         self._training_sets = [
             TrainingSet(id, one.weight, _of(id, self._not_kept_apart(self._members[id].training_problems())))
             for id, one in self._config.items()
@@ -61,7 +57,10 @@ class WeightedMultiTask(Environment, Demonstrator):
         ]
         for each in self._training_sets:
             if not each.problems:
-                raise ValueError(f"environment {each.environment!r} has no training problems: set evaluation_only")
+                raise ValueError(
+                    f"environment {each.environment!r} has no training problems that no other one holds out: set "
+                    "evaluation_only"
+                )
         evaluated = {problem.environment for problems in self._evaluation_sets.values() for problem in problems}
         for id, one in self._config.items():
             if one.evaluation_only and id not in evaluated:
@@ -117,7 +116,7 @@ class WeightedMultiTask(Environment, Demonstrator):
         return EvaluationResponse(trajectories, failures)
 
     def _not_kept_apart(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Those that no environment asks which only evaluates."""
+        """Those that no environment holds out which only evaluates."""
         return [problem for problem in problems if normalised(problem.prompt) not in self._kept_apart]
 
 
@@ -126,6 +125,14 @@ def _build(config: WeightedEnvironment, tokenizer: Tokenizer) -> Environment:
         return build_environment(config, tokenizer)
     except ValueError as error:
         raise ValueError(f"environment {config.id!r}: {error}") from error
+
+
+def _held_out(environment: Environment) -> set[str]:
+    """Words of the prompts that it evaluates on and would not train on itself."""
+    asked = chain.from_iterable(environment.evaluation_problems().values())
+    return {normalised(problem.prompt) for problem in asked} - {
+        normalised(problem.prompt) for problem in environment.training_problems()
+    }
 
 
 def _of(id: str, problems: Sequence[Problem]) -> list[Problem]:

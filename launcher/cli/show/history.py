@@ -145,7 +145,7 @@ def accuracies(line: MetricsLine) -> dict[str, float]:
     """{evaluation set: greedy accuracy} of one evaluation."""
     parts = ((name.split("/"), number(line, name)) for name in line.values)
     return {
-        part[1]: value
+        "/".join(part[1:-1]): value
         for part, value in parts
         if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == "greedy_accuracy"
     }

@@ -87,11 +87,11 @@ def test_a_sparkline_rises_with_its_values():
 
 def test_results_compare_the_beginning_with_the_end():
     lines = [MetricsLine(step, {"mean_reward": step / 100}) for step in range(1, 101)]
-    before = MetricsLine(0, {"eval/held_out/greedy_accuracy": 0.1, "eval/trained/greedy_accuracy": 0.2})
-    after = MetricsLine(100, {"eval/held_out/greedy_accuracy": 0.8, "eval/trained/greedy_accuracy": 0.9})
+    before = MetricsLine(0, {"eval/sums/held_out/greedy_accuracy": 0.1, "eval/trained/greedy_accuracy": 0.2})
+    after = MetricsLine(100, {"eval/sums/held_out/greedy_accuracy": 0.8, "eval/trained/greedy_accuracy": 0.9})
     assert result_lines(History(steps=100, lines=lines, evaluations=[before, after])) == [
         "mean reward:     0.055 (first 10 steps) -> 0.905 (last 20)",
-        "greedy accuracy: 0.100 -> 0.800 on held_out",
+        "greedy accuracy: 0.100 -> 0.800 on sums/held_out",
         "greedy accuracy: 0.200 -> 0.900 on trained",
     ]
     assert "0.100 before training on held_out" in result_lines(History(steps=100, evaluations=[before]))[0]
