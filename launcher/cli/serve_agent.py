@@ -14,7 +14,8 @@ from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.errors import BadInput
 from launcher.job.evaluation import parse_args
 from launcher.recipe.load import load_recipe, read_resolved
-from megatron_rl.agent.registry import environment_class
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import environment_arguments
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import TokenizerConfig
 
@@ -67,7 +68,7 @@ def command(
     """
     environment = {"name": name, "args": parse_args(env_args)}
     try:
-        environment_class(name).Config(**environment["args"])  # type: ignore[arg-type]
+        environment_arguments(EnvironmentConfig(name=name, args=parse_args(env_args)))
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         where = ".".join(map(str, found["loc"]))

@@ -92,7 +92,7 @@ def requested(
 def _environments_of(config: RunConfig) -> dict[str, EnvironmentConfig]:
     """What `--env` may name of a run: nothing is all of it, and of several each goes by its id."""
     known = {
-        one.id: EnvironmentConfig(**one.model_dump(include={"name", "args", "reward_timeout_s"}))
+        one.id: EnvironmentConfig(**one.model_dump(exclude={"id", "weight", "evaluation_only"}))
         for one in config.environments or ()
     }
     return {**known, config.task.name: config.task, "": config.task}

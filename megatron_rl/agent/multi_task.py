@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from megatron_rl.agent.api import (
     Demonstrator,
@@ -86,8 +87,7 @@ class WeightedMultiTask(Environment, Demonstrator):
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
-        its = replace(request, reward_timeout_s=self._config[id].reward_timeout_s)
-        return await self._members[id].group_rollout(its)
+        return await self._members[id].group_rollout(replace(request, **self._patience(id)))
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         import asyncio  # slow, and the launcher imports this module to check a recipe
@@ -101,7 +101,7 @@ class WeightedMultiTask(Environment, Demonstrator):
                     replace(
                         request,
                         problems=[request.problems[place] for place in its],
-                        reward_timeout_s=self._config[id].reward_timeout_s,
+                        **self._patience(id),
                     )
                 )
                 for id, its in places.items()
@@ -114,6 +114,11 @@ class WeightedMultiTask(Environment, Demonstrator):
             for place, answers in zip(its, response.trajectories, strict=True):
                 trajectories[place] = answers
         return EvaluationResponse(trajectories, failures)
+
+    def _patience(self, id: str) -> dict[str, Any]:
+        """Fields of a request that each environment has of its own."""
+        one = self._config[id]
+        return {"reward_timeout_s": one.reward_timeout_s, "reward_retries": one.reward_retries}
 
     def _not_kept_apart(self, problems: Sequence[Problem]) -> list[Problem]:
         """Those that no environment holds out which only evaluates."""

@@ -94,7 +94,7 @@ def test_results_compare_the_beginning_with_the_end():
         "greedy accuracy: 0.100 -> 0.800 on sums/held_out",
         "greedy accuracy: 0.200 -> 0.900 on trained",
     ]
-    assert "0.100 before training on held_out" in result_lines(History(steps=100, evaluations=[before]))[0]
+    assert "0.100 before training on sums/held_out" in result_lines(History(steps=100, evaluations=[before]))[0]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (7389, "2:03:09")])

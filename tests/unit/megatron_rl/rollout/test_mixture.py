@@ -67,7 +67,7 @@ def test_each_environment_is_visited_in_passes_and_each_step_has_the_same_split(
     for each in sets:
         its = [problem for problem in seen if problem.environment == each.environment]
         passes = [its[at : at + len(each.problems)] for at in range(0, len(its), len(each.problems))]
-        assert all(len({*one}) == len(one) for one in passes)
+        assert all(len({problem.prompt for problem in one}) == len(one) for one in passes)
         stream = PromptStream(each.problems, 7, each.environment)
         assert its == [stream.problem(number) for number in range(len(its))]
 
