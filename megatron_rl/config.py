@@ -21,7 +21,7 @@ from megatron_rl.evaluate.config import EvaluateConfig
 from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, beyond_megatron, pages_of
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.rank.config import JobConfig, Offload, PlacementConfig, data_parallel_size
+from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
 from megatron_rl.section import Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
@@ -53,6 +53,8 @@ class RunConfig(Section):
     """Cluster profile this recipe is meant for; `local` runs on this machine."""
     job: JobConfig = JobConfig()
     placement: PlacementConfig = PlacementConfig()
+    harvest: HarvestConfig | None = None
+    """Given: replicas on nodes of another partition too (placement.mode partitioned, on Slurm)."""
     image: ImageConfig = ImageConfig()
     code: CodeConfig = CodeConfig()
     model: ModelConfig
@@ -132,6 +134,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"async.max_lag is {self.asynchronous.max_lag} and resume.partial regenerate, which promises the same "
                 "answers again, and when new weights come while one is sampled no clock repeats: say keep"
+            )
+        if self.harvest is not None and self.placement.mode != "partitioned":
+            raise ValueError(
+                "harvest adds inference replicas, and placement.mode is colocated, which has none: say partitioned"
             )
         if self.placement.mode == "partitioned" and self.job.fewest_nodes < self.job.most_nodes:
             raise ValueError(

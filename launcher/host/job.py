@@ -40,6 +40,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 
 def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals) -> int:
     # Only now: signals are heard, and what is missing can be told.
+    from launcher.host.attempt.harvest import HarvestSettings
     from launcher.host.attempt.job_context import Refused, context_of
     from launcher.host.attempt.prepare import Checks
     from launcher.host.attempt.slurm_run import JobSettings, run_job
@@ -48,7 +49,8 @@ def _run(options: argparse.Namespace, environ: Dict[str, str], signals: Signals)
 
     checks = Checks(options.image, options.image_cache, options.unpack, options.health, options.fabric)
     script = Script(os.path.abspath(options.script))
-    settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks)
+    harvest = HarvestSettings(options.harvest, options.harvest_sbatch)
+    settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks, harvest)
     try:
         context = context_of(environ)._replace(run_mode=int(options.run_mode, 8))
     except Refused as error:
@@ -83,6 +85,8 @@ def _parse(arguments: Optional[List[str]]) -> argparse.Namespace:
     run.add_argument("--image", help="reference of the container image")
     run.add_argument("--image-cache", default="", help="shared directory of imported images")
     run.add_argument("--unpack", action="store_true", help="have each node unpack it first, once for all steps")
+    run.add_argument("--harvest", type=int, default=0, help="inference replicas in jobs of their own, at most")
+    run.add_argument("--harvest-sbatch", action="append", default=[], help="an option of sbatch for those jobs")
     run.add_argument("--health", action="store_true", help="check the nodes first")
     run.add_argument("--fabric", action="store_true", help="and that they reach each other, fast")
     return parser.parse_args(arguments)

@@ -109,8 +109,28 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
         cache = f"{profile.run_root}/cache/images"
         unpack = " --unpack" if profile.container.named else ""
         yield Shell(f"--image {shlex.quote(reference)} --image-cache {shlex.quote(cache)}{unpack}")
+    if config.harvest is not None:
+        options = " ".join(shlex.quote(f"--harvest-sbatch={option}") for option in _harvest_options(job))
+        yield Shell(f"--harvest {config.harvest.max_replicas} {options}")
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
+
+
+def _harvest_options(job: PlannedJob) -> list[str]:
+    """Options of sbatch for the job of one harvested replica."""
+    config, profile = job.recipe.config, job.profile
+    harvest, ranks = config.harvest, job.plan.sizes.replica_size
+    assert harvest is not None
+    asked = {
+        "partition": harvest.partition,
+        "account": harvest.account or profile.account,
+        "qos": harvest.qos,
+        "time": harvest.time_limit,
+        "nodes": 1,
+        "ntasks-per-node": ranks,
+        **({} if config.job.device == "cpu" else profile.gpus(ranks)),
+    }
+    return [f"--{name}={value}" for name, value in asked.items() if value is not None] + harvest.sbatch
 
 
 def header(job: PlannedJob) -> list[str]:
@@ -217,6 +237,23 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
             name=Shell('"$1"'),
             options=_shell(geometry(config, job.profile, plan, first, "$1")),
             command=Shell(f'{mine}{python} -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
+        )
+
+    if config.harvest is not None:
+        ranks = plan.sizes.replica_size
+        gpus = {} if config.job.device == "cpu" else job.profile.gpus(ranks)
+        counts = {"nodes": 1, "ntasks": ranks, "ntasks-per-node": ranks, **gpus}
+        (bound,) = shell_lines([binding(job.profile)])
+        ending = '--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/infer-${1#harvest-}.%t.log"'
+        yield _Step(
+            function=Shell("harvest"),
+            name=Shell('"infer-${1#harvest-}"'),
+            options=[
+                Shell(" ".join(f"--{name}={value}" for name, value in counts.items())),
+                Shell(f"{bound} {ending}".strip()),
+            ],
+            command=Shell(f'{python} -m {INFERENCE} {run} --replica "${{1#harvest-}}"'),
+            comment=Shell("An inference replica in a job of its own, wherever there is room: see recipe key harvest."),
         )
 
 

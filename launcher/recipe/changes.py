@@ -34,6 +34,8 @@ FREE = (
     "placement.mode",
     "placement.inference.nodes",
     "placement.offload",
+    "harvest",
+    "harvest.*",
     "inference.cuda_graphs",
 )
 """Where and in what surroundings a run goes on is no property of the run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -117,6 +117,29 @@ class InferenceLayout(Section):
     """Tensor parallel size of a replica; default: that of training."""
     pp: PositiveInt = 1
     """Pipeline stages of a replica."""
+
+
+class HarvestConfig(Section):
+    """Further inference replicas on nodes that nobody else uses: small jobs of another partition, which may wait, start
+    and be preempted at any time. They take requests while they are there."""
+
+    partition: Annotated[str, Field(min_length=1)]
+    """Whose jobs give way to others, or fill gaps (backfill)."""
+    max_replicas: PositiveInt
+    """Jobs in the queue or running at once; each is one replica."""
+    time_limit: TimeLimit | None = None
+    """Slurm's --time of each: short ones find more gaps; default: the partition's. One that ends is submitted again."""
+    qos: str | None = None
+    account: str | None = None
+    sbatch: list[str] = []
+    """Further options of sbatch, such as --mem-per-gpu=100G."""
+
+    @field_validator("sbatch")
+    @classmethod
+    def _are_options(cls, options: list[str]) -> list[str]:
+        if odd := [option for option in options if not option.startswith("--")]:
+            raise ValueError(f"{odd[0]!r} is no option: write --name=value")
+        return options
 
 
 Offload = Literal["none", "buffers", "optimizer"]

@@ -21,7 +21,7 @@ from launcher.job.run_directory import Prepared, prepare
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
-from launcher.recipe.load import Recipe, dump_resolved
+from launcher.recipe.load import Recipe, dump_resolved, refusal
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, MISCONFIGURED
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -51,6 +51,8 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     """Do with this run what was asked for; the exit code. Raises BadInput."""
     recipe = planned.recipe
     sizes = make_plan(recipe, None).sizes  # which refuses an impossible layout, and names the nearest
+    if recipe.config.harvest is not None:
+        raise refusal(recipe, ["harvest.partition is one of Slurm's, and this run is local: leave harvest out"])
     if request.dry_run:
         _show(recipe, sizes, planned.given, request)
         return EXIT_FINISHED

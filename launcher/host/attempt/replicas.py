@@ -88,7 +88,7 @@ class _Kept:
             self._unwritten = False
 
     def _start_ranks(self, now: float) -> None:
-        _forget(self._files)
+        forget_start(self._files)
         self.ranks = self._start(self._files.number, self._starts)
         self._starts += 1
         self._due, self._began = None, now
@@ -135,7 +135,7 @@ class _Kept:
         self._unwritten = True
 
 
-def _forget(files: Replica) -> None:
+def forget_start(files: Replica) -> None:
     """Make the folder, without what an earlier start has left there: it would be taken for the next one's. Raises
     OSError."""
     files.folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from typing import Callable, NamedTuple, TypeVar
 
 from launcher.host.attempt.begin import begin_attempt, code_paths, create, forget_attempt, next_attempt
 from launcher.host.attempt.conclude import close
+from launcher.host.attempt.harvest import Harvest, HarvestSettings
 from launcher.host.attempt.host_fault import come_back
 from launcher.host.attempt.job_context import JobContext, Refused
 from launcher.host.attempt.own import NothingToDo, own
@@ -44,6 +45,7 @@ class JobSettings(NamedTuple):
     backoff: float  # seconds before a crashed run starts again
     outlives_nodes: bool  # --no-kill
     checks: Checks
+    harvest: HarvestSettings = HarvestSettings()
 
 
 def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int:
@@ -111,7 +113,13 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         if kept.count:
             make_token(context.run)
         replicas = Replicas(attempt, kept.count, kept.start, silence_limit)
-        code = _train(runner, steps, assignment, replicas)
+        runner.also.append(lambda now: None if runner.leaving else replicas.look(now))
+        harvest = Harvest(context, steps, attempt, kept.count, settings.harvest)
+        runner.also.append(lambda now: None if runner.leaving else harvest.look(now))
+        try:
+            code = _train(runner, steps, assignment)
+        finally:
+            harvest.stop()
         # Else there is no time left, and the next job of ours on these nodes does it.
         if settings.checks.image is not None and runner.request is None:
             preparation.forget_containers(context.hosts)
@@ -130,12 +138,11 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
     return close(context.run, attempt, job, runner.observed(code, unready), runner.request, began)
 
 
-def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment, replicas: Replicas) -> int:
+def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:
     """The exit code of the training step."""
     errors = runner.attempt.srun
     train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(errors))
     runner.training = True
-    runner.also.append(lambda now: None if runner.leaving else replicas.look(now))
     runner.wait(lambda: train.exit_code() is not None)
     runner.look(time.time())
     code = signed(train.exit_code() or 0)

@@ -3,10 +3,11 @@
 An inference replica is a step of its own: a lost one takes nobody else along.
 """
 
+import os
 import signal
 import subprocess
 import time
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from launcher.host.attempt.begin import CodePaths
 from launcher.host.attempt.interfaces import Steps
@@ -14,6 +15,7 @@ from launcher.host.attempt.job_context import JobContext
 from launcher.host.process.limited import run_limited
 from launcher.host.process.processes import Child
 from launcher.host.slurm import tell
+from launcher.host.slurm.call import submitting_environment
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE
 from megatron_rl.contract.paths import Attempt
 
@@ -86,6 +88,17 @@ class SlurmSteps(Steps):
         )
         self._children[name] = child
         return child
+
+    def elsewhere(self, name: str, hosts: str, variables: Dict[str, str]) -> Tuple[List[str], Dict[str, str]]:
+        """What another job runs, and with which environment, to run a step of ours on nodes of its own; shell that says
+        which they are is `hosts`."""
+        command = ["bash", "-c", 'exec bash "$0" step "$1" "{}"'.format(hosts), self._script.path, name]
+        return command, dict(submitting_environment(self._environ), **variables)
+
+    @property
+    def folder(self) -> str:
+        """That the steps work in."""
+        return self._folder or os.getcwd()
 
     def stop_all(self) -> None:
         """End all steps that still run; srun ends its tasks when it is told to."""

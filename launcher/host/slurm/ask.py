@@ -122,6 +122,13 @@ def waiting_for(job_id: str, name: str) -> List[str]:
     return [row.split()[0] for row in rows if dependency.search(row)]
 
 
+def jobs_called(name: str) -> Dict[str, str]:
+    """Nodes of one's own jobs of a name that have not ended, by id; of one that waits, nothing. Raises SlurmRefused."""
+    mine = ["--user=" + str(os.getuid()), "--name=" + name]
+    rows = call(["squeue", "--noheader", "--format=%A %N"] + mine).splitlines()
+    return {row.split()[0]: row.partition(" ")[2].strip() for row in rows if row.split()}
+
+
 def steps_of(job_id: str) -> List[str]:
     """Ids of a job's steps, without those of Slurm itself, such as 7.batch. Raises SlurmRefused."""
     steps = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i"]).split()

@@ -108,6 +108,7 @@ def asking_environment() -> Dict[str, str]:
     return dict(kept, SLURM_TIME_FORMAT="standard", LC_ALL="C")
 
 
-def submitting_environment() -> Dict[str, str]:
-    """Our environment without what describes the job that we are in."""
-    return {key: value for key, value in os.environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}
+def submitting_environment(environ: Optional[Mapping[str, str]] = None) -> Dict[str, str]:
+    """An environment, by default ours, without what describes the job that we are in."""
+    environ = os.environ if environ is None else environ
+    return {key: value for key, value in environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}

@@ -1,5 +1,7 @@
 """What Slurm is told. Every order raises SlurmRefused where it was not taken."""
 
+import os
+import shlex
 from typing import Dict, Optional, Sequence
 
 from launcher.host.slurm.ask import step_called, steps_of
@@ -32,6 +34,17 @@ def cancel(job_id: str) -> None:
 def cancel_waiting(job_id: str) -> None:
     """End a job for good, if it waits in the queue."""
     call(["scancel", "--state=PENDING", job_id])
+
+
+def cancel_called(name: str) -> None:
+    """End all of one's own jobs of a name for good."""
+    call(["scancel", "--user=" + str(os.getuid()), "--name=" + name])
+
+
+def submit_command(options: Sequence[str], command: Sequence[str], environment: Dict[str, str]) -> str:
+    """Submit a job that runs one command; its id."""
+    asked = ["sbatch", "--parsable"] + list(options) + ["--wrap=exec " + " ".join(map(shlex.quote, command))]
+    return _id_of(asked, call(asked, environment))
 
 
 def kill_steps(job_id: str) -> None:
@@ -83,6 +96,11 @@ def submit_successor(
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
     command = ["sbatch"] + options + [script]
     told = call(command, dict(submitting_environment(), **dict({SUCCEEDS_VARIABLE: job_id}, **environment)))
+    return _id_of(command, told)
+
+
+def _id_of(command: Sequence[str], told: str) -> str:
+    """Of the job that sbatch --parsable tells of."""
     fresh = told.strip().partition(";")[0]
     if not fresh.isdigit():
         raise unclear(command, told)

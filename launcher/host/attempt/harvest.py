@@ -1,0 +1,142 @@
+"""Inference replicas on nodes that nobody else uses: each a small job of its own, of a partition whose jobs may wait,
+start and be preempted at any time.
+
+A job runs the script's step `harvest-K`, whose ranks publish their address in the attempt's directory as those of any
+replica do; the run asks whoever is there, and misses nobody who goes. So nothing here is worth the end of a run: what
+Slurm refuses is said, and tried again.
+"""
+
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.replicas import forget_start
+from launcher.host.attempt.slurm_steps import SlurmSteps
+from launcher.host.slurm import ask, tell
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent
+from launcher.host.slurm.formats import expand_hosts
+from megatron_rl.contract.attempt_records import ReplicaState
+from megatron_rl.contract.codes import ATTEMPT_VARIABLE, REPLICA_RUNNING, REPLICA_WAITING, START_VARIABLE
+from megatron_rl.contract.paths import Attempt, Replica
+from megatron_rl.contract.records import write
+
+LOOK_S = 5.0  # between two questions to Slurm
+SHORT_S = 60.0  # of life; a job that ends sooner did not come far
+PAUSE_S = 5.0  # after the first such, before the next; doubled with every further one
+LONGEST_PAUSE_S = 600.0
+
+
+class HarvestSettings(NamedTuple):
+    """What the recipe says of them."""
+
+    most: int = 0  # jobs that wait or run
+    options: Sequence[str] = ()  # of sbatch
+
+
+class Harvest:
+    """The harvested replicas of an attempt.
+
+    Args:
+        first: number of the first one; below it are those of the job itself.
+    """
+
+    def __init__(
+        self, context: JobContext, steps: SlurmSteps, attempt: Attempt, first: int, settings: HarvestSettings
+    ) -> None:
+        self._context, self._steps, self._attempt, self._settings = context, steps, attempt, settings
+        self._name = "{}-harvest".format(context.run.root.name)
+        self._all = [_Harvested(attempt.replica(first + number)) for number in range(settings.most)]
+        self._next_look = 0.0
+        self._clean = False  # whether those of earlier attempts are gone
+        self._complaint = ""
+
+    def look(self, now: float) -> None:
+        """Submit what is due."""
+        if not self._all or now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        try:
+            if not self._clean:
+                tell.cancel_called(self._name)  # a job whose batch host died could not
+                self._clean = True
+            nodes = ask.jobs_called(self._name)
+            for each in self._all:
+                each.see(nodes, now)
+                if each.job is None and now >= each.due:
+                    each.job = self._submit(each, now)
+        except SlurmSilent:
+            pass  # asked again
+        except (SlurmRefused, OSError) as error:
+            self._next_look = now + LONGEST_PAUSE_S
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                print("no further replicas are harvested for now: {}".format(error))
+
+    def stop(self) -> None:
+        """End them. They would end by themselves, a minute after the run."""
+        if any(each.starts for each in self._all):
+            try:
+                tell.cancel_called(self._name)
+            except SlurmRefused as error:
+                print("the jobs {} are not cancelled: {}".format(self._name, error))
+
+    def _submit(self, each: "_Harvested", now: float) -> str:
+        """Raises SlurmRefused, OSError."""
+        forget_start(each.files)
+        number, start = each.files.number, each.starts
+        variables = {ATTEMPT_VARIABLE: str(self._attempt.number), START_VARIABLE: str(start)}
+        command, environment = self._steps.elsewhere("harvest-{}".format(number), "$SLURM_JOB_NODELIST", variables)
+        log = self._attempt.logs / "infer-{}.job.log".format(number)
+        cpus = environment.get("SRUN_CPUS_PER_TASK")
+        options = [
+            *self._settings.options,
+            "--job-name=" + self._name,
+            "--comment=" + str(self._context.run.root),
+            "--output=" + str(log).replace("%", "%%"),
+            "--open-mode=append",
+            "--chdir=" + self._steps.folder,
+            "--export=ALL",
+            "--no-requeue",
+            *(["--cpus-per-task=" + cpus] if cpus else []),
+        ]
+        job = tell.submit_command(options, command, environment)
+        each.submitted(now)
+        print("infer-{}: job {} is to harvest it".format(number, job))
+        return job
+
+
+class _Harvested:
+    """One number, over all jobs that were submitted for it."""
+
+    def __init__(self, files: Replica) -> None:
+        self.files = files
+        self.job: Optional[str] = None
+        self.starts = 0
+        self.due = 0.0
+        self._began: Optional[float] = None  # when its job was first seen to run
+        self._failed = 0  # jobs that ended soon, in a row
+
+    def submitted(self, now: float) -> None:
+        self.starts += 1
+        self._began = None
+        self._tell(REPLICA_WAITING, now, [])
+
+    def see(self, nodes: Dict[str, str], now: float) -> None:
+        """Note what has become of its job. Raises OSError.
+
+        Args:
+            nodes: see ask.jobs_called.
+        """
+        if self.job is None:
+            return
+        if self.job not in nodes:
+            lived = 0.0 if self._began is None else now - self._began
+            self._failed = 0 if lived >= SHORT_S else self._failed + 1
+            self.due = now + min(PAUSE_S * 2 ** max(0, self._failed - 1), LONGEST_PAUSE_S)
+            self.job = None
+            self._tell(REPLICA_WAITING, now, [])
+        elif nodes[self.job] and self._began is None:
+            self._began = now
+            self._tell(REPLICA_RUNNING, now, expand_hosts(nodes[self.job]))
+
+    def _tell(self, state: str, now: float, hosts: List[str]) -> None:
+        write(self.files.state, ReplicaState(self.files.number, state, self.starts, now, hosts=hosts))

@@ -1,0 +1,142 @@
+"""Replicas in jobs of their own, which come and go: what is submitted when, and that nothing of it ends a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.host.attempt import harvest as harvest_module
+from launcher.host.attempt.harvest import LONGEST_PAUSE_S, LOOK_S, PAUSE_S, SHORT_S, Harvest, HarvestSettings
+from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.slurm_steps import Script, SlurmSteps
+from launcher.host.record.evidence import read_replicas
+from launcher.host.slurm.call import SlurmRefused, SlurmSilent
+from megatron_rl.contract.paths import RunDir
+
+
+class Slurm:
+    """Jobs by id, with their nodes; and what was submitted."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.jobs: dict[str, str] = {}
+        self.submitted: list[dict[str, Any]] = []
+        self.cancelled = 0
+        self.error: Exception | None = None
+        patch.setattr(harvest_module.ask, "jobs_called", self._called)
+        patch.setattr(harvest_module.tell, "submit_command", self._submit)
+        patch.setattr(harvest_module.tell, "cancel_called", self._cancel)
+
+    def _called(self, name: str) -> dict[str, str]:
+        if isinstance(self.error, SlurmSilent):
+            raise self.error
+        return dict(self.jobs)
+
+    def _submit(self, options: list[str], command: list[str], environment: dict[str, str]) -> str:
+        if self.error is not None:
+            raise self.error
+        self.submitted.append({"options": options, "command": command, "environment": environment})
+        self.jobs[str(len(self.submitted))] = ""
+        return str(len(self.submitted))
+
+    def _cancel(self, name: str) -> None:
+        self.cancelled += 1
+        self.jobs.clear()
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    return Slurm(monkeypatch)
+
+
+def harvest(tmp_path: Path, most: int = 2) -> Harvest:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "MRL_RUN_DIR": "x", "SRUN_CPUS_PER_TASK": "4"}
+    run = RunDir(tmp_path / "run")
+    context = JobContext(run, "lab", "7", ["n1"], environ=environ)
+    attempt = run.attempt(3)
+    attempt.folder.mkdir(parents=True)
+    steps = SlurmSteps(context, Script("/the/job.sbatch"), attempt, lock=0)
+    return Harvest(context, steps, attempt, 1, HarvestSettings(most, ["--partition=idle", "--nodes=1"]))
+
+
+def states(tmp_path: Path) -> dict[int, tuple[str, list[str]]]:
+    found = read_replicas(RunDir(tmp_path / "run").attempt(3))
+    return {each.replica: (each.state, list(each.hosts)) for each in found}
+
+
+def test_as_many_jobs_as_asked_for_are_submitted_once_those_of_earlier_attempts_are_gone(
+    tmp_path: Path, slurm: Slurm
+) -> None:
+    slurm.jobs["99"] = "n9"
+    harvested = harvest(tmp_path)
+    harvested.look(0.0)
+    harvested.look(LOOK_S)
+    assert slurm.cancelled == 1
+    assert len(slurm.submitted) == 2
+    first, second = slurm.submitted
+    assert first["command"][-2:] == ["/the/job.sbatch", "harvest-1"]
+    assert second["command"][-1] == "harvest-2"
+    assert {"--partition=idle", "--nodes=1", "--no-requeue", "--cpus-per-task=4"} <= {*first["options"]}
+    assert (first["environment"]["MRL_ATTEMPT"], first["environment"]["MRL_START"]) == ("3", "0")
+    assert not [name for name in first["environment"] if name.startswith("SLURM_")], "it describes another job"
+    assert states(tmp_path) == {1: ("waiting", []), 2: ("waiting", [])}
+
+
+def test_one_that_is_preempted_is_submitted_again_with_another_start(tmp_path: Path, slurm: Slurm) -> None:
+    harvested = harvest(tmp_path, most=1)
+    harvested.look(0.0)
+    slurm.jobs["1"] = "node[07-08]"
+    harvested.look(LOOK_S)
+    assert states(tmp_path) == {1: ("running", ["node07", "node08"])}
+    slurm.jobs.clear()
+    over = LOOK_S + SHORT_S
+    harvested.look(over)
+    assert len(slurm.submitted) == 1, "not at once"
+    harvested.look(over + PAUSE_S + LOOK_S)
+    assert slurm.submitted[1]["environment"]["MRL_START"] == "1"
+    assert states(tmp_path) == {1: ("waiting", [])}
+
+
+def test_jobs_that_end_soon_are_submitted_less_and_less_often(tmp_path: Path, slurm: Slurm) -> None:
+    harvested, now = harvest(tmp_path, most=1), 0.0
+    for _ in range(2000):
+        slurm.jobs.clear()
+        harvested.look(now)
+        now += LOOK_S
+    assert 5 < len(slurm.submitted) < 30
+
+
+def test_what_slurm_refuses_is_said_once_and_tried_again_later(
+    tmp_path: Path, slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harvested = harvest(tmp_path)
+    slurm.error = SlurmRefused("sbatch: invalid partition specified: idle")
+    harvested.look(0.0)
+    harvested.look(LONGEST_PAUSE_S)
+    assert capsys.readouterr().out.count("invalid partition specified: idle") == 1
+    slurm.error = None
+    harvested.look(2 * LONGEST_PAUSE_S)
+    assert len(slurm.submitted) == 2
+
+
+def test_a_silent_slurm_says_nothing_about_any_job(tmp_path: Path, slurm: Slurm) -> None:
+    harvested = harvest(tmp_path)
+    harvested.look(0.0)
+    slurm.error = SlurmSilent("squeue: no answer")
+    harvested.look(LOOK_S)
+    slurm.error = None
+    harvested.look(2 * LOOK_S)
+    assert len(slurm.submitted) == 2
+
+
+def test_they_end_with_the_attempt(tmp_path: Path, slurm: Slurm) -> None:
+    harvested = harvest(tmp_path)
+    harvested.look(0.0)
+    harvested.stop()
+    assert not slurm.jobs
+
+    nothing = harvest(tmp_path / "other", most=0)
+    nothing.look(0.0)
+    nothing.stop()
+    assert slurm.cancelled == 2
