@@ -1,0 +1,196 @@
+"""Asking an agent in another process: what it wants generated is generated once, and what it does wrong is a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse, GroupRolloutRequest
+from megatron_rl.agent.remote.client import BEGINNINGS, AgentClient, AgentFailed, AgentGone
+from megatron_rl.agent.remote.wire import Asked, Place, decode_response, encode_response
+from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.section import Section
+from megatron_rl.server.agent.app import AgentService, application
+
+TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
+TOKEN = "a-token-of-some-32-characters-or-more"
+SAMPLING = Sampling(max_new_tokens=4)
+
+
+class Digits(RewardOnlyAgent):
+    """An answer is worth its number."""
+
+    class Config(Section):
+        pass
+
+    def training_problems(self) -> Sequence[Problem]:
+        return [Problem("1=", {"set": {1}}), Problem("2=", {})]  # a set: what is right never leaves the agent
+
+    def evaluation_problems(self) -> dict[str, Sequence[Problem]]:
+        return {"held_out": [Problem("3=", {})]}
+
+    def get_reward(self, response: str, golden: Any, finish_reason: Any) -> float:
+        return float(response)
+
+
+def asked(*places: Place, samples: int = 2) -> Asked:
+    return Asked([*places] or [Place("training", 0)], samples, SAMPLING, 7, 0, 60.0, 0)
+
+
+def service() -> AgentService:
+    return AgentService("digits", Digits(Digits.Config(), TOKENIZER))
+
+
+async def no_pause(_: float) -> None:
+    await asyncio.sleep(0)
+
+
+def client(handler: httpx.AsyncBaseTransport, patience_s: float = 60.0) -> AgentClient:
+    return AgentClient("http://agent", TOKEN, patience_s, transport=handler, sleep=no_pause)
+
+
+def run(agent: AgentService, route: str = "/grouped_rollouts", request: Asked | None = None, **options: Any) -> Any:
+    """An agent that is asked in this process."""
+    app = options.get("app") or application(agent, [TOKEN])
+    engine = options.get("engine") or ScriptedInference(TOKENIZER, ["5", "6"])
+    transport = httpx.ASGITransport(app=app)
+    digest = options.get("digest", agent.about.digest)
+    asking = client(transport, options.get("patience_s", 60.0))
+    return asyncio.run(asking.run(route, request or asked(), digest, engine.generate, TOKENIZER.vocab_size))
+
+
+def test_rollouts_are_those_that_the_environment_makes_here() -> None:
+    engine = ScriptedInference(TOKENIZER, ["5", "6", ""])
+    here = Digits(Digits.Config(), TOKENIZER)
+    problem = here.training_problems()[0]
+    group = asyncio.run(here.group_rollout(GroupRolloutRequest(0, problem, 3, SAMPLING, 7, engine, 60.0, 0)))
+    there = run(service(), request=asked(samples=3), engine=ScriptedInference(TOKENIZER, ["5", "6", ""]))
+    assert there == EvaluationResponse([group.trajectories], group.failures)
+    assert sum(group.failures.values()) == 1 and len(group.trajectories) == 2
+
+
+def test_an_evaluation_answers_each_problem() -> None:
+    places = [Place("evaluation/held_out", 0), Place("training", 1)]
+    response = run(service(), "/evaluation", asked(*places, samples=1))
+    assert response.rewards == [5.0, 5.0]
+    request = EvaluationRequest([Problem("3=", {})], SAMPLING, 1, 7, ScriptedInference(TOKENIZER, ["5"]), 60.0)
+    here = asyncio.run(Digits(Digits.Config(), TOKENIZER).evaluate(request))
+    assert response.trajectories[:1] == here.trajectories
+
+
+def test_what_the_engine_refuses_reaches_the_agent_and_comes_back() -> None:
+    with pytest.raises(PromptTooLong):
+        run(service(), engine=ScriptedInference(TOKENIZER, ["5"], max_length=3))
+
+
+def test_an_engine_that_fails_is_no_failure_of_the_agent() -> None:
+    class Dead:
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            raise ConnectionError("engine gone")
+
+    with pytest.raises(ConnectionError, match="engine gone"):
+        run(service(), engine=Dead())
+
+
+def test_an_agent_that_forgets_is_told_what_was_generated_and_generates_nothing_anew() -> None:
+    """As one that is started again."""
+    engine = ScriptedInference(TOKENIZER, ["5", "6"])
+    lives = [application(service(), [TOKEN]) for _ in range(3)]
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"].endswith("/answers"):
+            told.append(scope["path"])
+            if len(told) < 3:  # it dies with the answer
+                del lives[0]
+        await lives[0](scope, receive, send)
+
+    assert run(service(), app=app, engine=engine).rewards == [5.0, 6.0]
+    assert len(told) == 3 and len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 409, 500, 502])
+def test_one_that_is_away_or_another_one_is_asked_until_patience_ends(status: int) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    with pytest.raises(AgentGone):
+        run(service(), app=app, patience_s=0.05)
+
+
+def test_one_that_serves_other_problems_is_refused() -> None:
+    with pytest.raises(AgentGone, match=r"409: this agent \(digits\) serves other problems"):
+        run(service(), digest="another", patience_s=0.0)
+
+
+def test_one_that_dies_of_every_request_ends_too() -> None:
+    opened: list[int] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/grouped_rollouts":
+            opened.append(1)
+            return httpx.Response(200, json={"session": "1"})
+        return httpx.Response(404)
+
+    with pytest.raises(AgentGone, match="404"):
+        nonsense(handler)
+    assert len(opened) == BEGINNINGS
+
+
+TRAJECTORY = [[1, 2], [False, True], [0.0, -1.0], [-1, 0], [[1, 2]], "2", 1.0, "stop"]
+
+
+def changed(place: int, value: Any) -> dict[str, Any]:
+    return {"trajectories": [[[*TRAJECTORY[:place], value, *TRAJECTORY[place + 1 :]]]], "failures": {}}
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {},
+        {"trajectories": 7, "failures": {}},
+        {"trajectories": [], "failures": {}},
+        {"trajectories": [[TRAJECTORY] * 3], "failures": {}},
+        changed(0, [1, TOKENIZER.vocab_size]),
+        changed(0, [1, -1]),
+        changed(0, [1]),
+        changed(1, [True, True]),
+        changed(2, [0.0, float("nan")]),
+        changed(4, [[1, 9]]),
+        changed(4, []),
+        changed(6, float("inf")),
+        changed(6, None),
+        changed(7, "tired"),
+    ],
+)
+def test_nonsense_is_never_trained_on(result: dict[str, Any]) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        said = {"session": "1"} if request.url.path == "/grouped_rollouts" else {"result": result}
+        return httpx.Response(200, content=json.dumps(said))
+
+    with pytest.raises(AgentFailed, match="it answers what it should not"):
+        nonsense(handler)
+
+
+def nonsense(handler: Callable[[httpx.Request], httpx.Response]) -> None:
+    asking = client(httpx.MockTransport(handler))
+    engine = ScriptedInference(TOKENIZER, ["5"])
+    asyncio.run(asking.run("/grouped_rollouts", asked(), "digest", engine.generate, TOKENIZER.vocab_size))
+
+
+def test_a_result_survives_the_way_to_the_bit() -> None:
+    response = run(service())
+    again = json.loads(json.dumps(encode_response(response)))
+    assert decode_response(again, TOKENIZER.vocab_size) == response
