@@ -20,7 +20,6 @@ from pydantic import Field
 from megatron_rl.agent.api import Demonstrator, Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import PositiveFloat, Section
 
@@ -69,9 +68,7 @@ class RemoteAgent(Environment, Demonstrator):
         return self._evaluated
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
-        """Raises ConfigurationError where the agent has none."""
-        if not self._served.demonstrations:
-            raise ConfigurationError(f"the agent at {self.config.url} has no worked answers")
+        """None where the agent has none."""
         return self._served.demonstrations
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:

@@ -1,14 +1,12 @@
-"""What a child process may use, and how it ended."""
+"""What a child process may use, and how it ended. No dataclasses: every program loads this, and they take longest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """Of one child process. None has a network, writes files or starts processes: see confine.py."""
 
     wall_s: float
@@ -33,8 +31,7 @@ class Ending(StrEnum):
     """It raised, crashed or gave up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Of one answer."""
 
     ending: Ending

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import resource
 import signal
 import struct
@@ -80,9 +79,9 @@ def shut_in() -> str | None:
 
 def _filter_calls() -> str | None:
     """Returns why not, where it cannot be."""
-    machine = MACHINES.get(platform.machine())
+    machine = MACHINES.get(os.uname().machine)
     if machine is None:
-        return f"no filter of system calls for {platform.machine()}"
+        return f"no filter of system calls for {os.uname().machine}"
     program = _program(machine)
     filled = ctypes.create_string_buffer(program)
     libc = _libc()

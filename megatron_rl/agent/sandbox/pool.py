@@ -136,7 +136,7 @@ class ProgramPool:
 
 def _run_program(whole: bytes, limits: Limits, read: Reader, running: set[ConfinedProcess]) -> Outcome:
     try:
-        process = ConfinedProcess(limits)
+        process = ConfinedProcess(limits, path=[place for place in sys.path if place.endswith("-packages")])
     except OSError as error:
         return Outcome(Ending.KILLED, detail=f"it could not be started: {error}")
     running.add(process)

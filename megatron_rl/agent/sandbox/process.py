@@ -39,7 +39,7 @@ class ConfinedProcess:
     def __init__(self, limits: Limits, function: str | None = None, path: Sequence[str] = ()) -> None:
         """
         function: module:name of what a worker answers by; None: a program will be sent.
-        path: where a worker finds modules beside the interpreter's own.
+        path: where it finds modules beside the interpreter's own.
 
         Raises OSError where it cannot be started.
         """
@@ -52,7 +52,7 @@ class ConfinedProcess:
         }
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", "-c", MAIN, ROOT, json.dumps(job)],
+            [sys.executable, "-I", "-S", "-X", "utf8", "-c", MAIN, ROOT, json.dumps(job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if function is None else None,

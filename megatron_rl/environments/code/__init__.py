@@ -1,0 +1,1 @@
+"""Programming: problems whose answers are programs, which are run against tests."""
