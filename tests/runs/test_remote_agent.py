@@ -51,13 +51,17 @@ class Agent:
 
 
 def recipe(environment: dict[str, Any]) -> dict[str, Any]:
-    return loop_recipe(
+    """Two environments that are trained on, the second of them the given one, and one that is evaluated."""
+    easy = {"name": "arithmetic", "id": "easy", "weight": 2.0, "args": {"evaluation_problems": 8}}
+    given = {**environment, "id": "given", "weight": 1.0}
+    hard = {"name": "arithmetic", "id": "hard", "evaluation_only": True, "args": {"min_terms": 3, "max_terms": 3}}
+    run = loop_recipe(
         job={"gpus_per_node": 1},
-        environment=environment,
         training={"steps": STEPS},
-        evaluation={"every": STEPS, "prompts": 20},
-        save={"every": 0},
+        evaluation={"every": STEPS, "prompts": 8},
+        save={"every": 3},
     )
+    return {**run, "environment": None, "environments": [easy, given, hard]}
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +76,28 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 def test_a_run_whose_agent_is_killed_and_started_again_draws_the_curve_of_one_without(
     agent: Agent, tmp_path: Path
 ) -> None:
+    """On two environments of which that agent serves one; its rank is killed once too, and goes on."""
     here = prepare(tmp_path / "here", recipe({"name": "arithmetic", "args": ARGUMENTS}))
     elsewhere = prepare(tmp_path / "elsewhere", recipe({"name": "remote", "args": agent.config}))
     undisturbed = Attempt(here, tmp_path / "cache", ranks=1)
-    disturbed = Attempt(elsewhere, tmp_path / "cache", ranks=1)
-    for step in (2, 5):
-        disturbed.wait_for_step(step)
-        agent.kill()
-        agent.start()
-    for attempt in (undisturbed, disturbed):
+    first = Attempt(elsewhere, tmp_path / "cache", ranks=1)
+    first.wait_for_step(2)
+    agent.kill()
+    agent.start()
+    first.wait_for_step(4)
+    first.kill()
+    second = Attempt(elsewhere, tmp_path / "cache", ranks=1)
+    second.wait_for_step(6)
+    agent.kill()
+    agent.start()
+    for attempt in (undisturbed, second):
         assert attempt.exit_codes() == [EXIT_FINISHED], attempt.logs()
-    assert reproducible(elsewhere) == reproducible(here)
-    steps, _ = reproducible(here)
+    steps, evaluations = reproducible(here)
+    assert reproducible(elsewhere) == (steps, evaluations)
     assert len(steps) == STEPS and len({line["loss"] for line in steps}) > STEPS // 2
-    assert "asking again" in disturbed.logs()
+    assert all("environments/given/mean_reward" in line for line in steps)
+    assert any(name.startswith("eval/hard/") for name in evaluations[-1])
+    assert "asking again" in first.logs() + second.logs()
 
 
 @pytest.mark.parametrize(
