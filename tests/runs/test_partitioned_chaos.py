@@ -77,18 +77,13 @@ def survives(command: Command, run: RunDir, blows: list[tuple[str, int]], chance
     wait_for(lambda: not processes(run.root, REPLICA))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_partitioned_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "MRL_CACHE": str(tmp_path / "cache")}
-    alone, harmed = RunDir(tmp_path / "alone"), RunDir(tmp_path / "harmed")
-    done = run(["mrl-submit", *COLOCATED, "--run-dir", alone.root], LIMIT_S, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+def harmed_run(tmp_path: Path, seed: int, *overrides: str) -> RunDir:
+    """A partitioned run, after it was hit again and again until it had ended. Every prompt of it has ended once."""
+    chance, harmed = random.Random(seed), RunDir(tmp_path / "harmed")
     blows = [chance.choice(WEAPONS) for _ in range(BLOWS)]
     for _ in range(BLOWS + 1):
-        command = Command(["mrl-submit", *PARTITIONED, "--run-dir", harmed.root], env=environment)
+        words = ["mrl-submit", *PARTITIONED, *overrides, "--run-dir", harmed.root]
+        command = Command(words, env=environment(tmp_path))
         try:
             survives(command, harmed, blows, chance)
         finally:
@@ -97,6 +92,31 @@ def test_a_partitioned_run_hit_at_random_moments_ends_as_if_it_had_been_left_alo
         if harmed.done.exists():
             break
     assert harmed.done.exists(), out + err
-    assert reproducible(harmed) == reproducible(alone)
     found = fates(harmed)
     assert sorted(found) == list(range(len(found)))
+    return harmed
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "MRL_CACHE": str(tmp_path / "cache")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_partitioned_run_hit_at_random_moments_ends_as_if_it_had_been_left_alone(tmp_path: Path, seed: int) -> None:
+    alone = RunDir(tmp_path / "alone")
+    done = run(["mrl-submit", *COLOCATED, "--run-dir", alone.root], LIMIT_S, env=environment(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert reproducible(harmed_run(tmp_path, seed)) == reproducible(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("seed", "max_lag"), [(2, 1), (3, 2)])
+def test_one_that_runs_ahead_keeps_its_bound_too(tmp_path: Path, seed: int, max_lag: int) -> None:
+    harmed = harmed_run(tmp_path, seed, "resume.partial=keep", f"async.max_lag={max_lag}")
+    steps = read_json_lines(harmed.metrics)
+    prompts = steps[0]["next_ordinal"]
+    assert [line["first_ordinal"] for line in steps] == [prompts * index for index in range(STEPS)]
+    assert max(line["staleness_max"] for line in steps) == max_lag

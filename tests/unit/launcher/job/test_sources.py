@@ -115,7 +115,7 @@ def test_the_package_of_the_environment_travels_with_its_metadata(tmp_path, monk
         (site / name).write_text(text)
     entry = EntryPoint("arithmetic", "riddles:Riddles", GROUP)
     vars(entry)["dist"] = PathDistribution(site / "riddles-1.dist-info")
-    monkeypatch.setattr(sources, "registered", lambda name: [entry])
+    monkeypatch.setattr(sources, "entry_points_of", lambda config: [entry])
     monkeypatch.syspath_prepend(str(site))
     assert {"riddles", "riddles-1.dist-info"} < set(asked(None, tmp_path))
     found = asked(None, tmp_path, f"code.include=[{site}]")

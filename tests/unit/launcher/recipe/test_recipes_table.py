@@ -156,7 +156,13 @@ def test_the_headline_recipe_trains_and_generates_on_all_64_ranks() -> None:
 
 def test_partitioned_differs_from_it_in_name_placement_rows_and_lag_only() -> None:
     together, apart = recipe("qwen2.5-32b-dapo").model_dump(), recipe("qwen2.5-32b-dapo-partitioned").model_dump()
-    assert {key for key in together if together[key] != apart[key]} == {"name", "placement", "inference", "async", "grpo"}
+    assert {key for key in together if together[key] != apart[key]} == {
+        "name",
+        "placement",
+        "inference",
+        "async",
+        "grpo",
+    }
     assert {key for key in together["grpo"] if together["grpo"][key] != apart["grpo"][key]} == {"importance"}
     assert apart["async"]["max_lag"] == 1
     assert apart["placement"]["mode"] == "partitioned"
