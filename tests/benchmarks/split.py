@@ -47,6 +47,7 @@ from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.rank.activity import Activity
 from megatron_rl.replica.app import ReplicaService, application
 from megatron_rl.replica.orders import Leader
+from megatron_rl.rollout.window import begun_below
 
 WORK = Work(prompts=12, group_size=4, prompt_tokens=20, lengths=Lognormal.with_mean(100, 300))
 ROWS = 12
@@ -149,6 +150,10 @@ class PacedEngine:
                 if wanted := self._scheduler.wanted(ended):
                     self._scheduler.retire(self.runner.answers(wanted))
 
+    @property
+    def busy_s(self) -> float:
+        return self.runner.busy_s
+
     def take(self, request_id: str) -> list[Completion] | None:
         return self._scheduler.answered.pop(request_id, None)
 
@@ -246,7 +251,8 @@ class Run:
             await asyncio.sleep(0.1)
         began = time.monotonic()
         for step in range(self._steps):
-            for ordinal in range(len(self._groups), (step + 1 + self._scenario.max_lag) * work.prompts):
+            below = begun_below(step * work.prompts, [], 1 + self._scenario.max_lag, work.prompts, rounds=1)
+            for ordinal in range(len(self._groups), below):
                 self._groups[ordinal] = asyncio.create_task(self._answer(ordinal))
             ordinals = range(step * work.prompts, (step + 1) * work.prompts)
             groups = await asyncio.gather(*(self._groups[ordinal] for ordinal in ordinals))

@@ -52,6 +52,7 @@ class ScriptedEngine:
     """Implements `LedEngine`: a token of each sample in a step, up to `hold_at` of them while it is set."""
 
     def __init__(self) -> None:
+        self.busy_s = 0.0
         self.hold_at: int | None = None
         self.policy_version = 0
         self.requests: list[GenerationRequest] = []

@@ -97,6 +97,11 @@ class ReplicaLink:
         """For people."""
         return f"replica {self.address.replica} (start {self.address.start}, {self.address.host}:{self.address.port})"
 
+    @property
+    def version(self) -> int:
+        """Of its weights; -1: it has none yet."""
+        return -1 if self.about is None or self.about.version is None else self.about.version
+
     def ask(self, request: GenerationRequest, version: int) -> None:
         """Have it answered, by weights of this version."""
         if not self.outstanding:

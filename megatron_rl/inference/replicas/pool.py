@@ -18,15 +18,14 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from statistics import fmean
 from typing import Any, TypeVar
 
-from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.replicas.choice import Pace, choose, too_slow
-from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink, ReplicaRefuses
-from megatron_rl.inference.replicas.roster import Roster, Start
+from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
+from megatron_rl.inference.replicas.links import ReplicaLinks
+from megatron_rl.inference.replicas.roster import Start
 from megatron_rl.inference.replicas.unanswered import Unanswered
 from megatron_rl.inference.replicas.wire import OTHER_VERSION, News, decode_about
 
@@ -85,8 +84,6 @@ class ReplicaPool:
         """Requests that were asked again because their replica was lost or slow."""
         self.given_up: str | None = None
         """Why there will be no replica any more; None: there may be."""
-        self._roster = Roster(attempt, digest)
-        self._digest, self._token, self._driver = digest, token, driver
         self._goes_on, self._limit_s = goes_on, limit_s
         self._patience = patience or Patience()
         self._policy_version = -1
@@ -94,14 +91,12 @@ class ReplicaPool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
         # For the thread alone, from here on
-        self._links: dict[Start, ReplicaLink] = {}
-        self._keepers: dict[Start, asyncio.Task[None]] = {}
+        self._links = ReplicaLinks(
+            attempt, digest, token, driver, self._patience, self._spawn, self._heard, self._ask_elsewhere
+        )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._avoided: set[Start] = set()  # starts that are not asked again: refused, or without any progress
-        self._complained: set[str] = set()
         self._work: dict[str, _Work] = {}
         self._homes: dict[int, Start] = {}  # ordinal: where its prompt is
-        self._busy: dict[Start, tuple[float, float]] = {}  # see ReplicaLink.busy, when `metrics` was asked before
         self._since = time.monotonic()  # until when `busy_s` counts
         self._nobody_since: float | None = None
         self._said_at = 0.0
@@ -190,30 +185,26 @@ class ReplicaPool:
                     work.answer.set_exception(error)
 
     async def _close(self, end: bool) -> None:
-        calls = [asyncio.ensure_future(link.post("end", {})) for link in self._links.values() if end]
-        if calls:
-            await asyncio.wait(calls, timeout=END_S)  # who does not hear it ends by itself
-        tasks = [*self._tasks, *calls]
+        if end:
+            await self._links.end(END_S)
+        tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _starts(self) -> dict[Start, int]:
-        return {start: link.about.ranks for start, link in self._links.items() if link.about is not None}
+        return {start: link.about.ranks for start, link in self._links.reached.items() if link.about is not None}
 
     async def _metrics(self) -> dict[str, float]:
         repeated, self.repeated = self.repeated, 0
-        ready = [link for link in self._links.values() if self._has_weights(link)]
+        ready = self._links.ready(self._policy_version).values()
         found: dict[str, float] = {
             "system/replicas": len(ready),
             "system/slow_replicas": sum(link.slow for link in ready),
             "system/repeated_requests": repeated,
         }
-        before = self._busy
-        self._busy = {start: link.busy for start, link in self._links.items() if link.busy is not None}
-        spans = [(then, self._busy[start]) for start, then in before.items() if start in self._busy]
-        if shares := [(now[1] - then[1]) / (now[0] - then[0]) for then, now in spans if now[0] > then[0]]:
-            found["system/replica_busy_mean"] = fmean(shares)
+        if (share := self._links.busy_share()) is not None:
+            found["system/replica_busy_mean"] = share
         return found
 
     async def _partial_answers(self) -> list[PartialAnswer]:
@@ -248,7 +239,7 @@ class ReplicaPool:
     def _place(self, work: _Work) -> None:
         """Ask a replica, if there is any to ask; else the request waits."""
         request = work.unanswered.request
-        ready = {start: link for start, link in self._links.items() if self._has_weights(link)}
+        ready = self._links.ready(self._policy_version)
         fast = {start: link for start, link in ready.items() if not link.slow}
         candidates = {start: link.outstanding for start, link in (fast or ready).items()}
         start = choose(candidates, None if request.ordinal is None else self._homes.get(request.ordinal))
@@ -259,14 +250,9 @@ class ReplicaPool:
         self._nobody_since = None
         if request.ordinal is not None:
             self._homes[request.ordinal] = start
-        work.link = self._links[start]
+        work.link = ready[start]
         work.link.ask(request, self._policy_version)
         self._count(work)
-
-    def _has_weights(self, link: ReplicaLink) -> bool:
-        """Those of the version that is asked for, or newer ones: it may be about to be."""
-        version = None if link.about is None else link.about.version
-        return version is not None and version >= self._policy_version
 
     def _place_all(self) -> None:
         for work in self._work.values():
@@ -298,7 +284,7 @@ class ReplicaPool:
 
     def _begin_version(self) -> None:
         self._homes.clear()
-        for link in self._links.values():
+        for link in self._links.reached.values():
             link.pace, link.slow = Pace(), False
         self._place_all()
 
@@ -335,60 +321,25 @@ class ReplicaPool:
 
     async def _look_after(self) -> None:
         while True:
-            seen = await asyncio.to_thread(self._roster.look)
-            for address in seen.addresses:
-                self._meet(address)
-            self.given_up = seen.given_up
+            self.given_up = await self._links.look()
             self._drop_the_slow()
-            self._give_up_the_stuck()
+            self._links.give_up_stuck(self._limit_s)
             self._watch_the_wait()
             self._starved = self._is_starved()
             await asyncio.sleep(self._patience.look_s)
 
-    def _meet(self, address: ReplicaAddress) -> None:
-        start = (address.replica, address.start)
-        if start not in self._links and start not in self._avoided:
-            link = ReplicaLink(address, self._token, self._digest, self._driver, self._patience, self._heard)
-            self._links[start] = link
-            self._keepers[start] = self._spawn(self._keep(start, link))
-
-    async def _keep(self, start: Start, link: ReplicaLink) -> None:
-        """Be in touch with one until it is lost."""
-        try:
-            await link.run()
-        except ReplicaRefuses as error:
-            self._avoided.add(start)
-            logger.error("%s", error)
-        except ReplicaGone as error:
-            # What went wrong may be the network: it is met again if it answers.
-            if str(error) not in self._complained:
-                self._complained.add(str(error))
-                logger.warning("%s", error)
-        finally:
-            del self._links[start], self._keepers[start]
-            self._ask_elsewhere(link)
-
     def _drop_the_slow(self) -> None:
-        asked = {start: link for start, link in self._links.items() if self._has_weights(link) and not link.slow}
+        ready = self._links.ready(self._policy_version)
+        asked = {start: link for start, link in ready.items() if not link.slow}
         for start in too_slow({start: link.pace for start, link in asked.items()}):
             link = asked[start]
             link.slow = True
             logger.warning("%s is far slower than the others: it is asked nothing until the next refit", link.name)
             self._ask_elsewhere(link)
 
-    def _give_up_the_stuck(self) -> None:
-        """Those that answer, and sample nothing."""
-        now = time.monotonic()
-        for start, link in self._links.items():
-            if link.outstanding and now - link.progressed > self._limit_s:
-                logger.error("%s has sampled nothing for %.0f s: it is not asked again", link.name, self._limit_s)
-                self._avoided.add(start)
-                self._keepers[start].cancel()
-
     def _is_starved(self) -> bool:
         waiting = any(work.link is None and not work.answer.done() for work in self._work.values())
-        reached = [link for link in self._links.values() if link.about is not None]
-        return waiting and bool(reached) and not any(map(self._has_weights, reached))
+        return waiting and bool(self._links.reached) and not self._links.ready(self._policy_version)
 
     def _watch_the_wait(self) -> None:
         """While requests wait for a replica: say so, and give up in the end."""
