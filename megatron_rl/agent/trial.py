@@ -12,14 +12,14 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import build_environment, environment_class
-from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
@@ -56,19 +56,19 @@ def main() -> int:
         for found in tried(EnvironmentConfig(name=asked["name"], args=asked["args"]), asked["problems"]):
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
-    except (NotImplementedError, ValueError) as error:
+    except ValueError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return EXIT_USAGE
     return EXIT_FINISHED
 
 
 def tried(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
-    """`prompt`, `gold_reward` and `wrong_reward` of the first problems, those to train on if there are any. Of a lost
-    answer the reward is None, and `failures` says why.
+    """`prompt`, `gold_reward` and `wrong_reward` of the first problems, those to train on if there are any. Where an
+    answer is lost or there is none the reward is None, and `failures` says why.
 
     config: its arguments are laid over those with which the environment has problems anywhere.
 
-    Raises ValueError where it cannot be built or has no problems, NotImplementedError where it has no right answers.
+    Raises ValueError where it cannot be built or has no problems.
     """
     samples = environment_class(config.name).sample_arguments()
     environment = build_environment(config.model_copy(update={"args": {**samples, **config.args}}), CodePoints())
@@ -78,21 +78,25 @@ def tried(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
         raise ValueError(f"environment {config.name!r} has no problems")
     with asyncio.Runner() as runner:
         for problem in chosen:
-            gold, wrong = (
-                runner.run(_scored(environment, config, problem, response))
-                for response in (environment.gold_response(problem), environment.wrong_response(problem))
-            )
-            failures = [*gold.failures, *wrong.failures]
+            gold, gold_failures = runner.run(_reward(environment, config, problem, environment.gold_response))
+            wrong, wrong_failures = runner.run(_reward(environment, config, problem, environment.wrong_response))
+            failures = [*gold_failures, *wrong_failures]
             yield {
                 "prompt": problem.prompt,
-                "gold_reward": _reward(gold),
-                "wrong_reward": _reward(wrong),
+                "gold_reward": gold,
+                "wrong_reward": wrong,
                 **({"failures": failures} if failures else {}),
             }
 
 
-async def _scored(environment: Environment, config: EnvironmentConfig, problem: Problem, text: str) -> TrajectoryGroup:
-    """An answer by the way that it takes in a run."""
+async def _reward(
+    environment: Environment, config: EnvironmentConfig, problem: Problem, response: Callable[[Problem], str]
+) -> tuple[float | None, list[str]]:
+    """Of an answer by the way that it takes in a run; None where there is none, and why."""
+    try:
+        text = response(problem)
+    except NotImplementedError as error:
+        return None, [str(error)]
     request = GroupRolloutRequest(
         ordinal=0,
         problem=problem,
@@ -102,12 +106,8 @@ async def _scored(environment: Environment, config: EnvironmentConfig, problem: 
         inference=ScriptedInference(CodePoints(), [text]),
         reward_timeout_s=config.reward_timeout_s,
     )
-    return await environment.group_rollout(request)
-
-
-def _reward(group: TrajectoryGroup) -> float | None:
-    """None where the answer was lost."""
-    return group.trajectories[0].reward if group.trajectories else None
+    group = await environment.group_rollout(request)
+    return (group.trajectories[0].reward if group.trajectories else None), [*group.failures]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ environment:
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
@@ -23,6 +25,11 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
+"""What metadata call a right answer of a task that has many."""
 
 
 class ReasoningGymConfig(DrawnProblemsConfig):
@@ -64,6 +71,7 @@ class ReasoningGymEnvironment(DrawnProblems):
     """A task of reasoning-gym, named by `dataset` or as reasoning-gym/TASK. Each prompt is there once."""
 
     Config = ReasoningGymConfig
+    config: ReasoningGymConfig
     variant_argument = "dataset"
 
     @classmethod
@@ -90,9 +98,27 @@ class ReasoningGymEnvironment(DrawnProblems):
 
     def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
         if self._scoring == "dataset":
-            return float(self._dataset.score_answer(response.strip(), golden))
+            return self._score(response.strip(), golden)
         said = last_number(response)
         return float(said is not None and said == last_number(golden["answer"]))
+
+    def _score(self, answer: str, golden: Mapping[str, Any]) -> float:
+        try:
+            return float(self._dataset.score_answer(answer, golden))
+        except Exception as error:  # noqa: BLE001 - some tasks raise anything on text they cannot read: no right answer
+            if not self._explained:
+                self._explained.add(type(error))
+                logger.warning("%s counts an answer as wrong that it cannot read: %r", self.config.dataset, error)
+            return 0.0
+
+    def gold_response(self, problem: Problem) -> str:
+        """Its answer, or of a task with many an example, where it gives one."""
+        task = problem.golden
+        given = [task["answer"], *(task["metadata"].get(name) for name in EXAMPLES)]
+        found = next((one for one in given if one is not None), None)
+        if found is None:
+            raise NotImplementedError(f"reasoning-gym gives no right answers for {self.config.dataset}")
+        return found if isinstance(found, str) else json.dumps(found)
 
     def final_answer(self, response: str) -> str | None:
         """The last number, however it is written: 3, 3.0 and 03 are one."""

@@ -88,6 +88,20 @@ def test_the_datasets_own_score_is_given_in_parts() -> None:
     assert environment.get_reward("13", problem.golden, "stop") == 0.0
 
 
+def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_lost() -> None:
+    environment = build(dataset="prime_factorization", dataset_args={}, prompt="{question}", draws=3)
+    problem = environment.training_problems()[0]
+    assert environment.get_reward("two times three", problem.golden, "stop") == 0.0
+    assert environment.get_reward(environment.gold_response(problem), problem.golden, "stop") == 1.0
+
+
+@pytest.mark.parametrize("dataset", ["graph_color", "propositional_logic", "rubiks_cube"])
+def test_a_task_with_many_right_answers_has_an_example(dataset: str) -> None:
+    environment = build(dataset=dataset, dataset_args={}, prompt="{question}", draws=2)
+    for problem in environment.training_problems():
+        assert environment.get_reward(environment.gold_response(problem), problem.golden, "stop") == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [
