@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
-from inspect import isawaitable, iscoroutinefunction
+from functools import partial
+from inspect import iscoroutinefunction
 from itertools import count
 from typing import Any
 
@@ -20,8 +18,9 @@ from megatron_rl.agent.api import (
     GroupRolloutRequest,
 )
 from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.scoring import Patience, scored
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
+from megatron_rl.inference.api import FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class RewardOnlyAgent(Environment):
                 request.ordinal,
             ),
             request.inference,
-            _Patience(request.reward_timeout_s, request.reward_retries),
+            Patience(request.reward_timeout_s, request.reward_retries),
         )
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
 
@@ -78,7 +77,7 @@ class RewardOnlyAgent(Environment):
             prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
             asked = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
             try:
-                patience = _Patience(request.reward_timeout_s, request.reward_retries)
+                patience = Patience(request.reward_timeout_s, request.reward_retries)
                 answers, lost = await self._answer(problem, asked, request.inference, patience)
             except PromptTooLong as error:
                 logger.warning("problem %d of an evaluation counts as lost: %s", index, error)
@@ -90,73 +89,34 @@ class RewardOnlyAgent(Environment):
         return EvaluationResponse(answers, failures)
 
     async def _answer(
-        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, patience: _Patience
+        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, patience: Patience
     ) -> tuple[list[Trajectory], Counter[str]]:
         """Scored answers in sample order, and the number of those lost, by reason."""
         completions = await inference.generate(request)
-        scored = [
-            self._score(problem, self.tokenizer.decode(completion.tokens), completion, patience)
-            for completion in completions
+        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
+        scores = [
+            scored(partial(self.get_reward, text, problem.golden, completion.finish_reason), patience)
+            for text, completion in zip(texts, completions, strict=True)
         ]
         if iscoroutinefunction(self.get_reward):
             import asyncio  # as above
 
-            results = await asyncio.gather(*scored)
+            results = await asyncio.gather(*scores)
         else:
-            results = [await score for score in scored]  # nothing to wait for: no task for each
+            results = [await score for score in scores]  # nothing to wait for: no task for each
         trajectories: list[Trajectory] = []
         failures: Counter[str] = Counter()
-        for completion, (text, result) in zip(completions, results, strict=True):
+        for text, completion, result in zip(texts, completions, results, strict=True):
             if isinstance(result, Exception):
-                failures[self._reason(result, problem, text)] += 1
+                failures[self._reason("get_reward", result, problem, text)] += 1
             else:
                 trajectories.append(Trajectory.single(request.prompt_tokens, completion, text, result))
         return trajectories, failures
 
-    async def _score(
-        self, problem: Problem, text: str, completion: Completion, patience: _Patience
-    ) -> tuple[str, float | Exception]:
-        """The answer's text and its reward, or what scoring it raised in the last try."""
-        began, tries = time.monotonic(), 0
-        while True:
-            left_s = patience.timeout_s - (time.monotonic() - began)
-            try:
-                score = self.get_reward(text, problem.golden, completion.finish_reason)
-                reward = float(await _within(left_s, score, patience) if isawaitable(score) else score)
-                if not math.isfinite(reward):
-                    raise ValueError(f"the reward is {reward}")
-                return text, reward
-            except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
-                tries += 1
-                if tries > patience.retries or time.monotonic() - began >= patience.timeout_s:
-                    return text, error
-
-    def _reason(self, error: Exception, problem: Problem, text: str) -> str:
+    def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
         """Short reason for the record; the first error of each type is logged with its traceback."""
         if type(error) not in self._explained:
             self._explained.add(type(error))
-            logger.error("get_reward failed on the answer %r to %r", text, problem.prompt, exc_info=error)
+            logger.error("%s failed on the answer %r to %r", method, text, problem.prompt, exc_info=error)
         first_line = str(error).partition("\n")[0]
-        return f"get_reward: {type(error).__name__}: {first_line}"[:200]
-
-
-@dataclass(frozen=True, slots=True)
-class _Patience:
-    """With the scoring of one answer, see `EnvironmentConfig`."""
-
-    timeout_s: float
-    """For all tries together."""
-    retries: int
-
-
-async def _within(left_s: float, score: Awaitable[float], patience: _Patience) -> float:
-    """What is awaited. Raises TimeoutError where that takes too long."""
-    import asyncio  # as above
-
-    try:
-        async with asyncio.timeout(left_s) as clock:
-            return await score
-    except TimeoutError as error:
-        if not clock.expired():
-            raise
-        raise TimeoutError(f"no score within {patience.timeout_s:g} s (environment.reward_timeout_s)") from error
+        return f"{method}: {type(error).__name__}: {first_line}"[:200]

@@ -1,0 +1,98 @@
+"""Conversations between a model and an environment: when they end, what is trained on, and what costs one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from words import Words
+
+from megatron_rl.agent.api import GroupRolloutRequest
+from megatron_rl.agent.multi_turn import MultiTurnAgent
+from megatron_rl.agent.prompts import next_turn
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.inference.api import FinishReason
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.section import Section
+
+
+class Guess(MultiTurnAgent):
+    """Says higher or lower until the number is found."""
+
+    Config = Section
+    max_turns = 3
+
+    def training_problems(self) -> Sequence[Problem]:
+        return [Problem("?", {"number": 5})]
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return {}
+
+    async def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> str | None:
+        guess = int(responses[-1])
+        return None if guess == golden["number"] else "higher" if guess < golden["number"] else "lower"
+
+    def get_trajectory_reward(
+        self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
+    ) -> float:
+        return float(responses[-1] == "5" and finish_reason == "stop") / len(responses)
+
+
+def converse(agent: Guess, answers: Mapping[str, str], size: int = 1, longest: int | None = None) -> TrajectoryGroup:
+    """answers: to each text of the conversation so far; sample i answers `start` + i to the first."""
+    engine = ScriptedInference(
+        Words(), lambda prompt, sample: answers.get(f"{prompt}{sample}", answers.get(prompt, "5")), longest
+    )
+    [problem] = agent.training_problems()
+    request = GroupRolloutRequest(7, problem, size, Sampling(max_new_tokens=4), 3, engine, 30.0)
+    return asyncio.run(agent.group_rollout(request))
+
+
+AGENT = Guess(Section(), Words())
+END = "\0"
+
+
+def test_a_conversation_ends_when_nothing_more_is_said_and_only_the_model_is_trained_on() -> None:
+    [one] = converse(AGENT, {"?": "2", "?2higher": "8", "?2higher8lower": "5"}).trajectories
+    assert Words().decode(one.tokens) == "?2higher8lower5"
+    sampled = [token for token, trained in zip(one.tokens, one.loss_mask, strict=True) if trained]
+    assert "".join(map(chr, sampled)) == f"2{END}8{END}5{END}"
+    assert (len(one.turns), one.text, one.reward) == (3, "2\n8\n5", pytest.approx(1 / 3))
+
+
+def test_samples_go_ways_of_their_own_in_the_order_of_the_first_turn() -> None:
+    group = converse(AGENT, {"?0": "5", "?1": "9", "?9lower": "5"}, size=2)
+    assert [(one.text, one.reward) for one in group.trajectories] == [("5", 1.0), ("9\n5", 0.5)]
+
+
+def test_turns_are_limited_and_so_is_their_length() -> None:
+    [one] = converse(AGENT, dict.fromkeys(["?", "?2higher", "?2higher2higher"], "2")).trajectories
+    assert (one.text, one.reward, one.finish_reason) == ("2\n2\n2", 0.0, "stop")
+    [one] = converse(AGENT, {"?": "2", "?2higher": "55555"}).trajectories
+    assert (one.text, one.finish_reason) == ("2\n5555", "length")
+
+
+def test_without_room_for_another_turn_it_is_scored_as_it_is() -> None:
+    [one] = converse(AGENT, {"?": "2"}, longest=8).trajectories
+    assert (one.text, one.reward) == ("2", 0.0)
+
+
+def test_what_the_environment_raises_costs_one_conversation() -> None:
+    group = converse(AGENT, {"?0": "no", "?1": "5"}, size=2)
+    assert [one.reward for one in group.trajectories] == [1.0]
+    assert group.failures == {"get_observation: ValueError: invalid literal for int() with base 10: 'no'": 1}
+
+
+class Chat(Words):
+    def conversation(self, messages: Sequence[Mapping[str, str]], tools: Any = None) -> str | None:
+        return "".join(f"<{each['role']}>{each['content']}{END}\n" for each in messages) + "<assistant>"
+
+    def show(self, token: int) -> str:
+        return END
+
+
+def test_the_next_turn_is_put_in_the_chat_templates_words() -> None:
+    assert next_turn(Chat(), "12", role="tool") == f"\n<tool>12{END}\n<assistant>"
