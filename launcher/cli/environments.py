@@ -8,7 +8,9 @@ from typing import Any
 
 import click
 
-from megatron_rl.agent.registry import described
+from launcher.errors import BadInput
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import described, with_samples
 
 
 @click.group(
@@ -56,10 +58,15 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> 
     way that answers take in a run. A right answer that is worth no more than a wrong one is said, with exit code 1.
     """
     from launcher.backends.trial import tried  # what the list needs not
-    from launcher.job.evaluation import parse_args
+    from launcher.job.evaluation import check_environment, parse_args
 
+    asked = EnvironmentConfig(name=name, args=parse_args(env_args))
+    try:
+        check_environment(with_samples(asked), name)
+    except ValueError as error:
+        raise BadInput(f"{name}: {error}") from error
     found: list[dict[str, Any]] = []
-    for one in tried(name, parse_args(env_args), problems):
+    for one in tried(asked, problems):
         found.append(one)
         if not as_json:
             click.echo(_shown(one))

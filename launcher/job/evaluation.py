@@ -79,14 +79,19 @@ def requested(
         "sampling": {**drawn, **sampling},
     }
     evaluation = _validated(Evaluation, values, _option)
+    check_environment(evaluation.environment, "--env")
+    return evaluation
+
+
+def check_environment(environment: EnvironmentConfig, option: str) -> None:
+    """Raises BadInput where there is no such environment, which `option` gives, or it takes no such --env-args."""
     try:
-        environment_arguments(evaluation.environment)
+        environment_arguments(environment)
     except ValidationError as error:
-        arguments = environment_class(evaluation.environment.name).Config
+        arguments = environment_class(environment.name).Config
         raise _refusal(error, arguments, lambda path: f"--env-args {'.'.join(path)}") from error
     except ValueError as error:
-        raise BadInput(f"--env: {error}") from error
-    return evaluation
+        raise BadInput(f"{option}: {error}") from error
 
 
 def _environments_of(config: RunConfig) -> dict[str, EnvironmentConfig]:

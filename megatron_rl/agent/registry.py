@@ -109,6 +109,13 @@ def environment_arguments(config: EnvironmentConfig) -> Section:
     return cls.Config(**{cls.variant_argument: variant} if variant else {}, **config.args)
 
 
+def with_samples(config: EnvironmentConfig) -> EnvironmentConfig:
+    """The same environment on a few problems that it has on any machine, unless its arguments say otherwise. Raises
+    ValueError as `environment_class`."""
+    samples = environment_class(config.name).sample_arguments()
+    return config.model_copy(update={"args": {**samples, **config.args}})
+
+
 def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Environment:
     """The environment a recipe names. Raises ValueError as `environment_arguments`."""
     return environment_class(config.name)(environment_arguments(config), tokenizer)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import build_environment, environment_class
+from megatron_rl.agent.registry import build_environment, with_samples
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.inference.config import Sampling
@@ -53,7 +53,7 @@ def main() -> int:
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
     asked = json.loads(sys.stdin.read())
     try:
-        for found in tried(EnvironmentConfig(name=asked["name"], args=asked["args"]), asked["problems"]):
+        for found in tried(EnvironmentConfig(**asked["environment"]), asked["problems"]):
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
     except ValueError as error:
@@ -70,8 +70,7 @@ def tried(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
 
     Raises ValueError where it cannot be built or has no problems.
     """
-    samples = environment_class(config.name).sample_arguments()
-    environment = build_environment(config.model_copy(update={"args": {**samples, **config.args}}), CodePoints())
+    environment = build_environment(with_samples(config), CodePoints())
     sets = [environment.training_problems(), *environment.evaluation_problems().values()]
     chosen = [*islice(next(filter(None, sets), []), problems)]
     if not chosen:

@@ -37,7 +37,7 @@ class Riddles(RewardOnlyAgent):
 
 
 def try_it(monkeypatch: pytest.MonkeyPatch, cls: type[Environment], **arguments: Any) -> list[dict[str, Any]]:
-    monkeypatch.setattr(trial, "environment_class", lambda name: cls)
+    monkeypatch.setattr(trial, "with_samples", lambda config: config)
     monkeypatch.setattr(trial, "build_environment", lambda config, tokenizer: cls(cls.Config(**config.args), tokenizer))
     return [*tried(EnvironmentConfig(name="riddles", args=arguments), 2)]
 
