@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron_rl.platform.megatron_core  # noqa: F401  before megatron-core itself, as in a rank
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.config import RunConfig

@@ -15,7 +15,7 @@ from megatron_rl.inference.engine import Engine
 
 TIE = 1e-4
 """Two logits closer than this may be the other way round: sums of another order round otherwise."""
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 PROMPTS = [[*SYSTEM, 7], [7], [*SYSTEM, 8, 4], [5, 11, 5], SYSTEM, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [4] * 40]
 SHAPES = {

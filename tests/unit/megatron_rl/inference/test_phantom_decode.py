@@ -38,7 +38,7 @@ SAMPLINGS = [
 
 
 class Reads:
-    """Stands in for `row_state._read`. The first row has ended whenever it is looked at."""
+    """Stands in for `row_state._read`. Every other row, the first among them, has ended whenever it is looked at."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,9 +47,9 @@ class Reads:
         assert isinstance(tensor, FakeTensor) and tensor.device == GPU
         self.count += 1
         if tensor.dtype is torch.bool:
-            return np.arange(len(tensor)) == 0
+            return np.arange(len(tensor)) % 2 == 0
         read = np.full(tuple(tensor.shape), END, dtype=np.int32)
-        read[:, 0] = np.arange(len(read)) == 0  # tokens of each row, an end token
+        read[:, 0] = np.arange(len(read)) % 2 == 0  # tokens of each row, an end token
         return read
 
 
@@ -84,8 +84,8 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
                 execute(scheduler, runner, admission)
     assert len(scheduler.answered) == len(SAMPLINGS) - 1
     assert scheduler.deltas[-1][1].finish_reason
-    assert decoded > 50 and moved
-    assert 8 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
+    assert decoded > 40 and moved
+    assert 5 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
 
 
 def test_pieces_of_prompts_and_beginnings_that_are_found_are_computed_on_the_device(platform: Any, groups: Any) -> None:

@@ -19,7 +19,7 @@ from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.link import Patience
 from megatron_rl.inference.replicas.pool import NoReplica, ReplicaPool
 
-SOON = Patience(poll_s=0.5, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
+SOON = Patience(poll_s=0.05, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
 
 
 @pytest.fixture

@@ -25,6 +25,12 @@ def rows_of(*samplings: Sampling) -> SamplingRows:
     return rows
 
 
+def alike(sampling: Sampling, count: int) -> SamplingRows:
+    rows = SamplingRows.empty(count, CPU, {END})
+    rows.set(ALL, sampling)
+    return rows
+
+
 def draw(logits: Tensor, rows: SamplingRows, uniform: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs; count: of the answers before."""
     count = torch.zeros(len(logits), dtype=torch.long) if count is None else count
@@ -105,7 +111,7 @@ def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
     allowed = sorted(cut_by_definition(probs.tolist(), sampling))
     expected = draws * probs[allowed] / probs[allowed].sum()
     uniform = torch.rand(draws, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tokens, _ = draw(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
+    tokens, _ = draw(LOGITS.expand(draws, -1), alike(sampling, draws), uniform)
     counts = torch.bincount(tokens, minlength=8)
     assert counts.sum() == counts[allowed].sum() == draws
     chi_square = ((counts[allowed] - expected) ** 2 / expected).sum().item()
@@ -118,7 +124,7 @@ def test_logprobs_are_tempered_and_uncut(temperature: float, cut: dict[str, floa
     draws = 50
     sampling = params(temperature=temperature, **cut)
     uniform = torch.arange(draws) / draws
-    tokens, logprobs = draw(LOGITS.expand(draws, -1), rows_of(*[sampling] * draws), uniform)
+    tokens, logprobs = draw(LOGITS.expand(draws, -1), alike(sampling, draws), uniform)
     torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS / temperature, -1)[tokens])
 
 

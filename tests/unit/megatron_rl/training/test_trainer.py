@@ -193,12 +193,12 @@ def one_update(grpo: dict[str, Any], temperature: float = 1.0) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("grpo", OPTIONS.values(), ids=OPTIONS)
 def test_loss_and_gradient_are_those_of_a_padded_implementation(
-    platform: Any, groups: Any, grpo: dict[str, Any], temperature: float
+    platform: Any, groups: Any, grpo: dict[str, Any]
 ) -> None:
-    config = one_update(grpo, temperature)
+    """At a temperature; those below are at 1."""
+    config = one_update(grpo, temperature=0.7)
     assert_like_padded(build_run(config, platform, groups), GROUPS, config)
 
 
