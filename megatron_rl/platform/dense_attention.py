@@ -48,7 +48,11 @@ class FanOut:
         return cls(rows, rows.argsort(stable=True), counts)
 
     def to(self, device: torch.device) -> FanOut:
-        return FanOut(self.rows.to(device), self.order.to(device), self.counts.to(device))
+        return FanOut(
+            self.rows.to(device, non_blocking=True),
+            self.order.to(device, non_blocking=True),
+            self.counts.to(device, non_blocking=True),
+        )
 
     def gather(self, tokens: Tensor) -> Tensor:
         """[tokens, ...] -> [places, ...]"""
@@ -146,7 +150,7 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
     ]
     if trees:
         length = max(map(len, trees))
-        dense.append((length, trees, _visibility(trees, ends, length).to(device)))
+        dense.append((length, trees, _visibility(trees, ends, length).to(device, non_blocking=True)))
     buckets = []
     read: list[int] = []  # packed tokens ...
     places_read: list[int] = []  # ... and where their results stand
@@ -166,7 +170,7 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
     outputs = torch.empty(len(ends), dtype=torch.long)
     outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(places_read, dtype=torch.long)
     fan_out = FanOut.of(torch.tensor(all_rows), len(ends)).to(device) if shares else None
-    return DenseLayout(tuple(buckets), outputs.to(device), fan_out)
+    return DenseLayout(tuple(buckets), outputs.to(device, non_blocking=True), fan_out)
 
 
 def branches(subtree_ends: Tensor, first: int, stop: int) -> list[list[int]]:

@@ -90,7 +90,7 @@ def part_layout(packed: PackedSequences, part: Tensor, device: torch.device) -> 
         start += queries * len(members)
         buckets.append(_bucket(members, queries, keys, packed.subtree_ends, part, device))
     fan_out = FanOut.of(torch.cat([bucket.keys.flatten() for bucket in buckets]), len(packed.subtree_ends))
-    return PartLayout(tuple(buckets), outputs.to(device), fan_out)
+    return PartLayout(tuple(buckets), outputs.to(device, non_blocking=True), fan_out)
 
 
 def rows(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> Iterator[Row]:
@@ -115,11 +115,11 @@ def _bucket(
     """Filled up with a row's first query, whose results are not read, and with keys that nobody sees."""
     of_rows = torch.stack([_filled(row.queries, queries, int(row.queries[0])) for row in members])
     nowhere = len(subtree_ends)
-    of_keys = torch.stack([_filled(row.keys, keys, nowhere) for row in members]).to(device)
-    ends = torch.cat((subtree_ends, subtree_ends.new_zeros(1))).to(device)
-    at = part[of_rows].to(device)[:, :, None]
+    of_keys = torch.stack([_filled(row.keys, keys, nowhere) for row in members]).to(device, non_blocking=True)
+    ends = torch.cat((subtree_ends, subtree_ends.new_zeros(1))).to(device, non_blocking=True)
+    at = part[of_rows].to(device, non_blocking=True)[:, :, None]
     visible = (of_keys[:, None] <= at) & (at < ends[of_keys][:, None])
-    return Bucket(of_rows.to(device), torch.where(of_keys == nowhere, 0, of_keys), visible[:, None])
+    return Bucket(of_rows.to(device, non_blocking=True), torch.where(of_keys == nowhere, 0, of_keys), visible[:, None])
 
 
 def _filled(values: Tensor, length: int, value: int) -> Tensor:

@@ -101,9 +101,9 @@ def tree_layout(
     """Layout of packed sequences, or of a part of them (see `Platform.attention_layout`), all of which are attended to
     in one kernel."""
     blocks = Blocks.of(packed.subtree_ends.numpy(), None if part is None else part.numpy())
-    ends = packed.subtree_ends.to(device)
+    ends = packed.subtree_ends.to(device, non_blocking=True)
     places = torch.arange(len(ends)) if part is None else part
-    at = places.to(device)
+    at = places.to(device, non_blocking=True)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= at[query]) & (at[query] < ends[key])

@@ -145,11 +145,11 @@ def varlen_layout(packed: PackedSequences, device: torch.device, kernel: Attend)
     edges, ends = packed.cu_seqlens.tolist(), packed.subtree_ends
     found = [each for first, stop in pairwise(edges) for each in branches(ends, first, stop)]
     lengths = [len(each) for each in found]
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     if sum(lengths) == len(ends):
         return VarlenLayout(kernel, cu_seqlens, max(lengths))
     rows = torch.tensor([place for each in found for place in each])
     outputs = torch.empty(len(ends), dtype=torch.long)
     outputs[rows] = torch.arange(len(rows))  # of a shared token any: it sees the same in each branch
-    taken_apart = Branches(FanOut.of(rows, len(ends)).to(device), outputs.to(device))
+    taken_apart = Branches(FanOut.of(rows, len(ends)).to(device), outputs.to(device, non_blocking=True))
     return VarlenLayout(kernel, cu_seqlens, max(lengths), taken_apart)

@@ -77,6 +77,7 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
             before = gpu.waits
             execute(scheduler, runner, plan)
             if plan.prefills:
+                assert gpu.waits == before
                 continue
             decoded, moved = decoded + 1, moved + len(plan.moves)
             synchronous += gpu.waits - before
