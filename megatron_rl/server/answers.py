@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from megatron_rl.agent.tool_calls import Call, CallReader, PlainText
 from megatron_rl.inference.api import Delta
 from megatron_rl.inference.text import TextStream
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.tools import Call, CallReader, PlainText
 
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 

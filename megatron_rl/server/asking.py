@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from pydantic_core import from_json
 
+from megatron_rl.agent.tool_calls import CallReader, reader_for
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.answers import ChatFormat, CompletionFormat, Format
@@ -25,7 +26,6 @@ from megatron_rl.server.bodies import (
     Tool,
 )
 from megatron_rl.server.errors import ApiError, context_exceeded
-from megatron_rl.server.tools import CallReader, reader_for
 
 COMPLETION_TOKENS = 16
 """Of an answer to /v1/completions that says nothing else: OpenAI's."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.server.tools import Call, CallReader, TaggedCalls, WholeCalls, reader_for
+from megatron_rl.agent.tool_calls import Call, CallReader, TaggedCalls, WholeCalls, reader_for
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "of": ["é", null]}}\n</tool_call>'
 ADDED = Call("add", '{"x": 1, "of": ["é", null]}')
