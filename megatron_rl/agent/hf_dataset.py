@@ -87,12 +87,16 @@ class HFDatasetAgent(RewardOnlyAgent):
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         return self._evaluated
 
+    def golden(self, question: Question) -> dict[str, Any]:
+        """What `get_reward` is given of it."""
+        return {"answer": question.answer}
+
     def fields(self, question: Question) -> dict[str, Any]:
         """What the prompt's fields stand for."""
         return {"question": question.text}
 
     def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:
-        problems = [Problem(self._prompt(question), {"answer": question.answer}) for question in questions]
+        problems = [Problem(self._prompt(question), self.golden(question)) for question in questions]
         limit = self.config.max_prompt_tokens
         if limit is None:
             return problems

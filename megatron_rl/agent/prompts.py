@@ -38,17 +38,17 @@ def in_chat(tokenizer: Tokenizer, chat: Chat) -> bool:
     return chat != "never" and tokenizer.chat("") is not None
 
 
-def next_turn(tokenizer: Tokenizer, message: str, role: str = "user") -> str:
+def next_turn(tokenizer: Tokenizer, *messages: str, role: str = "user") -> str:
     """The text between a response of the model, its end token included, and its next one, in which somebody else says
-    `message`: the chat template's, or lines of their own where there is none.
+    `messages`: the chat template's, or lines of their own where there is none.
 
     Raises ValueError where the template refuses the role.
     """
     response = "\N{OBJECT REPLACEMENT CHARACTER}"
     said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": response}]
-    whole = tokenizer.conversation([*said, {"role": role, "content": message}])
+    whole = tokenizer.conversation([*said, *({"role": role, "content": message} for message in messages)])
     if whole is None:
-        return f"\n{message}\n"
+        return "".join(f"\n{message}\n" for message in messages)
     rest = whole.partition(response)[2]
     return next(
         (rest.removeprefix(end) for end in map(tokenizer.show, tokenizer.end_ids) if rest.startswith(end)), rest

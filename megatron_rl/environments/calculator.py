@@ -1,0 +1,109 @@
+"""Sums and products that are hard to do in one's head, with a calculator that the model may call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from pydantic import model_validator
+
+from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.tools import BEGIN, END, Tool, ToolAgent, ToolError, asked_with_tools
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.environments.expression import BadExpression, evaluate
+from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
+from megatron_rl.environments.reasoning_gym import last_number
+from megatron_rl.inference.api import FinishReason
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import PositiveInt
+
+ASKED = "What is {expression}? Call the calculator if you need it, and reply with the number only."
+
+
+class CalculatorConfig(DrawnProblemsConfig):
+    """Arguments of the environment `calculator`."""
+
+    min_terms: PositiveInt = 2
+    max_terms: PositiveInt = 3
+    digits: PositiveInt = 3
+    """Of each number at most."""
+    operations: str = "+-*"
+    """What may stand between two numbers."""
+    max_turns: PositiveInt = 4
+    """Responses of the model to one problem: calls, and the answer."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> CalculatorConfig:
+        if self.min_terms > self.max_terms:
+            raise ValueError(f"min_terms {self.min_terms} is larger than max_terms {self.max_terms}")
+        if not self.operations or set(self.operations) - set("+-*"):
+            raise ValueError(f"operations {self.operations!r}: some of + - *")
+        return self
+
+
+def calculate(expression: str) -> str:
+    """Raises ToolError."""
+    try:
+        value, _ = evaluate(expression)
+    except (BadExpression, RecursionError) as error:
+        raise ToolError(str(error)) from error
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+CALCULATOR = Tool(
+    "calculator", "Computes an arithmetic expression.", {"expression": "Numbers, + - * / and parentheses."}, calculate
+)
+
+
+class Calculator(DrawnProblems, ToolAgent, Demonstrator):
+    """Sums and products, with a calculator that the model may call."""
+
+    Config = CalculatorConfig
+    config: CalculatorConfig
+    compares_answers = True
+    tools = (CALCULATOR,)
+
+    def __init__(self, config: CalculatorConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError where the model's chat template knows no tools."""
+        self.max_turns = config.max_turns
+        super().__init__(config, tokenizer, _problems(config, tokenizer))
+        if tokenizer.chat_template is not None:
+            self.prompt_format = "chat template"
+
+    def get_trajectory_reward(
+        self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
+    ) -> float:
+        return float(finish_reason == "stop" and self.final_answer(responses[-1]) == golden["answer"])
+
+    def final_answer(self, response: str) -> str | None:
+        """The last number."""
+        said = last_number(response)
+        return None if said is None else str(Fraction(said))
+
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        """Of a model without a chat template: of two problems one is done by a call, which the result follows, and one
+        at once."""
+        pairs = []
+        for number, problem in enumerate(self._trained):
+            call, answer = f"{BEGIN}{problem.golden['expression']}{END}", problem.golden["answer"]
+            if number % 2:
+                pairs.append((problem.prompt, answer))
+            else:
+                pairs += [(problem.prompt, call), (f"{problem.prompt}{call}{answer}", answer)]
+        return pairs
+
+
+def _problems(config: CalculatorConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
+    for number in range(config.draws):
+        draw = random.Random(stable_key("calculator", config.seed, number))
+        expression = str(draw.randrange(10**config.digits))
+        for _ in range(draw.randint(config.min_terms, config.max_terms) - 1):
+            expression += draw.choice(config.operations) + str(draw.randrange(10**config.digits))
+        if tokenizer.chat_template is None:
+            prompt = f"{expression}="
+        else:
+            prompt = asked_with_tools(tokenizer, ASKED.format(expression=expression), (CALCULATOR,))
+        yield Problem(prompt, {"expression": expression, "answer": calculate(expression)})

@@ -1,0 +1,86 @@
+"""A model that judges: its verdict is read, and where there is none the answer is lost, not wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from megatron_rl.agent.judge import Judge, JudgeConfig, NoVerdict
+from megatron_rl.errors import ConfigurationError
+
+CONFIG = JudgeConfig(url="http://judge/v1", model="wise", token_variable="JUDGE_TOKEN")
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "a-token")
+
+
+async def no_pause(_: float) -> None:
+    pass
+
+
+def judged(handler: Callable[[httpx.Request], httpx.Response], config: JudgeConfig = CONFIG) -> float:
+    judge = Judge(config, transport=httpx.MockTransport(handler), sleep=no_pause)
+    return asyncio.run(judge.score("1+1?", "It is {two}.", "2"))
+
+
+def saying(text: str) -> Callable[[httpx.Request], httpx.Response]:
+    return lambda _: httpx.Response(200, json={"choices": [{"message": {"content": text}}]})
+
+
+def test_it_is_asked_as_openai_has_it_by_the_token() -> None:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return saying("Right.\nVERDICT: 9")(request)
+
+    assert judged(handler) == pytest.approx(0.9)
+    [request] = seen
+    assert str(request.url) == "http://judge/v1/chat/completions"
+    assert request.headers["authorization"] == "Bearer a-token"
+    body = json.loads(request.content)
+    assert (body["model"], body["temperature"]) == ("wise", 0)
+    assert "It is {two}." in body["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(("text", "reward"), [("VERDICT: 3\nno,\nVERDICT: 10", 1.0), ("VERDICT: 2.5", 0.25)])
+def test_the_last_verdict_counts(text: str, reward: float) -> None:
+    assert judged(saying(text)) == reward
+
+
+@pytest.mark.parametrize(
+    ("handler", "why"),
+    [
+        (saying("I like it"), "said no VERDICT"),
+        (saying("VERDICT: 11"), "not between 0 and 10"),
+        (saying("VERDICT: -1"), "not between 0 and 10"),
+        (lambda _: httpx.Response(200, json={"choices": []}), "no chat completion"),
+        (lambda _: httpx.Response(200, content=b"hm"), "no chat completion"),
+        (lambda _: httpx.Response(401), "HTTP 401"),
+    ],
+)
+def test_without_a_verdict_the_answer_is_lost(handler: Callable[[httpx.Request], httpx.Response], why: str) -> None:
+    with pytest.raises(NoVerdict, match=why):
+        judged(handler)
+
+
+def test_a_busy_judge_is_asked_again() -> None:
+    answers = iter([httpx.Response(429), httpx.Response(503), saying("VERDICT: 5")(httpx.Request("GET", "http://x"))])
+    assert judged(lambda _: next(answers)) == 0.5
+    with pytest.raises(NoVerdict, match="HTTP 503"):
+        judged(lambda _: httpx.Response(503))
+
+
+def test_what_cannot_judge_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValidationError, match=r"must contain \{response\}"):
+        JudgeConfig(url="http://judge/v1", model="wise", prompt="{question}")
+    monkeypatch.delenv("JUDGE_TOKEN")
+    with pytest.raises(ConfigurationError, match="JUDGE_TOKEN"):
+        Judge(CONFIG)

@@ -1,0 +1,115 @@
+"""Tools: offered in the model's chat template, called as it asks, and what it said itself stays as it was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+import pytest
+from server_helpers import END, byte_tokenizer
+from words import Words
+
+from megatron_rl.agent.api import GroupRolloutRequest
+from megatron_rl.agent.tools import asked_with_tools
+from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.model.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% if tools %}[tools]{{ tools[0].function.name }} <tool_call>...</tool_call>" + END + "{% endif %}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}" + END + "\n{% endfor %}[assistant]"
+)
+CHAT = byte_tokenizer(TEMPLATE)
+
+
+class Plain(Words):
+    chat_template = None
+
+    def show(self, token: int) -> str:
+        return chr(token)
+
+
+def call(expression: str, name: str = "calculator") -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'expression': expression}})}</tool_call>"
+
+
+def written(text: str) -> str:
+    """As an answer of `converse` has it, where {...} stands for something else."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def converse(tokenizer: Tokenizer, answers: Mapping[str, str], stop: tuple[str, ...] = ()) -> TrajectoryGroup:
+    """answers: by what the conversation so far ends with."""
+    config = CalculatorConfig(draws=1, held_out=0.0, digits=3, min_terms=2, max_terms=2, operations="+")
+    agent = Calculator(config, tokenizer)
+    [problem] = agent.training_problems()
+
+    def answer(prompt: str, sample: int) -> str:
+        return next(said for end, said in answers.items() if prompt.endswith(end)).format(**problem.golden)
+
+    request = GroupRolloutRequest(
+        0, problem, 1, Sampling(max_new_tokens=600, stop=stop), 3, ScriptedInference(tokenizer, answer), 30.0
+    )
+    return asyncio.run(agent.group_rollout(request))
+
+
+def said_by_others(tokenizer: Tokenizer, one: Trajectory) -> list[str]:
+    """The parts of a conversation that the model did not sample, its special tokens told as what they are."""
+    ends = [turn.start for turn in one.turns]
+    starts = [0, *(turn.stop for turn in one.turns)]
+    return ["".join(map(tokenizer.show, one.tokens[start:end])) for start, end in zip(starts, ends, strict=False)]
+
+
+def test_the_model_calls_in_its_chat_template_and_answers_with_the_result() -> None:
+    said = f"Let me see. {written(call('EXPRESSION'))}".replace("EXPRESSION", "{expression}")
+    group = converse(CHAT, {"number only.\n[assistant]": said, "\n[assistant]": "It is {answer}."})
+    [one] = group.trajectories
+    prompt, result = said_by_others(CHAT, one)
+    assert prompt.startswith("[tools]calculator") and prompt.endswith("[assistant]")
+    assert result == f"\n[tool]{one.text.split()[-1].rstrip('.')}{END}\n[assistant]"
+    assert (len(one.turns), one.reward, group.failures) == (2, 1.0, {})
+    sampled = [token for token, trained in zip(one.tokens, one.loss_mask, strict=True) if trained]
+    assert sampled == [token for turn in one.turns for token in one.tokens[turn.start : turn.stop]]
+    assert [one.tokens[turn.stop - 1] for turn in one.turns] == [CHAT.eos_id] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "result"),
+    [
+        (call("1/0"), "error: a division by zero"),
+        (call("__import__"), "error: '_' is no arithmetic"),
+        (call("1+" * 200), "error: more than 120 characters"),
+        (call("1", name="shell"), "error: there is no tool 'shell', only calculator"),
+        ('<tool_call>{"name": "calculator", "arguments": {}}</tool_call>', "error: calculator takes expression"),
+        (call("10/4") + call("7"), "2.5" + END + "\n[tool]7"),
+    ],
+)
+def test_what_a_call_comes_to_is_told_also_where_it_is_wrong(first: str, result: str) -> None:
+    answers = {"number only.\n[assistant]": written(first), "\n[assistant]": "no idea"}
+    [one] = converse(CHAT, answers).trajectories
+    assert said_by_others(CHAT, one)[1] == f"\n[tool]{result}{END}\n[assistant]"
+    assert one.reward == 0.0
+
+
+def test_who_never_stops_calling_is_ended() -> None:
+    [one] = converse(CHAT, {"[assistant]": written(call("1"))}).trajectories
+    assert (len(one.turns), one.reward) == (CalculatorConfig().max_turns, 0.0)
+
+
+def test_a_response_without_a_call_is_the_answer() -> None:
+    [one] = converse(CHAT, {"[assistant]": "<tool_call>{answer}"}).trajectories
+    assert (len(one.turns), one.reward) == (1, 1.0)
+
+
+def test_a_model_without_a_chat_template_calls_in_brackets() -> None:
+    group = converse(Plain(), {"=": "hm [{expression}]", "": "{answer}"}, stop=("]",))
+    [one] = group.trajectories
+    assert said_by_others(Plain(), one)[1:] == [one.text.rpartition("\n")[2]] and one.reward == 1.0
+
+
+def test_a_template_whose_calls_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="offers no tools in a format that is known here"):
+        asked_with_tools(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), "?", [CALCULATOR])
