@@ -90,11 +90,11 @@ class MultiTurnAgent(RewardOnlyAgent):
                 observation = self.get_observation(responses, problem.golden)
                 if isawaitable(observation):
                     observation = await within(patience.timeout_s, observation, patience)
+                if observation is None:
+                    break
+                conversation.add_observation(self.tokenizer.encode(observation))
             except Exception as error:  # noqa: BLE001 - a task's own code may raise anything; one conversation ends no run
                 return self._reason("get_observation", error, problem, responses[-1])
-            if observation is None:
-                break
-            conversation.add_observation(self.tokenizer.encode(observation))
             key = turn_key(request.key, sample, len(responses))
             asked = GenerationRequest(list(conversation.tokens), 1, request.sampling, key, request.ordinal)
             try:

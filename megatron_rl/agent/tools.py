@@ -1,7 +1,8 @@
 """Tools: functions that an agent offers to the model, and calls where it asks for them.
 
 In a model's own chat template, for those that know tools (agent/tool_calls.py). A model without a template writes what
-it wants computed between [ and ], and goes on behind the result: sampling.stop must hold "]".
+it wants computed between [ and ], and goes on behind the result: sampling.stop must hold "]". There a call that
+fails ends the conversation.
 """
 
 from __future__ import annotations
@@ -59,21 +60,26 @@ class ToolAgent(MultiTurnAgent):
         calls = calls_in(responses[-1], self.tokenizer, self.tools)
         if not calls:
             return None
-        results = [await self._result(call) for call in calls]
+        results = []
+        for call in calls:
+            try:
+                results.append(await self._result(call))
+            except ToolError as error:
+                if self.tokenizer.chat_template is None:
+                    return None  # such a model need not have the letters to read it
+                results.append(f"error: {error}")
         return told(self.tokenizer, results)
 
     async def _result(self, call: Call) -> str:
+        """Raises ToolError."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         if tool is None:
-            return f"error: there is no tool {call.name!r}, only {', '.join(tool.name for tool in self.tools)}"
+            raise ToolError(f"there is no tool {call.name!r}, only {', '.join(tool.name for tool in self.tools)}")
         arguments = json.loads(call.arguments)
         if arguments.keys() != tool.parameters.keys():
-            return f"error: {tool.name} takes {', '.join(tool.parameters)}"
-        try:
-            result = tool.call(**{name: str(value) for name, value in arguments.items()})
-            return (await result if isawaitable(result) else result)[:LONGEST_RESULT]
-        except ToolError as error:
-            return f"error: {error}"
+            raise ToolError(f"{tool.name} takes {', '.join(tool.parameters)}")
+        result = tool.call(**{name: str(value) for name, value in arguments.items()})
+        return (await result if isawaitable(result) else result)[:LONGEST_RESULT]
 
 
 def asked_with_tools(tokenizer: Tokenizer, message: str, tools: Sequence[Tool]) -> str:

@@ -16,6 +16,8 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.section import Section
 
 
@@ -78,6 +80,17 @@ def test_turns_are_limited_and_so_is_their_length() -> None:
 def test_without_room_for_another_turn_it_is_scored_as_it_is() -> None:
     [one] = converse(AGENT, {"?": "2"}, longest=8).trajectories
     assert (one.text, one.reward) == ("2", 0.0)
+
+
+def test_what_the_tokenizer_cannot_say_costs_one_conversation() -> None:
+    """Words of the environment that a small alphabet has not."""
+    agent = Guess(Section(), build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789?")))
+    engine = ScriptedInference(agent.tokenizer, ["2", "5"])
+    request = GroupRolloutRequest(7, agent.training_problems()[0], 2, Sampling(max_new_tokens=4), 3, engine, 30.0)
+    group = asyncio.run(agent.group_rollout(request))
+    assert [one.reward for one in group.trajectories] == [1.0]
+    [reason] = group.failures
+    assert "no token for the character 'h'" in reason
 
 
 def test_what_the_environment_raises_costs_one_conversation() -> None:

@@ -110,6 +110,11 @@ def test_a_model_without_a_chat_template_calls_in_brackets() -> None:
     assert said_by_others(Plain(), one)[1:] == [one.text.rpartition("\n")[2]] and one.reward == 1.0
 
 
+def test_there_a_call_that_fails_ends_the_conversation() -> None:
+    [one] = converse(Plain(), {"=": "[1/0]", "": "{answer}"}, stop=("]",)).trajectories
+    assert (len(one.turns), one.reward) == (1, 0.0)
+
+
 def test_a_template_whose_calls_cannot_be_read_is_refused() -> None:
     with pytest.raises(ValueError, match="offers no tools in a format that is known here"):
         asked_with_tools(byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), "?", [CALCULATOR])
