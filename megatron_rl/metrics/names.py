@@ -44,6 +44,8 @@ class StepReport:
     """Answers lost, by reason."""
     refit_bytes: int = 0
     """That ranks sent one another until the engine had the new weights."""
+    ahead: bool = False
+    """Whether generation runs ahead of training, and so has no seconds of its own."""
     ranks: int = 1
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of all ranks: of each category in TIMED, the mean over them."""
@@ -192,8 +194,8 @@ STEP_METRICS: dict[str, Metric] = {
         "... per rank", lambda step: step.stats.batch.answer_tokens / _seconds(step) / step.ranks
     ),
     "throughput/generated_tokens_per_s": Metric(
-        "generated tokens per second of generation",
-        lambda step: step.stats.batch.answer_tokens / step.seconds["generate"] if step.seconds["generate"] else None,
+        "generated tokens per second of generation; absent where it runs ahead of training (async.max_lag)",
+        lambda step: None if step.ahead else _ratio(step.stats.batch.answer_tokens, step.seconds["generate"]),
     ),
     "throughput/mfu": Metric(
         "share of the GPUs' bf16 peak that the training passes used: operations that forward and backward of their "
@@ -204,7 +206,10 @@ STEP_METRICS: dict[str, Metric] = {
     "time/step_s": Metric(
         "seconds of the whole step, evaluation and saving aside; like all below the mean over the ranks", _seconds
     ),
-    "time/generate_s": Metric("seconds in generation", lambda step: step.seconds["generate"]),
+    "time/generate_s": Metric(
+        "seconds in generation; where it runs ahead of training, those in which the batch was waited for",
+        lambda step: step.seconds["generate"],
+    ),
     "time/reward_s": Metric(
         "seconds in which rewards were waited for and nothing was generated", lambda step: step.seconds["reward"]
     ),

@@ -124,6 +124,7 @@ def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_
     busy = [line["system/replica_busy_mean"] for line in steps if "system/replica_busy_mean" in line]
     assert max(busy) > 0
     assert all(0 <= share <= 1.05 for share in busy)
+    assert not any("throughput/generated_tokens_per_s" in line for line in steps)
     assert "scored groups and" in third.logs(), "what was answered ahead of the drain is used"
 
 
