@@ -25,20 +25,15 @@ class PromptStream:
             name = f"environment {environment!r}" if environment else "the environment"
             raise ValueError(f"{name} has no training problems")
         self._problems = problems
-        self._seed = seed
-        self._environment = environment
+        # One step may span the end of a pass, and passes over millions of problems take long to order.
+        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(len(problems), seed, epoch, environment))
 
     def problem(self, ordinal: int) -> Problem:
-        return self._problems[problem_index(len(self._problems), self._seed, ordinal, self._environment)]
+        """That `ordinal` stands for: as many as there are visit each once."""
+        epoch, position = divmod(ordinal, len(self._problems))
+        return self._problems[self._order(epoch)[position]]
 
 
-def problem_index(count: int, seed: int, ordinal: int, environment: str = "") -> int:
-    """Index in [0, count) of the problem that `ordinal` stands for: every `count` ordinals visit each once."""
-    epoch, position = divmod(ordinal, count)
-    return epoch_order(count, seed, epoch, environment)[position]
-
-
-@lru_cache(maxsize=64)  # one step may span the end of a pass; passes over millions of problems take long to order
 def epoch_order(count: int, seed: int, epoch: int, environment: str = "") -> tuple[int, ...]:
     """Order of [0, count) in pass `epoch`: indices sorted by 64-bit words of SHAKE256, little-endian."""
     purpose = ":".join(["mrl.epoch", str(seed), str(epoch), *filter(None, [environment])])

@@ -1,0 +1,133 @@
+"""What the way of a rollout costs beside the model: from prompts to a batch, with an engine that answers at once.
+
+    python tests/benchmarks/rollouts.py [--answers 100000] [--problems 1000000]
+
+The driver of a run, its bank and its agents are real; so is the environment, arithmetic, but for its problems: so
+many copies of them. `ahead` is the driver of a run with async.max_lag 1. Memory is the process's, when a tenth is done
+and at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.rollout.ahead import AheadDriver
+from megatron_rl.rollout.bank.bank import Bank
+from megatron_rl.rollout.bank.records import Lineage
+from megatron_rl.rollout.driver import Driver, RolloutDriver
+from megatron_rl.rollout.generation import EngineLoop
+from megatron_rl.rollout.lasting import EngineInTurn
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+from core_helpers import quiet_safe_points, tiny_run
+
+PROMPTS, GROUP = 64, 16
+TOKENS = 64
+
+
+class NullEngine:
+    """Implements `RankEngine`: every answer is the same, and there at once."""
+
+    policy_version = 0
+    busy_s = 0.0
+    policy: Any = None
+
+    def __init__(self) -> None:
+        self._answer = Completion([1] * TOKENS, [-0.5] * TOKENS, "length", [0] * TOKENS)
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        await asyncio.sleep(0)
+        return [self._answer] * request.num_samples
+
+    def partial_answers(self) -> list[PartialAnswer]:
+        return []
+
+    def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
+        raise AssertionError("it is one rank")
+
+    def let_go(self) -> None:
+        """Nobody follows."""
+
+    def end_phase(self) -> None:
+        """It has no cache."""
+
+
+class ManyProblems(ArithmeticEnvironment):
+    count = 0
+
+    def training_problems(self) -> Sequence[Problem]:
+        few = [*super().training_problems()]
+        return [few[number % len(few)] for number in range(self.count)]
+
+
+def driver(kind: str, environment: ManyProblems, folder: Path, answers: int) -> Driver:
+    config = tiny_run(
+        grpo={"prompts_per_step": PROMPTS, "group_size": GROUP},
+        training={"steps": answers // (PROMPTS * GROUP) + 1},
+        **{"async": {"max_lag": int(kind == "ahead")}},
+    )
+    groups: Any = SimpleNamespace(control=dist.group.WORLD)
+    place: Any = SimpleNamespace(index=0, count=1, drives=True)
+    engine, safe_points, runner = NullEngine(), quiet_safe_points(), asyncio.Runner()
+    bank = Bank(folder, config.resume, Lineage("run", 1, 0, 0, "r"), next_ordinal=0, driver=0, drivers=1)
+    if kind == "ahead":
+        loop = EngineInTurn(place, engine, safe_points, runner)
+        return AheadDriver(environment, engine, bank, config, groups, safe_points, loop, 0)
+    turns = EngineLoop(place, engine, safe_points, runner)
+    return RolloutDriver(environment, engine, bank, config, groups, safe_points, turns)
+
+
+def memory_mib() -> float:
+    """Of this process, resident."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=100_000)
+    parser.add_argument("--problems", type=int, default=1_000_000)
+    options = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = tiny_run()
+    tokenizer = build_tokenizer(config.tokenizer)
+    environment = ManyProblems(ManyProblems.Config(**config.environment.args), tokenizer)
+    environment.count = options.problems
+    steps = options.answers // (PROMPTS * GROUP)
+    print(f"{'':10}{'first batch, s':>16}{'answers/s':>12}{'memory, MiB':>14}{'at the end':>12}")
+    for kind in ("in turns", "ahead"):
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            made = driver(kind, environment, Path(folder), options.answers)
+            batch = made.collect(0)
+            first_s, began, then = time.perf_counter() - began, time.perf_counter(), 0.0
+            for step in range(1, steps):
+                batch = made.collect(batch.next_ordinal)
+                made.begin_checkpoint(step, batch.next_ordinal)
+                made.end_checkpoint(step)
+                if step == steps // 10:
+                    then = memory_mib()
+            seconds = time.perf_counter() - began
+            rate = (steps - 1) * PROMPTS * GROUP / seconds
+            print(f"{kind:10}{first_s:16.2f}{rate:12,.0f}{then:14.0f}{memory_mib():12.0f}", flush=True)
+            made.stop()
+            made.close()
+
+
+if __name__ == "__main__":
+    main()
