@@ -128,6 +128,20 @@ def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_
     assert "scored groups and" in third.logs(), "what was answered ahead of the drain is used"
 
 
+def test_ranks_that_generate_themselves_answer_the_next_prompts_beside_the_last_of_a_batch(
+    tmp_path: Path, cache: Path
+) -> None:
+    """Two ranks that are one engine: what is under way waits while they train."""
+    changed = ahead(1) | {"placement": {"training": {"tp": 2}, "inference": {"tp": 2}}}
+    changed["job"]["nodes"] = 1
+    changed["inference"] = {"max_batch": 12}  # fewer rows than a window has answers
+    attempt = Attempt(prepare(tmp_path / "ahead", changed), cache)
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
+    steps = lines_of(attempt.run_dir.metrics)
+    assert [line["first_ordinal"] for line in steps] == [PROMPTS * index for index in range(AHEAD_STEPS)]
+    assert max(line["staleness_max"] for line in steps) == 1
+
+
 def ahead(max_lag: int) -> dict[str, Any]:
     """One update a step, so that a policy version is a step."""
     changed = partitioned({"tp": 1}, {"tp": 1})
