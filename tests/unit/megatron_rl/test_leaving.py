@@ -132,7 +132,7 @@ def test_no_rank_disconnects_before_all_have_met_behind_the_outcome(
     """Else the others could be gone while rank 0 still writes it, and an orderly end would look like a crash."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.folder.mkdir(parents=True)
-    nothing = SimpleNamespace(close=lambda: None)
+    nothing = SimpleNamespace(close=lambda: None, stop=lambda: None)
     saved = SimpleNamespace(under_way=None, wait=lambda final: None)
     run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing, exporter=nothing)
     run.generation = SimpleNamespace(end=lambda: None)
