@@ -26,8 +26,10 @@ env: $(READY) ## make .venv with everything below (Python 3.11 or 3.12; another 
 demo: $(READY) ## train a tiny model on arithmetic while you watch, about two minutes
 	$(BIN)/mrl-submit demo
 
+# Three workers on two cores: most of tests/runs and tests/slurm is waiting. In the order of tests/conftest.py, which
+# pytest-xdist would else replace by files with many tests first, so that both cores would wait for Slurm in the end.
 test: lint ## lint, unit tests, whole runs here, and on a real Slurm where its packages are installed
-	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile tests/unit tests/runs tests/slurm
+	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/unit tests/runs tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
 	$(BIN)/pytest -m slow --timeout 3600 tests

@@ -53,7 +53,7 @@ gc.disable()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Take files of runs and slurm in turns: what waits for Slurm leaves the processors to what computes. Those of
-    unit, which are short, come last, so that no worker ends long before the other."""
+    unit, which are short, come last, so that no worker ends long before the others."""
     files = list(dict.fromkeys(item.path for item in items))
     folders: dict[str, list[Path]] = {}
     for file in files:
