@@ -78,6 +78,12 @@ class HFDatasetAgent(RewardOnlyAgent):
             evaluated[HELD_OUT] = held_out
         self._trained = self._problems(config.train.path, trained) if config.train else []
         self._evaluated = {name: self._problems(name, questions) for name, questions in evaluated.items()}
+        for name, problems in self._evaluated.items():
+            if not problems:
+                raise ValueError(
+                    f"environment.args.evaluate: no problem of {name} has a prompt within max_prompt_tokens "
+                    f"{config.max_prompt_tokens}"
+                )
         if config.train and not self._trained:
             raise ValueError(f"environment.args.train: {config.train.path} leaves no problem to train on")
 

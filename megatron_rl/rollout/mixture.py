@@ -46,10 +46,10 @@ def split(weights: Sequence[float], total: int) -> list[int]:
     by_remainder = sorted(range(len(parts)), key=lambda index: parts[index] - exact[index])
     for index in by_remainder[: total - sum(parts)]:
         parts[index] += 1
-    while (empty := parts.index(0) if 0 in parts else None) is not None:
-        giving = max((index for index in range(len(parts)) if parts[index] > 1), key=lambda i: parts[i] - exact[i])
+    while 0 in parts:
+        giving = max((index for index, part in enumerate(parts) if part > 1), key=lambda i: parts[i] - exact[i])
         parts[giving] -= 1
-        parts[empty] += 1
+        parts[parts.index(0)] += 1
     return parts
 
 

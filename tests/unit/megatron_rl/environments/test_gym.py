@@ -1,0 +1,75 @@
+"""Environments of gymnasium as they are: seen in words, acted in by the last action that is named, paid as they pay."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from words import Words
+
+from megatron_rl.agent.api import GroupRolloutRequest
+from megatron_rl.environments.gym import GymConfig, GymEnvironment
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
+
+pytest.importorskip("gymnasium")
+
+MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
+LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": MOVES, "episodes": 2, "held_out": 1}
+
+
+class Lines(Words):
+    """Without a chat template: observations stand in lines of their own."""
+
+    def conversation(self, messages: Any, tools: Any = None) -> None:
+        return None
+
+
+def build(**arguments: Any) -> GymEnvironment:
+    return GymEnvironment(GymConfig.model_validate({**LAKE, **arguments}), Lines())
+
+
+def play(environment: GymEnvironment, *moves: str) -> Any:
+    said = iter(moves)
+    problem = environment.training_problems()[0]
+    engine = ScriptedInference(Lines(), lambda prompt, sample: next(said))
+    request = GroupRolloutRequest(0, problem, 1, Sampling(max_new_tokens=40), 0, engine, 30.0)
+    [one] = asyncio.run(environment.group_rollout(request)).trajectories
+    return one
+
+
+def test_the_way_to_the_goal_is_paid() -> None:
+    environment = build(instruction="Walk!")
+    assert environment.training_problems()[0].prompt == "Walk!\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
+    one = play(environment, "I go down.", "down", "not down but Right", "right", "down", "right")
+    assert (one.reward, len(one.turns)) == (1.0, 6)
+    assert "(Right)\nSFFF\nFHFH\nF[F]FH\nHFFG\n" in Lines().decode(one.tokens)
+
+
+@pytest.mark.parametrize(("moves", "turns"), [(["down", "right", "up"], 2), (["swim", "down"], 1), (["left"] * 9, 5)])
+def test_an_episode_ends_in_a_hole_without_an_action_and_after_so_many_turns(moves: list[str], turns: int) -> None:
+    one = play(build(max_turns=5), *moves)
+    assert (one.reward, len(one.turns)) == (0.0, turns)
+
+
+def test_the_same_seed_and_actions_are_the_same_episode_and_no_seed_is_in_both_sets() -> None:
+    environment = build(kwargs={"is_slippery": True})
+    paths = [environment._play(seed, ["down"]) for seed in (*range(9), *range(9))]
+    assert paths[:9] == paths[9:] and len({*paths}) > 1
+    [held_out] = environment.evaluation_problems()["held_out"]
+    assert held_out.golden not in [problem.golden for problem in environment.training_problems()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"id": "FrozenPond-v1"}, "environment.args.id: .*FrozenPond"),
+        ({"kwargs": {"slippery": True}}, "gymnasium cannot make FrozenLake-v1: .*slippery"),
+        ({"actions": {"jump": 4}}, "environment.args.actions: FrozenLake-v1 has 0 to 3"),
+        ({"id": "Pendulum-v1", "kwargs": {}, "actions": {}}, "the actions of Pendulum-v1 are not numbered"),
+    ],
+)
+def test_what_gymnasium_does_not_have_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build(**arguments)
