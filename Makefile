@@ -80,5 +80,5 @@ $(READY): $(MADE_FROM)
 	    index="--extra-index-url $(TORCH_INDEX)"; \
 	fi; \
 	set -x; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $$index \
-	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,wandb,serve,dev,bench]'
+	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,gym,wandb,serve,dev,bench]'
 	@touch $@
