@@ -46,6 +46,7 @@ slurm-lab: $(READY) ## a shell with a real Slurm of ten nodes on this machine, g
 
 bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 	$(BIN)/python tests/benchmarks/packing.py
+	$(BIN)/python tests/benchmarks/rewards.py
 	$(BIN)/python tests/benchmarks/checkpoint_save.py
 	$(BIN)/python tests/benchmarks/preemption.py
 	$(BIN)/python tests/benchmarks/hf_convert.py

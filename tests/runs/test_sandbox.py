@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -114,6 +116,23 @@ def test_a_program_killed_by_somebody_else_was_not_wrong(programs: ProgramPool) 
     assert outcome.ending is Ending.KILLED
 
 
+def test_a_program_that_nobody_waits_for_any_more_is_ended(programs: ProgramPool) -> None:
+    """A rank that leaves must not wait for it."""
+
+    async def leave() -> None:
+        running = asyncio.ensure_future(programs.run("import time; time.sleep(1e6)", "", LIMITS))
+        while not programs._running:
+            await asyncio.sleep(0.01)
+        (process,) = programs._running
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+
+    asyncio.run(leave())
+
+
 def test_a_regular_expression_that_never_ends_costs_its_answer() -> None:
     """In the C code of a verifier, which no exception interrupts."""
     pool = WorkerPool("sandbox_functions:backtracks", 1, Limits(wall_s=1.0, cpu_s=60, memory_bytes=2**29))
@@ -167,3 +186,21 @@ def test_a_worker_sees_no_secret_of_its_owner(worker: WorkerPool, monkeypatch: p
     names = asyncio.run(pool.ask("environment")).value
     pool.close()
     assert "PATH" in names and "WANDB_API_KEY" not in names
+
+
+def test_without_a_filter_of_system_calls_the_network_goes_by_other_means_or_the_log_says_that_it_stays() -> None:
+    program = """
+import resource, socket
+from megatron_rl.agent.sandbox import confine
+confine.MACHINES.clear()
+print(confine.shut_in())
+print(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+try:
+    socket.create_connection(("127.0.0.1", 9), 5.0)
+except OSError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    missing, file_size, error = run.stdout.splitlines()
+    assert "no filter of system calls" in missing and "changing files" in missing and file_size == "0"
+    assert "the network" in missing or "unreachable" in error

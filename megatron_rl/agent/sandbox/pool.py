@@ -130,15 +130,25 @@ class ProgramPool:
     async def _run(self, program: dict[str, Any], content: str, limits: Limits, read: Reader) -> Outcome:
         job = json.dumps(program).encode()
         whole = b"".join((str(len(job)).zfill(LENGTH_DIGITS).encode(), job, content.encode(errors="surrogatepass")))
-        work = partial(_run_program, whole, limits, read, self._running)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        started: list[ConfinedProcess] = []
+        work = partial(_run_program, whole, limits, read, self._running, started)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except asyncio.CancelledError:
+            for process in started:  # or the end of the interpreter would wait for what nobody waits for
+                process.kill()
+            raise
 
 
-def _run_program(whole: bytes, limits: Limits, read: Reader, running: set[ConfinedProcess]) -> Outcome:
+def _run_program(
+    whole: bytes, limits: Limits, read: Reader, running: set[ConfinedProcess], started: list[ConfinedProcess]
+) -> Outcome:
+    """started: is given the process."""
     try:
         process = ConfinedProcess(limits, path=[place for place in sys.path if place.endswith("-packages")])
     except OSError as error:
         return Outcome(Ending.KILLED, detail=f"it could not be started: {error}")
+    started.append(process)
     running.add(process)
     try:
         output = process.finish(whole, time.monotonic() + limits.wall_s)
