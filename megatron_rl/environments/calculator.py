@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import PositiveInt
 
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 ASKED = "What is {expression}? Call the calculator if you need it, and reply with the number only."
 
 
@@ -79,7 +81,9 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
         return float(finish_reason == "stop" and self.final_answer(responses[-1]) == golden["answer"])
 
     def final_answer(self, response: str) -> str | None:
-        """The last number."""
+        """The last number; of a model without a chat template the response has to be a number and nothing else."""
+        if self.tokenizer.chat_template is None and not NUMBER.fullmatch(response):
+            return None
         said = last_number(response)
         return None if said is None else str(Fraction(said))
 

@@ -40,6 +40,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 CONNECT_S = 5.0
 SILENCE_S = NEWS_S + 25.0
 """Longest wait for one answer of the server."""
+GOODBYE_S = 1.0
+"""That it may take to be told that nobody waits any more; it finds out by itself too."""
 BEGINNINGS = 20
 """How often one request is begun anew where the agent forgets it: no more, or one that it dies of would never end."""
 
@@ -209,8 +211,9 @@ class AgentClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with suppress(AgentGone):
-                await self._ask("DELETE", f"/sessions/{session}", None)
+            with suppress(AgentGone, TimeoutError):
+                async with asyncio.timeout(GOODBYE_S):
+                    await self._ask("DELETE", f"/sessions/{session}", None)
 
     async def _answer(self, session: str, request: GenerationRequest, generated: _Generated) -> None:
         try:
@@ -236,7 +239,7 @@ class AgentClient:
             raise AgentGone(f"{self._url}: HTTP {response.status_code}: {response.text[:200]}")
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AgentGone(f"{self._url}: this is no JSON: {response.text[:100]}") from error
 
 
