@@ -1,0 +1,49 @@
+"""A tiny model learns to call the calculator, and where rewards say nothing it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from learning_helpers import install_shuffled, mean_rewards, train
+
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.environments.calculator import Calculator
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+RECIPE = (
+    "job.gpus_per_node=1",
+    "tokenizer.alphabet='0123456789+-=[]'",
+    "environment={name: calculator, args: {digits: 1, min_terms: 3, max_terms: 3, operations: +-, max_turns: 2}}",
+    "sampling={max_new_tokens: 10, stop: [']']}",
+    "grpo={prompts_per_step: 16, group_size: 8}",
+    "model.supervised.steps=700",
+    "model.max_position_embeddings=48",
+    f"training.steps={STEPS}",
+    "optimizer.warmup_steps=5",
+    f"logging.samples_every={STEPS - 1}",
+    "save.every=0",
+)
+"""Sums of three digits, of which the base model gets few by itself. It was taught both: to answer and to call."""
+
+
+def calls(run_dir: RunDir, step: int) -> float:
+    """Share of conversations that begin with a call."""
+    lines = run_dir.samples(step).read_text(encoding="utf-8").splitlines()
+    said = [line.rpartition("  ")[2] for line in lines if line.startswith("  reward")]
+    return sum(each.startswith("'[") for each in said) / len(said)
+
+
+def test_a_tiny_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    run_dir = train("demo", tmp_path, *RECIPE)
+    first, last = mean_rewards(run_dir, first=3, last=10)
+    assert first < 0.6 and last > 0.8
+    assert calls(run_dir, STEPS - 1) > 0.9
+
+
+def test_with_rewards_that_say_nothing_it_does_not(tmp_path: Path) -> None:
+    run_dir = train("demo", tmp_path, *RECIPE, environment=install_shuffled(tmp_path, Calculator))
+    first, last = mean_rewards(run_dir, first=3, last=10)
+    assert last < first + 0.2
