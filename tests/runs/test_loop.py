@@ -58,7 +58,7 @@ def test_the_numbers_are_those_of_the_recipe(undisturbed: RunDir) -> None:
         step = line["step"]
         assert (line["first_ordinal"], line["next_ordinal"]) == (5 * step - 5, 5 * step)
         assert line["policy_version"] == 2 * step  # two passes
-        assert line["staleness"] == line["staleness_max"] == 0
+        assert line["staleness_mean"] == line["staleness_max"] == 0
         assert line["inference_logprob_difference_max"] < 1e-4  # training and engine agree on every sampled token
         assert 0 <= line["mean_reward"] <= 1
         assert 1 <= line["answer_length_min"] <= line["answer_length"] <= line["answer_length_max"] <= 3
