@@ -99,6 +99,10 @@ class EvaluationAgent(ABC):
         """What a response comes to, the same text for answers that say the same; None where it comes to nothing."""
         raise NotImplementedError(f"{type(self).__name__} does not compare answers")
 
+    def agent_of(self, problem: Problem) -> EvaluationAgent:
+        """Whose problem it is: this agent's, or that of one of several that it is made of."""
+        return self
+
     @abstractmethod
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         """Named sets, e.g. `trained` and `held_out`; none of the problems of `held_out` is trained on."""

@@ -68,6 +68,7 @@ class WeightedMultiTask(Environment, Demonstrator):
                 raise ValueError(f"environment {id!r} is evaluation_only and has no evaluation problems")
         formats = {id: member.prompt_format for id, member in self._members.items() if member.prompt_format}
         self.prompt_format = "; ".join(f"{id}: {asked}" for id, asked in formats.items())
+        self.compares_answers = all(member.compares_answers for member in self._members.values())
 
     def training_problems(self) -> Sequence[Problem]:
         return [problem for each in self._training_sets for problem in each.problems]
@@ -78,6 +79,9 @@ class WeightedMultiTask(Environment, Demonstrator):
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         """Sets of all, named ID/SET."""
         return self._evaluation_sets
+
+    def agent_of(self, problem: Problem) -> Environment:
+        return self._members[problem.environment]
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         """Of those that are trained on and have some."""

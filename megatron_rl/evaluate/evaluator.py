@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse
+from megatron_rl.agent.api import Environment, EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.agent.trajectories import Problem, Trajectory
@@ -169,8 +169,8 @@ def _answer_all(
             return False
         answers.add(
             [
-                _line(place, response, modes[block.mode], environment)
-                for place, response in zip(places, responses, strict=True)
+                _line(place, response, modes[block.mode], environment.agent_of(problem))
+                for place, response, problem in zip(places, responses, problems, strict=True)
             ]
         )
     report(Progress("", "", len(answers.known), total))
@@ -205,20 +205,20 @@ async def _answer(
 
 
 def _line(
-    place: tuple[str, str, int], response: EvaluationResponse, samples: int, environment: Environment
+    place: tuple[str, str, int], response: EvaluationResponse, samples: int, agent: EvaluationAgent
 ) -> ProblemAnswers:
     (trajectories,) = response.trajectories
     failures = dict(response.failures)
     if unexplained := samples - len(trajectories) - sum(failures.values()):
         failures[UNEXPLAINED] = unexplained
-    return ProblemAnswers(*place, [_scored(answer, environment) for answer in trajectories], failures)
+    return ProblemAnswers(*place, [_scored(answer, agent) for answer in trajectories], failures)
 
 
-def _scored(answer: Trajectory, environment: Environment) -> ScoredAnswer:
+def _scored(answer: Trajectory, agent: EvaluationAgent) -> ScoredAnswer:
     return ScoredAnswer(
         reward=answer.reward,
         tokens=answer.answer_length,
         finish_reason=answer.finish_reason,
         text=answer.text,
-        vote=environment.final_answer(answer.text) if environment.compares_answers else None,
+        vote=agent.final_answer(answer.text) if agent.compares_answers else None,
     )

@@ -46,6 +46,8 @@ def test_every_problem_says_whose_it_is_and_sets_are_named_by_it() -> None:
     sets = agent.evaluation_problems()
     assert {*sets} == {f"{id}/{name}" for id in ("plus", "minus", "apart") for name in ("trained", "held_out")}
     assert {problem.environment for problem in sets["apart/held_out"]} == {"apart"}
+    assert agent.compares_answers
+    assert agent.agent_of(sets["minus/held_out"][0]).final_answer("12") == "12"
     trained = {problem.prompt for problem in agent.training_problems()}
     assert trained == {prompt for prompt, _ in agent.demonstrations()}
     assert not trained & {problem.prompt for problem in sets["apart/held_out"]}
