@@ -77,13 +77,8 @@ class HFDatasetAgent(RewardOnlyAgent):
         if held_out:
             evaluated[HELD_OUT] = held_out
         self._trained = self._problems(config.train.path, trained) if config.train else []
-        self._evaluated = {name: self._problems(name, questions) for name, questions in evaluated.items()}
-        for name, problems in self._evaluated.items():
-            if not problems:
-                raise ValueError(
-                    f"environment.args.evaluate: no problem of {name} has a prompt within max_prompt_tokens "
-                    f"{config.max_prompt_tokens}"
-                )
+        sets = {name: self._problems(name, questions) for name, questions in evaluated.items()}
+        self._evaluated = {name: problems for name, problems in sets.items() if problems}
         if config.train and not self._trained:
             raise ValueError(f"environment.args.train: {config.train.path} leaves no problem to train on")
 
@@ -91,6 +86,7 @@ class HFDatasetAgent(RewardOnlyAgent):
         return self._trained
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        """A set is missing where all of its prompts are too long."""
         return self._evaluated
 
     def golden(self, question: Question) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def test_long_prompts_are_left_out_and_counted(data: Path, caplog: pytest.LogCap
     caplog.set_level("INFO")
     environment = build(data, prompt="{question}", max_prompt_tokens=10)
     assert [problem.prompt for problem in environment.training_problems()] == ["2 +  3?"]
+    assert environment.evaluation_problems() == {}
     assert any(message.endswith("train.jsonl: 1 of 2 problems left out: over 10 tokens") for message in caplog.messages)
     with pytest.raises(ValueError, match=r"train.jsonl leaves no problem to train on"):
         build(data, max_prompt_tokens=3)
