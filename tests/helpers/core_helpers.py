@@ -62,7 +62,7 @@ def tiny_run(**sections: dict[str, Any]) -> RunConfig:
         "job": {"nodes": 1, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
         "model": tiny_model().model_dump(),
         "tokenizer": {"type": "characters", "alphabet": ALPHABET},
-        "environment": {"name": "arithmetic", "args": {"draws": 1000, "evaluation_problems": 8}},
+        "environment": {"name": "arithmetic", "args": {"draws": 1500, "evaluation_problems": 8}},
         "sampling": {"max_new_tokens": 3},
         "grpo": {"prompts_per_step": 4, "group_size": 4},
         "optimizer": {"learning_rate": 1e-3},

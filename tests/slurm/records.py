@@ -24,7 +24,7 @@ OVERRIDES = (
     *("model.supervised.steps=60", "model.supervised.batch_size=16", "model.supervised.learning_rate=3e-3"),
     *("grpo.prompts_per_step=5", "grpo.group_size=4", "grpo.iterations=2", "grpo.kl_beta=0.05"),
     *(f"training.steps={STEPS}", f"save.every={SAVE_EVERY}", "evaluation.every=4"),
-    *("environment.args.draws=1000", "environment.args.evaluation_problems=8"),
+    *("environment.args.draws=1500", "environment.args.evaluation_problems=8"),
 )
 """Two updates a step, a reference model, evaluations and checkpoints after steps 4 and 8: everything that can be
 interrupted, in seconds."""
