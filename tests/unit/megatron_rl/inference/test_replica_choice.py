@@ -60,7 +60,7 @@ def test_what_is_asked_arrives_as_it_was(known: list[tuple[int, float, int]], ke
 def test_what_is_answered_arrives_bit_for_bit(tokens: list[tuple[int, float, int]]) -> None:
     numbers, logprobs, versions = ([each[place] for each in tokens] for place in range(3))
     delta = Delta(1, numbers, logprobs, versions, None, "stop", "\n")
-    told = News(About(1, 0, 8, 3, 2, 1), 7, [("id", delta)], [Refusal("other", "value", "why")])
+    told = News(About(1, 0, 8, 3, 2, 1, 4.5), 7, [("id", delta)], [Refusal("other", "value", "why")])
     assert decode_news(json.loads(json.dumps(encode_news(told)))) == told
 
 
