@@ -37,7 +37,7 @@ def user(owner: Login) -> Login:
 @pytest.fixture(scope="module")
 def script(user: Login) -> Path:
     """Of a run directory whose name is made to break it."""
-    root = user.share / 'it\'s a "run" of $HOME, 100% `new`'
+    root = user.share / 'it\'s my "run" of $HOME, 100% `new`'
     file = user.home / "job.sbatch"
     file.write_text(user.call("mrl-submit", *DEMO, "--run-dir", root, "--dry-run", "--script").stdout)
     assert not root.exists()
@@ -52,7 +52,7 @@ def runs(user: Login, script: Path) -> tuple[Run, Run]:
     said = user.call("mrl-submit", *DEMO, *words, MY_TOKEN=SECRET, **SHELL)
     assert SECRET not in said.stdout + said.stderr
     submitted = user.adopt(user.share / "submitted", json.loads(said.stdout)["job_id"])
-    plain = user.adopt(user.share / 'it\'s a "run" of $HOME, 100% `new`', job)
+    plain = user.adopt(user.share / 'it\'s my "run" of $HOME, 100% `new`', job)
     user.jobs.append(submitted.job)
     for run in (submitted, plain):
         assert run.wait() == "COMPLETED", run.log()
