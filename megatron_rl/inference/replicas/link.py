@@ -141,6 +141,8 @@ class ReplicaLink:
         limit = self._patience.silence_s + (timeout_s or 0.0)
         give_up = time.monotonic() + limit
         while True:
+            if self._client.is_closed:  # by `run`, while this waited to try again
+                raise ReplicaGone(f"{self.name} is gone")
             try:
                 response = await self._client.post(f"/{path}", json=self._common | body, timeout=limit)
             except httpx.ConnectError as error:

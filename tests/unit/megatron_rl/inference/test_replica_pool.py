@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from scripted_replica import DIGEST, TOKEN, ScriptedReplica, answers, until
 
-from megatron_rl.contract.attempt_records import ReplicaState
+from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.replicas.link import Patience
+from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.pool import NoReplica, ReplicaPool
+from megatron_rl.inference.replicas.wire import PROTOCOL
 
 SOON = Patience(poll_s=0.05, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
 
@@ -247,3 +248,23 @@ def test_what_a_replica_refuses_is_raised_as_by_an_engine(attempt: Attempt, two)
         there(pool, 2)
         (failed,) = asking(pool, [request(1, tokens=200)])
     assert isinstance(failed, PromptTooLong)
+
+
+def test_what_is_asked_of_a_replica_that_is_lost_meanwhile_is_lost_with_it() -> None:
+    """It hangs up, so it is asked again; by then it is known to be gone."""
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            address = ReplicaAddress(0, 0, "127.0.0.1", port, 1, DIGEST, PROTOCOL, 0.0)
+            link = ReplicaLink(address, TOKEN, DIGEST, 0, SOON, lambda *_: None)
+            asked = asyncio.ensure_future(link.post("receive", {}))
+            await asyncio.sleep(0.02)
+            await link._client.aclose()
+            with pytest.raises(ReplicaGone, match="is gone"):
+                await asked
+
+    asyncio.run(ask())
