@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from megatron_rl.agent.contrastive import ContrastivePair, pair_of
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
@@ -29,10 +31,26 @@ class GroupRolloutRequest:
     key: int
     """Key of the group's random numbers, see `GenerationRequest.key`."""
     inference: InferenceInterface
-    reward_timeout_s: float
-    """See `EnvironmentConfig.reward_timeout_s`."""
-    reward_retries: int = 0
-    """See `EnvironmentConfig.reward_retries`."""
+    patience: Patience
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One answer to each of several problems, which make no group."""
+
+    problems: Sequence[Problem]
+    sampling: Sampling
+    key: int
+    inference: InferenceInterface
+    patience: Patience
+
+
+@dataclass(frozen=True, slots=True)
+class ContrastiveResponse:
+    pair: ContrastivePair | None
+    """None where no two answers are worth differently."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Answers lost, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +60,7 @@ class EvaluationRequest:
     samples_per_problem: int
     key: int
     inference: InferenceInterface
-    reward_timeout_s: float
-    reward_retries: int = 0
+    patience: Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,9 @@ class EvaluationResponse:
     """One list per problem, in the order of the request."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Answers lost, by reason."""
+    final_answers: Mapping[int, Sequence[str | None]] = field(default_factory=dict)
+    """What the answers to a problem come to, see `EvaluationAgent.final_answer`, by its place in the request; of those
+    alone whose agent is in another process."""
 
     @property
     def rewards(self) -> list[float]:
@@ -67,6 +87,22 @@ class TrainingSet:
     weight: float
     """Share of the prompts of a step, over the sum of all weights; above 0."""
     problems: Sequence[Problem]
+
+
+class RolloutGenerator(ABC):
+    """Produces answers one by one, for what needs no groups: data to distil from, or to be filtered."""
+
+    @abstractmethod
+    async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
+        """Answer every problem once, and score the answers."""
+
+
+class ContrastiveRolloutGenerator(ABC):
+    """Produces pairs of a better and a worse answer, for who trains on preferences."""
+
+    @abstractmethod
+    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
+        """Answer one problem `group_size` times, and choose a pair."""
 
 
 class GroupedRolloutGenerator(ABC):
@@ -120,7 +156,7 @@ class Demonstrator(ABC):
         """(prompt, right answer) pairs; none of them from a held-out set."""
 
 
-class Environment(GroupedRolloutGenerator, EvaluationAgent):
+class Environment(GroupedRolloutGenerator, EvaluationAgent, RolloutGenerator, ContrastiveRolloutGenerator):
     """What a recipe names under `environment`: one task's problems, answers and rewards. The first sentence of its
     docstring describes it in `mrl environments`.
 
@@ -151,6 +187,24 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent):
     def sample_arguments(cls) -> Mapping[str, Any]:
         """Arguments with which it has a few problems on any machine, offline: for `mrl environments try`."""
         return {}
+
+    async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
+        """As an evaluation of one answer each."""
+        return await self.evaluate(
+            EvaluationRequest(
+                problems=request.problems,
+                sampling=request.sampling,
+                samples_per_problem=1,
+                key=request.key,
+                inference=request.inference,
+                patience=request.patience,
+            )
+        )
+
+    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
+        """The best and the worst of the group's answers."""
+        group = await self.group_rollout(request)
+        return ContrastiveResponse(pair_of(group), group.failures)
 
     def gold_response(self, problem: Problem) -> str:
         """What a model would answer that is right."""

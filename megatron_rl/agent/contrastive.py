@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 
 
@@ -23,13 +22,9 @@ class ContrastivePair:
             )
 
 
-async def contrastive_pair(agent: GroupedRolloutGenerator, request: GroupRolloutRequest) -> ContrastivePair | None:
-    """The best and the worst of `group_size` answers, of equal ones the first; None where all are worth the same."""
-    return pair_of(await agent.group_rollout(request))
-
-
 def pair_of(group: TrajectoryGroup) -> ContrastivePair | None:
-    """See `contrastive_pair`. None also where fewer than two answers could be scored."""
+    """The best and the worst answer, of equal ones the first; None where all are worth the same, and where fewer than
+    two could be scored."""
     if not group.trajectories:
         return None
     chosen = max(group.trajectories, key=lambda one: one.reward)

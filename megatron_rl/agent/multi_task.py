@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from megatron_rl.agent.api import (
+    ContrastiveResponse,
     Demonstrator,
     Environment,
     EvaluationRequest,
@@ -19,6 +19,7 @@ from megatron_rl.agent.api import (
 from megatron_rl.agent.config import Environments, WeightedEnvironment
 from megatron_rl.agent.datasets import normalised
 from megatron_rl.agent.registry import build_environment, required_datasets
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
@@ -91,7 +92,11 @@ class WeightedMultiTask(Environment, Demonstrator):
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
-        return await self._members[id].group_rollout(replace(request, **self._patience(id)))
+        return await self._members[id].group_rollout(replace(request, patience=Patience.of(self._config[id])))
+
+    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
+        id = request.problem.environment
+        return await self._members[id].contrastive_rollout(replace(request, patience=Patience.of(self._config[id])))
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         import asyncio  # slow, and the launcher imports this module to check a recipe
@@ -105,7 +110,7 @@ class WeightedMultiTask(Environment, Demonstrator):
                     replace(
                         request,
                         problems=[request.problems[place] for place in its],
-                        **self._patience(id),
+                        patience=Patience.of(self._config[id]),
                     )
                 )
                 for id, its in places.items()
@@ -113,16 +118,13 @@ class WeightedMultiTask(Environment, Demonstrator):
         )
         trajectories: list[list[Trajectory]] = [[] for _ in request.problems]
         failures: Counter[str] = Counter()
+        final_answers: dict[int, Sequence[str | None]] = {}
         for its, response in zip(places.values(), responses, strict=True):
             failures.update(response.failures)
+            final_answers |= {its[index]: finals for index, finals in response.final_answers.items()}
             for place, answers in zip(its, response.trajectories, strict=True):
                 trajectories[place] = answers
-        return EvaluationResponse(trajectories, failures)
-
-    def _patience(self, id: str) -> dict[str, Any]:
-        """Fields of a request that each environment has of its own."""
-        one = self._config[id]
-        return {"reward_timeout_s": one.reward_timeout_s, "reward_retries": one.reward_retries}
+        return EvaluationResponse(trajectories, failures, final_answers)
 
     def _not_kept_apart(self, problems: Sequence[Problem]) -> list[Problem]:
         """Those that no environment holds out which only evaluates."""

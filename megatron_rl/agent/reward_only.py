@@ -63,7 +63,7 @@ class RewardOnlyAgent(Environment):
                 request.ordinal,
             ),
             request.inference,
-            Patience(request.reward_timeout_s, request.reward_retries),
+            request.patience,
         )
         return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
 
@@ -77,8 +77,7 @@ class RewardOnlyAgent(Environment):
             prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
             asked = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
             try:
-                patience = Patience(request.reward_timeout_s, request.reward_retries)
-                answers, lost = await self._answer(problem, asked, request.inference, patience)
+                answers, lost = await self._answer(problem, asked, request.inference, request.patience)
             except PromptTooLong as error:
                 logger.warning("problem %d of an evaluation counts as lost: %s", index, error)
                 answers, lost = [], Counter({"the prompt is too long": request.samples_per_problem})

@@ -9,16 +9,22 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import TypeVar
 
+from megatron_rl.agent.config import EnvironmentConfig
+
 Waited = TypeVar("Waited")
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """With the scoring of one answer, see `EnvironmentConfig`."""
+    """With what one answer takes beside the model, see `EnvironmentConfig`."""
 
     timeout_s: float
-    """For all tries together."""
-    retries: int
+    """For all tries of its scoring together."""
+    retries: int = 0
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig) -> Patience:
+        return cls(config.reward_timeout_s, config.reward_retries)
 
 
 async def scored(score: Callable[[], float | Awaitable[float]], patience: Patience) -> float | Exception:

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import build_environment, with_samples
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.inference.config import Sampling
@@ -103,7 +104,7 @@ async def _reward(
         sampling=Sampling(max_new_tokens=len(text) + 1),
         key=0,
         inference=ScriptedInference(CodePoints(), [text]),
-        reward_timeout_s=config.reward_timeout_s,
+        patience=Patience.of(config),
     )
     group = await environment.group_rollout(request)
     return (group.trajectories[0].reward if group.trajectories else None), [*group.failures]

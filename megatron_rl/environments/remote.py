@@ -17,9 +17,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rl.agent.api import Demonstrator, Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
+from megatron_rl.agent.api import (
+    ContrastiveResponse,
+    Demonstrator,
+    Environment,
+    EvaluationRequest,
+    EvaluationResponse,
+    GroupRolloutRequest,
+    RolloutRequest,
+)
+from megatron_rl.agent.contrastive import ContrastivePair
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import PositiveFloat, Section
 
@@ -57,6 +66,7 @@ class RemoteAgent(Environment, Demonstrator):
         self._client = AgentClient(config.url, read_token(Path(config.token_file).expanduser()), config.patience_s)
         self._served = self._client.fetch(config.start_patience_s)
         self.prompt_format = self._served.about.prompt_format
+        self.compares_answers = self._served.about.compares_answers  # which its evaluations tell with the answers
         sets = {name: _problems(name, texts) for name, texts in self._served.prompts.items()}
         self._trained = sets.pop(TRAINING, [])
         self._evaluated = {name.removeprefix(EVALUATION): problems for name, problems in sets.items()}
@@ -72,66 +82,71 @@ class RemoteAgent(Environment, Demonstrator):
         return self._served.demonstrations
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        trajectories, failures = await self._run(
-            "/grouped_rollouts", request.problem, request.group_size, request, request.key, request.ordinal
-        )
-        return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
+        response = await self._of_a_group("/grouped_rollouts", request)
+        return TrajectoryGroup(request.ordinal, request.problem, response.trajectories[0], response.failures)
+
+    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
+        response = await self._of_a_group("/contrastive_rollouts", request)
+        found = response.trajectories[0]
+        try:
+            pair = ContrastivePair(request.problem, *found) if found else None
+        except (TypeError, ValueError) as error:
+            reason = f"remote {self._served.about.environment}: {error}"[:200]
+            return ContrastiveResponse(None, {reason: request.group_size})
+        return ContrastiveResponse(pair, response.failures)
+
+    async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
+        return await self._run("/rollouts", request.problems, 1, request, request.key, None)
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        """A request for each problem: one that is lost loses no other."""
         import asyncio  # slow, and the launcher imports this module to check a recipe
 
-        answers = await asyncio.gather(
+        samples = request.samples_per_problem
+        responses = await asyncio.gather(
             *(
                 self._run(
-                    "/evaluation",
-                    problem,
-                    request.samples_per_problem,
-                    request,
-                    stable_key("evaluation", request.key, index),
-                    None,
+                    "/evaluation", [problem], samples, request, stable_key("evaluation", request.key, index), None
                 )
                 for index, problem in enumerate(request.problems)
             )
         )
         failures: Counter[str] = Counter()
-        for _, lost in answers:
-            failures.update(lost)
-        return EvaluationResponse([trajectories for trajectories, _ in answers], failures)
+        for response in responses:
+            failures.update(response.failures)
+        finals = {place: its for place, response in enumerate(responses) for its in response.final_answers.values()}
+        return EvaluationResponse([response.trajectories[0] for response in responses], failures, finals)
+
+    async def _of_a_group(self, route: str, request: GroupRolloutRequest) -> EvaluationResponse:
+        return await self._run(route, [request.problem], request.group_size, request, request.key, request.ordinal)
 
     async def _run(
         self,
         route: str,
-        problem: Problem,
+        problems: Sequence[Problem],
         samples: int,
-        request: GroupRolloutRequest | EvaluationRequest,
+        request: GroupRolloutRequest | RolloutRequest | EvaluationRequest,
         key: int,
         ordinal: int | None,
-    ) -> tuple[list[Trajectory], Mapping[str, int]]:
-        """The agent's answers to one problem, and those lost, by reason. Raises what the engine does."""
+    ) -> EvaluationResponse:
+        """The agent's answers to some problems; none where it fails. Raises what the engine does."""
         from megatron_rl.agent.remote.client import AgentFailed, AgentGone
         from megatron_rl.agent.remote.wire import Asked, Place
 
-        asked = Asked(
-            [Place(problem.golden["set"], problem.golden["number"])],
-            samples,
-            request.sampling,
-            key,
-            ordinal,
-            request.reward_timeout_s,
-            request.reward_retries,
-        )
-        for left in reversed(range(request.reward_retries + 1)):
+        places = [Place(problem.golden["set"], problem.golden["number"]) for problem in problems]
+        asked = Asked(places, samples, request.sampling, key, ordinal, request.patience)
+        for left in reversed(range(request.patience.retries + 1)):
             try:
-                response = await self._client.run(
+                return await self._client.run(
                     route, asked, self._served.about.digest, request.inference.generate, self._vocab_size
                 )
-                return response.trajectories[0], response.failures
             except (AgentFailed, AgentGone) as error:
                 reason = f"remote {self._served.about.environment}: {error}"[:200]
                 if not left or isinstance(error, AgentGone):
                     break
-        logger.error("%d answers are lost: %s", samples, reason)
-        return [], {reason: samples}
+        lost = samples * len(places)
+        logger.error("%d answers are lost: %s", lost, reason)
+        return EvaluationResponse([[] for _ in places], {reason: lost})
 
 
 def _problems(name: str, prompts: Sequence[str]) -> list[Problem]:

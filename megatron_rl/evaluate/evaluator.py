@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rl.agent.api import Environment, EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.registry import build_environment
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, EvaluationResult, ProblemAnswers, ScoredAnswer
 from megatron_rl.contract.records import write
@@ -196,8 +197,7 @@ async def _answer(
             samples_per_problem=samples,
             key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.evaluate.seed, place),
             inference=engine,
-            reward_timeout_s=evaluation.environment.reward_timeout_s,
-            reward_retries=evaluation.environment.reward_retries,
+            patience=Patience.of(evaluation.environment),
         )
         for place, problem in zip(block.problems, problems, strict=True)
     ]
@@ -211,14 +211,17 @@ def _line(
     failures = dict(response.failures)
     if unexplained := samples - len(trajectories) - sum(failures.values()):
         failures[UNEXPLAINED] = unexplained
-    return ProblemAnswers(*place, [_scored(answer, agent) for answer in trajectories], failures)
+    finals: Sequence[str | None] = response.final_answers.get(0) or [
+        agent.final_answer(answer.text) if agent.compares_answers else None for answer in trajectories
+    ]
+    return ProblemAnswers(*place, [*map(_scored, trajectories, finals)], failures)
 
 
-def _scored(answer: Trajectory, agent: EvaluationAgent) -> ScoredAnswer:
+def _scored(answer: Trajectory, final_answer: str | None) -> ScoredAnswer:
     return ScoredAnswer(
         reward=answer.reward,
         tokens=answer.answer_length,
         finish_reason=answer.finish_reason,
         text=answer.text,
-        vote=agent.final_answer(answer.text) if agent.compares_answers else None,
+        vote=final_answer,
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.advantages import RewardMoments
 from megatron_rl.algorithms.signal import GroupRewards, group_rewards, has_signal
@@ -45,8 +46,7 @@ class Answering:
             sampling=self.config.sampling,
             key=group_key(self.config.training.seed, ordinal, 0, recording.policy_version(ordinal)),
             inference=recording,
-            reward_timeout_s=self.config.task.reward_timeout_s,
-            reward_retries=self.config.task.reward_retries,
+            patience=Patience.of(self.config.task),
         )
         try:
             group = await self._agent.group_rollout(request)

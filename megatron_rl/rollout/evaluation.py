@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.inference.config import Sampling
@@ -39,8 +40,7 @@ def evaluate(
             samples_per_problem=1,
             key=0,
             inference=inference,
-            reward_timeout_s=config.task.reward_timeout_s,
-            reward_retries=config.task.reward_retries,
+            patience=Patience.of(config.task),
         )
         response = loop.run(partial(agent.evaluate, request), sign_of_life=lambda: inference.busy_s)
         if response is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -13,9 +14,14 @@ import pytest
 from commands import Command, run
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
+from megatron_rl.agent.api import Environment, EvaluationRequest, GroupRolloutRequest, RolloutRequest
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.environments.remote import RemoteAgent, RemoteConfig
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
 
@@ -98,6 +104,28 @@ def test_a_run_whose_agent_is_killed_and_started_again_draws_the_curve_of_one_wi
     assert all("environments/given/mean_reward" in line for line in steps)
     assert any(name.startswith("eval/hard/") for name in evaluations[-1])
     assert "asking again" in first.logs() + second.logs()
+
+
+def test_every_request_is_answered_as_the_environment_itself_would(agent: Agent) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789+-="))
+    there = RemoteAgent(RemoteConfig(**agent.config), tokenizer)
+    here = ArithmeticEnvironment(ArithmeticEnvironment.Config(**ARGUMENTS), tokenizer)
+
+    async def ask(agent: Environment) -> list[Any]:
+        problems, engine = agent.training_problems()[:3], ScriptedInference(tokenizer, ["7", "8", "9", "4", "5", "6"])
+        rest: Any = {"sampling": Sampling(max_new_tokens=4), "key": 7, "inference": engine, "patience": Patience(60.0)}
+        group = GroupRolloutRequest(ordinal=0, problem=problems[0], group_size=6, **rest)
+        made = await agent.group_rollout(group)
+        found = await agent.contrastive_rollout(group)
+        alone = await agent.rollouts(RolloutRequest(problems, **rest))
+        evaluated = await agent.evaluate(EvaluationRequest(problems, samples_per_problem=2, **rest))
+        votes = [evaluated.final_answers.get(place) for place in range(3)]
+        pair = found.pair and (found.pair.chosen, found.pair.rejected)
+        return [made.trajectories, pair, alone.trajectories, evaluated.trajectories, agent.compares_answers, votes]
+
+    of_here, of_there = asyncio.run(ask(here)), asyncio.run(ask(there))
+    assert of_there[:-1] == of_here[:-1]
+    assert of_there[-1] == [[here.final_answer(answer.text) for answer in answers] for answers in of_here[3]]
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,13 @@ class AgentClient:
                 raise ConfigurationError(f"what answers at {self._url} is no agent of mrl: {error!r}") from error
 
     def _fetch(self, get: Callable[..., Any]) -> Served:
-        about = decode_about(get("/about"))
-        if about.protocol != PROTOCOL:
+        said = get("/about")
+        if said["protocol"] != PROTOCOL:  # the rest may be another's
             raise ConfigurationError(
-                f"the agent at {self._url} speaks protocol {about.protocol}, and this mrl {PROTOCOL}: run the same "
-                "version on both sides"
+                f"the agent at {self._url}, of {said['environment']!r}, speaks protocol {said['protocol']}, and this "
+                f"mrl {PROTOCOL}: run the same version on both sides"
             )
+        about = decode_about(said)
         prompts = {
             name: _all(count, lambda first, name=name: get("/problems", set=name, first=first)["prompts"])  # type: ignore[misc]
             for name, count in about.sets.items()
@@ -176,7 +177,7 @@ class AgentClient:
         """From the beginning of a session to its result."""
         answering: dict[str, asyncio.Task[None]] = {}
         news: asyncio.Task[Any] | None = None
-        limit_s = asked.reward_timeout_s + 2 * SILENCE_S  # of what the agent does by itself
+        limit_s = asked.patience.timeout_s + 2 * SILENCE_S  # of what the agent does by itself
         busy = time.monotonic()  # when it last waited for us
         try:
             while True:

@@ -3,8 +3,10 @@
     GET    /about                             what is served
     GET    /problems?set=training&first=0     some of a set's prompts, in their order
     GET    /demonstrations?first=0            some of its worked answers, where it has any
-    POST   /grouped_rollouts  {"request"}     {"session"}: the agent begins to answer a problem
-    POST   /evaluation        {"request"}     likewise, several
+    POST   /grouped_rollouts     {"request"}  {"session"}: the agent begins to answer a problem
+    POST   /contrastive_rollouts {"request"}  likewise; a better and a worse of its answers are the result
+    POST   /rollouts             {"request"}  likewise, several problems, each once
+    POST   /evaluation           {"request"}  likewise, several
     POST   /sessions/ID/news  {"known"}       "asks": what it wants generated beside `known`; or "result"; or "error"
     POST   /sessions/ID/answers {"answers"}   what the model answered, by the ids of what was asked
     DELETE /sessions/ID                       nobody waits for it any more
@@ -24,11 +26,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import EvaluationResponse
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
 
-PROTOCOL = 1
+PROTOCOL = 2
 TRAINING = "training"
 """Name of the set that is trained on; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
@@ -65,6 +68,8 @@ class About:
     prompt_format: str
     demonstrations: int
     """Worked answers."""
+    compares_answers: bool
+    """See `EvaluationAgent.compares_answers`."""
 
 
 class Place(NamedTuple):
@@ -79,15 +84,14 @@ class Asked:
     """A request for rollouts or an evaluation; see `agent.api`."""
 
     places: list[Place]
-    """One, for rollouts."""
+    """One, for the answers to which are a group or a pair."""
     samples: int
     """Answers to each."""
     sampling: Sampling
     key: int
     ordinal: int | None
-    """None in an evaluation."""
-    reward_timeout_s: float
-    reward_retries: int
+    """None where it is no place in the prompt stream."""
+    patience: Patience
 
 
 def digest_of(sets: Mapping[str, Sequence[Problem]]) -> str:
@@ -114,7 +118,8 @@ def decode_asked(body: Body) -> Asked:
     """Raises Garbled."""
     try:
         places = [Place(str(name), int(number)) for name, number in body["places"]]
-        return Asked(**{**body, "places": places, "sampling": Sampling.model_validate(body["sampling"])})
+        sampling, patience = Sampling.model_validate(body["sampling"]), Patience(**body["patience"])
+        return Asked(**{**body, "places": places, "sampling": sampling, "patience": patience})
     except (KeyError, TypeError, ValueError) as error:
         raise Garbled(f"a request: {error!r}") from error
 
@@ -143,7 +148,8 @@ def decode_refusal(body: Body) -> Exception:
 
 def encode_response(response: EvaluationResponse) -> dict[str, Any]:
     groups = [[_encode_trajectory(one) for one in group] for group in response.trajectories]
-    return {"trajectories": groups, "failures": dict(response.failures)}
+    finals = [[place, its] for place, its in response.final_answers.items()]
+    return {"trajectories": groups, "failures": dict(response.failures), "final_answers": finals}
 
 
 def decode_response(body: Body, vocab_size: int) -> EvaluationResponse:
@@ -151,9 +157,16 @@ def decode_response(body: Body, vocab_size: int) -> EvaluationResponse:
     try:
         groups = [[_decode_trajectory(one, vocab_size) for one in group] for group in body["trajectories"]]
         failures = {str(reason): int(count) for reason, count in body["failures"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        finals = {int(place): _final_answers(its, len(groups[place])) for place, its in body["final_answers"]}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise Garbled(f"a result: {error!r}"[:300]) from error
-    return EvaluationResponse(groups, failures)
+    return EvaluationResponse(groups, failures, finals)
+
+
+def _final_answers(body: Any, answers: int) -> list[str | None]:
+    if len(body) != answers or not all(one is None or isinstance(one, str) for one in body):
+        raise ValueError("final answers that are no texts, or not one of each answer")
+    return [*body]
 
 
 def _encode_trajectory(one: Trajectory) -> list[Any]:

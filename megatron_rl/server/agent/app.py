@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,7 +16,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_rl.agent.api import Demonstrator, Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
+from megatron_rl.agent.api import (
+    Demonstrator,
+    Environment,
+    EvaluationRequest,
+    EvaluationResponse,
+    GroupRolloutRequest,
+    RolloutRequest,
+)
 from megatron_rl.agent.remote.wire import (
     EVALUATION,
     NEWS_S,
@@ -41,6 +48,10 @@ BODY_BYTES = 2**28
 BODY_S = 60.0
 
 
+Work = Callable[[Asked, InferenceInterface], Awaitable[EvaluationResponse]]
+"""What is done for one kind of request."""
+
+
 class Conflict(Exception):
     """A request comes from ranks that know another agent."""
 
@@ -61,7 +72,15 @@ class AgentService:
         counts = {name: len(problems) for name, problems in self._sets.items()}
         taught = environment.demonstrations() if isinstance(environment, Demonstrator) else ()
         self._demonstrations = taught
-        self.about = About(PROTOCOL, name, digest_of(self._sets), counts, environment.prompt_format, len(taught))
+        self.about = About(
+            PROTOCOL,
+            name,
+            digest_of(self._sets),
+            counts,
+            environment.prompt_format,
+            len(taught),
+            environment.compares_answers,
+        )
         self._sessions = Sessions()
 
     @asynccontextmanager
@@ -79,7 +98,7 @@ class AgentService:
     def demonstrations(self, first: int) -> dict[str, Any]:
         return {"pairs": self._demonstrations[first : first + PAGE]}
 
-    def begin(self, kind: Callable[[Asked, InferenceInterface], Awaitable[EvaluationResponse]], body: Any) -> Session:
+    def begin(self, kind: Work, body: Any) -> Session:
         """Raises Garbled or Conflict."""
         if body.get("protocol") != PROTOCOL:
             raise Conflict(f"protocol {body.get('protocol')}: this agent speaks {PROTOCOL}")
@@ -95,31 +114,39 @@ class AgentService:
         return self._sessions.begin(work)
 
     async def group_rollout(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
-        (place,) = asked.places
-        request = GroupRolloutRequest(
-            ordinal=asked.ordinal or 0,
-            problem=self._problem(*place),
-            group_size=asked.samples,
-            sampling=asked.sampling,
-            key=asked.key,
-            inference=inference,
-            reward_timeout_s=asked.reward_timeout_s,
-            reward_retries=asked.reward_retries,
-        )
-        group = await self._environment.group_rollout(request)
+        group = await self._environment.group_rollout(self._of_a_group(asked, inference))
         return EvaluationResponse([group.trajectories], group.failures)
 
+    async def contrastive_rollout(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+        """Chosen and rejected, where there is a pair."""
+        found = await self._environment.contrastive_rollout(self._of_a_group(asked, inference))
+        return EvaluationResponse([[found.pair.chosen, found.pair.rejected] if found.pair else []], found.failures)
+
+    async def rollouts(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+        problems = [self._problem(*place) for place in asked.places]
+        request = RolloutRequest(problems, asked.sampling, asked.key, inference, asked.patience)
+        return await self._environment.rollouts(request)
+
     async def evaluate(self, asked: Asked, inference: InferenceInterface) -> EvaluationResponse:
+        """With what the answers come to, where the environment compares them."""
+        problems = [self._problem(*place) for place in asked.places]
         request = EvaluationRequest(
-            problems=[self._problem(*place) for place in asked.places],
+            problems=problems,
             sampling=asked.sampling,
             samples_per_problem=asked.samples,
             key=asked.key,
             inference=inference,
-            reward_timeout_s=asked.reward_timeout_s,
-            reward_retries=asked.reward_retries,
+            patience=asked.patience,
         )
-        return await self._environment.evaluate(request)
+        response = await self._environment.evaluate(request)
+        if not self._environment.compares_answers:
+            return response
+        agents = map(self._environment.agent_of, problems)
+        finals = {
+            place: [agent.final_answer(answer.text) for answer in answers]
+            for place, (agent, answers) in enumerate(zip(agents, response.trajectories, strict=True))
+        }
+        return replace(response, final_answers=finals | {**response.final_answers})
 
     def session(self, id: str) -> Session:
         session = self._sessions.get(id)
@@ -129,6 +156,18 @@ class AgentService:
 
     async def end(self, id: str) -> None:
         await self._sessions.end(id)
+
+    def _of_a_group(self, asked: Asked, inference: InferenceInterface) -> GroupRolloutRequest:
+        (place,) = asked.places
+        return GroupRolloutRequest(
+            ordinal=asked.ordinal or 0,
+            problem=self._problem(*place),
+            group_size=asked.samples,
+            sampling=asked.sampling,
+            key=asked.key,
+            inference=inference,
+            patience=asked.patience,
+        )
 
     def _problem(self, name: str, number: int) -> Problem:
         problems = self._sets.get(name, ())
@@ -149,11 +188,11 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
     async def demonstrations(request: Request) -> Mapping[str, Any]:
         return service.demonstrations(int(request.query_params["first"]))
 
-    async def rollouts(request: Request) -> Mapping[str, Any]:
-        return {"session": service.begin(service.group_rollout, await _body(request)).id}
+    def begins(kind: Work) -> Callable[[Request], Awaitable[Response]]:
+        async def begin(request: Request) -> Mapping[str, Any]:
+            return {"session": service.begin(kind, await _body(request)).id}
 
-    async def evaluation(request: Request) -> Mapping[str, Any]:
-        return {"session": service.begin(service.evaluate, await _body(request)).id}
+        return _answered(begin)
 
     async def news(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
@@ -172,8 +211,10 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
         Route("/about", _answered(about), methods=["GET"]),
         Route("/problems", _answered(problems), methods=["GET"]),
         Route("/demonstrations", _answered(demonstrations), methods=["GET"]),
-        Route("/grouped_rollouts", _answered(rollouts), methods=["POST"]),
-        Route("/evaluation", _answered(evaluation), methods=["POST"]),
+        Route("/rollouts", begins(service.rollouts), methods=["POST"]),
+        Route("/grouped_rollouts", begins(service.group_rollout), methods=["POST"]),
+        Route("/contrastive_rollouts", begins(service.contrastive_rollout), methods=["POST"]),
+        Route("/evaluation", begins(service.evaluate), methods=["POST"]),
         Route("/sessions/{id}/news", _answered(news), methods=["POST"]),
         Route("/sessions/{id}/answers", _answered(answers), methods=["POST"]),
         Route("/sessions/{id}", _answered(end), methods=["DELETE"]),

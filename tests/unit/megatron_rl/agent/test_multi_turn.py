@@ -12,6 +12,7 @@ from words import Words
 from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.multi_turn import MultiTurnAgent
 from megatron_rl.agent.prompts import next_turn
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.inference.config import Sampling
@@ -49,7 +50,7 @@ def converse(agent: Guess, answers: Mapping[str, str], size: int = 1, longest: i
         Words(), lambda prompt, sample: answers.get(f"{prompt}{sample}", answers.get(prompt, "5")), longest
     )
     [problem] = agent.training_problems()
-    request = GroupRolloutRequest(7, problem, size, Sampling(max_new_tokens=4), 3, engine, 30.0)
+    request = GroupRolloutRequest(7, problem, size, Sampling(max_new_tokens=4), 3, engine, Patience(30.0))
     return asyncio.run(agent.group_rollout(request))
 
 
@@ -86,7 +87,9 @@ def test_what_the_tokenizer_cannot_say_costs_one_conversation() -> None:
     """Words of the environment that a small alphabet has not."""
     agent = Guess(Section(), build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789?")))
     engine = ScriptedInference(agent.tokenizer, ["2", "5"])
-    request = GroupRolloutRequest(7, agent.training_problems()[0], 2, Sampling(max_new_tokens=4), 3, engine, 30.0)
+    request = GroupRolloutRequest(
+        7, agent.training_problems()[0], 2, Sampling(max_new_tokens=4), 3, engine, Patience(30.0)
+    )
     group = asyncio.run(agent.group_rollout(request))
     assert [one.reward for one in group.trajectories] == [1.0]
     [reason] = group.failures

@@ -14,6 +14,7 @@ from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse, GroupRo
 from megatron_rl.agent.remote.client import BEGINNINGS, AgentClient, AgentFailed, AgentGone
 from megatron_rl.agent.remote.wire import Asked, Place, decode_response, encode_response
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
@@ -45,7 +46,7 @@ class Digits(RewardOnlyAgent):
 
 
 def asked(*places: Place, samples: int = 2) -> Asked:
-    return Asked([*places] or [Place("training", 0)], samples, SAMPLING, 7, 0, 60.0, 0)
+    return Asked([*places] or [Place("training", 0)], samples, SAMPLING, 7, 0, Patience(60.0))
 
 
 def service() -> AgentService:
@@ -74,7 +75,7 @@ def test_rollouts_are_those_that_the_environment_makes_here() -> None:
     engine = ScriptedInference(TOKENIZER, ["5", "6", ""])
     here = Digits(Digits.Config(), TOKENIZER)
     problem = here.training_problems()[0]
-    group = asyncio.run(here.group_rollout(GroupRolloutRequest(0, problem, 3, SAMPLING, 7, engine, 60.0, 0)))
+    group = asyncio.run(here.group_rollout(GroupRolloutRequest(0, problem, 3, SAMPLING, 7, engine, Patience(60.0))))
     there = run(service(), request=asked(samples=3), engine=ScriptedInference(TOKENIZER, ["5", "6", ""]))
     assert there == EvaluationResponse([group.trajectories], group.failures)
     assert sum(group.failures.values()) == 1 and len(group.trajectories) == 2
@@ -84,9 +85,35 @@ def test_an_evaluation_answers_each_problem() -> None:
     places = [Place("evaluation/held_out", 0), Place("training", 1)]
     response = run(service(), "/evaluation", asked(*places, samples=1))
     assert response.rewards == [5.0, 5.0]
-    request = EvaluationRequest([Problem("3=", {})], SAMPLING, 1, 7, ScriptedInference(TOKENIZER, ["5"]), 60.0)
+    request = EvaluationRequest(
+        [Problem("3=", {})], SAMPLING, 1, 7, ScriptedInference(TOKENIZER, ["5"]), Patience(60.0)
+    )
     here = asyncio.run(Digits(Digits.Config(), TOKENIZER).evaluate(request))
     assert response.trajectories[:1] == here.trajectories
+
+
+def test_single_rollouts_answer_each_problem_once() -> None:
+    request = asked(Place("training", 1), Place("training", 0), samples=1)
+    there = run(service(), "/rollouts", request, engine=ScriptedInference(TOKENIZER, lambda prompt, _: prompt[0]))
+    assert there.trajectories and there.rewards == [2.0, 1.0]
+
+
+def test_a_pair_is_the_better_and_the_worse_answer() -> None:
+    engine = ScriptedInference(TOKENIZER, ["5", "6", ""])
+    there = run(service(), "/contrastive_rollouts", asked(samples=3), engine=engine)
+    assert there.rewards == [6.0, 5.0] and sum(there.failures.values()) == 1
+    assert run(service(), "/contrastive_rollouts", engine=ScriptedInference(TOKENIZER, ["5"])).trajectories == [[]]
+
+
+def test_an_evaluation_tells_what_the_answers_come_to_where_the_environment_compares_them() -> None:
+    class Compared(Digits):
+        compares_answers = True
+
+        def final_answer(self, response: str) -> str | None:
+            return None if response == "6" else response
+
+    there = run(AgentService("digits", Compared(Digits.Config(), TOKENIZER)), "/evaluation")
+    assert there.final_answers == {0: ["5", None]}
 
 
 def test_what_the_engine_refuses_reaches_the_agent_and_comes_back() -> None:
@@ -153,7 +180,11 @@ TRAJECTORY = [[1, 2], [False, True], [0.0, -1.0], [-1, 0], [[1, 2]], "2", 1.0, "
 
 
 def changed(place: int, value: Any) -> dict[str, Any]:
-    return {"trajectories": [[[*TRAJECTORY[:place], value, *TRAJECTORY[place + 1 :]]]], "failures": {}}
+    return {
+        "trajectories": [[[*TRAJECTORY[:place], value, *TRAJECTORY[place + 1 :]]]],
+        "failures": {},
+        "final_answers": [],
+    }
 
 
 @pytest.mark.parametrize(
@@ -161,8 +192,10 @@ def changed(place: int, value: Any) -> dict[str, Any]:
     [
         {},
         {"trajectories": 7, "failures": {}},
-        {"trajectories": [], "failures": {}},
-        {"trajectories": [[TRAJECTORY] * 3], "failures": {}},
+        {"trajectories": [], "failures": {}, "final_answers": []},
+        {"trajectories": [[TRAJECTORY] * 3], "failures": {}, "final_answers": []},
+        {"trajectories": [[TRAJECTORY]], "failures": {}, "final_answers": [[0, ["2", "3"]]]},
+        {"trajectories": [[TRAJECTORY]], "failures": {}, "final_answers": [[1, ["2"]]]},
         changed(0, [1, TOKENIZER.vocab_size]),
         changed(0, [1, -1]),
         changed(0, [1]),

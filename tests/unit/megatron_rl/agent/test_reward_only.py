@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
@@ -73,8 +74,7 @@ def rollout_group(
         sampling=SAMPLING,
         key=11,
         inference=engine,
-        reward_timeout_s=timeout_s,
-        reward_retries=retries,
+        patience=Patience(timeout_s, retries),
     )
     return asyncio.run(agent.group_rollout(request))
 
@@ -163,7 +163,7 @@ def test_evaluation_answers_all_problems_at_once_in_order_with_keys_of_their_own
 
     engine = Gathering(["1"])
     problems = [Problem(f"{number}=", {}) for number in (4, 5, 6)]
-    request = EvaluationRequest(problems, SAMPLING, 2, key=1, inference=engine, reward_timeout_s=60.0)
+    request = EvaluationRequest(problems, SAMPLING, 2, key=1, inference=engine, patience=Patience(60.0))
     response = asyncio.run(Scored(float).evaluate(request))
     assert [[trajectory.text for trajectory in group] for group in response.trajectories] == [
         ["1", "1"],
@@ -228,7 +228,7 @@ def test_a_prompt_too_long_costs_its_problem_in_an_evaluation_and_is_said_to_the
             return await super().generate(request)
 
     problems = [Problem("4=", {}), Problem("44=", {}), PROBLEM]
-    request = EvaluationRequest(problems, SAMPLING, 1, key=1, inference=Short(["1"]), reward_timeout_s=60.0)
+    request = EvaluationRequest(problems, SAMPLING, 1, key=1, inference=Short(["1"]), patience=Patience(60.0))
     response = asyncio.run(Scored(float).evaluate(request))
     assert [len(group) for group in response.trajectories] == [1, 0, 1]
     with pytest.raises(PromptTooLong):

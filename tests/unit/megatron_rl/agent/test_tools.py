@@ -11,6 +11,7 @@ from server_helpers import END, byte_tokenizer
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
+from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.tools import asked_with_tools
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
@@ -51,7 +52,7 @@ def converse(tokenizer: Tokenizer, answers: Mapping[str, str], stop: tuple[str, 
         return next(said for end, said in answers.items() if prompt.endswith(end)).format(**problem.golden)
 
     request = GroupRolloutRequest(
-        0, problem, 1, Sampling(max_new_tokens=600, stop=stop), 3, ScriptedInference(tokenizer, answer), 30.0
+        0, problem, 1, Sampling(max_new_tokens=600, stop=stop), 3, ScriptedInference(tokenizer, answer), Patience(30.0)
     )
     return asyncio.run(agent.group_rollout(request))
 
