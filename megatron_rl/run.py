@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.agent.api import Environment
+from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
@@ -18,7 +19,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.generation import Generation, generate_here
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.writer import MetricsWriter, Writer
-from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.models import Models, build_models
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
@@ -28,6 +29,7 @@ from megatron_rl.rollout.ahead import AheadDriver
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import Driver, RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
+from megatron_rl.rollout.fitting import fitting
 from megatron_rl.training.trainer import Trainer
 
 logger = logging.getLogger("megatron_rl")
@@ -58,6 +60,8 @@ class Run:
     groups: Groups
     safe_points: SafePoints
     environment: Environment
+    left_out: Mapping[str, int]
+    """Training problems whose prompt is too long, by environment."""
     models: Models
     initial_weights: str | None
     trainer: Trainer
@@ -123,6 +127,7 @@ def set_up(
             raise ValueError(f"environment {config.task.name!r} has no training problems")
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    training_sets, left_out = choose_problems(environment, config, tokenizer)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl import partitioned  # and with it an HTTP client, which takes a while
@@ -162,7 +167,7 @@ def set_up(
             policy_version=counters.policy_version,
             next_ordinal=counters.next_ordinal,
         )
-    parts = (environment, generation.engine, bank, config, groups, safe_points)
+    parts = (environment, training_sets, generation.engine, bank, config, groups, safe_points)
     driver: Driver
     if config.asynchronous.max_lag:
         driver = AheadDriver(*parts, generation.lasting(), counters.step)
@@ -177,6 +182,7 @@ def set_up(
         groups=groups,
         safe_points=safe_points,
         environment=environment,
+        left_out=left_out,
         models=models,
         initial_weights=counters.initial_weights,
         trainer=trainer,
@@ -190,6 +196,38 @@ def set_up(
         saved=counters.step,
         evaluated=counters.evaluated,
     )
+
+
+def choose_problems(
+    environment: Environment, config: RunConfig, tokenizer: Tokenizer
+) -> tuple[list[TrainingSet], dict[str, int]]:
+    """What is trained on, and how many problems are not, because their prompt leaves no room for an answer.
+
+    Raises ConfigurationError where none of an environment's is left.
+    """
+    longest = config.sequence_length - config.sampling.max_new_tokens
+    room = f"training.sequence_length {config.sequence_length} less sampling.max_new_tokens"
+    chosen: list[TrainingSet] = []
+    left_out: dict[str, int] = {}
+    for each in environment.training_sets():
+        name = each.environment or config.task.name
+        try:
+            found = fitting(each, longest, tokenizer.encode)
+        except ValueError as error:
+            raise ConfigurationError(f"environment {name!r}: {error}") from error
+        if not found.training_set.problems:
+            raise ConfigurationError(
+                f"environment {name!r}: the prompts of all its {found.problems} training problems are longer than "
+                f"{longest} tokens, {room} {config.sampling.max_new_tokens}: nothing is left to train on"
+            )
+        if found.left_out:
+            left_out[name] = found.left_out
+            logger.warning(
+                "environment %r: %d of %d training problems left out, their prompts are longer than %d tokens (%s %d)",
+                *(name, found.left_out, found.problems, longest, room, config.sampling.max_new_tokens),
+            )
+        chosen.append(found.training_set)
+    return chosen, left_out
 
 
 def restore(

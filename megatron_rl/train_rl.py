@@ -68,6 +68,7 @@ def train_step(run: Run) -> None:
         dropped=batch.dropped,
         failures=batch.failures,
         refit_bytes=run.refit.moved_bytes,
+        left_out=run.left_out,
         ahead=run.config.asynchronous.max_lag > 0,
     )
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)

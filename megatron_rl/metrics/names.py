@@ -44,6 +44,8 @@ class StepReport:
     """Answers lost, by reason."""
     refit_bytes: int = 0
     """That ranks sent one another until the engine had the new weights."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Training problems whose prompt is too long, by environment."""
     ahead: bool = False
     """Whether generation runs ahead of training, and so has no seconds of its own."""
     ranks: int = 1
@@ -179,6 +181,11 @@ STEP_METRICS: dict[str, Metric] = {
     "dropped_ordinals": Metric(
         "prompts settled without training, with the reason (absent where none is)",
         lambda step: {str(ordinal): reason for ordinal, reason in step.dropped.items()} or None,
+    ),
+    "filtered_prompts": Metric(
+        "training problems left out at the start, by environment: their prompts leave no room for an answer (absent "
+        "where none is)",
+        lambda step: dict(step.left_out) or None,
     ),
     "overdue_tokens": Metric(
         "tokens of the answers that were dropped as overdue (async.on_overdue; absent where none was)",

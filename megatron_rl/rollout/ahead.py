@@ -9,12 +9,13 @@ What may be begun and what makes a batch: see window.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import GroupedRolloutGenerator
+from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
@@ -40,6 +41,7 @@ class AheadDriver(Driver):
     def __init__(
         self,
         agent: GroupedRolloutGenerator,
+        sets: Sequence[TrainingSet],
         inference: ResumableInference,
         bank: Bank | None,
         config: RunConfig,
@@ -52,7 +54,7 @@ class AheadDriver(Driver):
         bank: None on a rank that follows.
         step: the last one that is done.
         """
-        self._answering = Answering(agent, config)
+        self._answering = Answering(agent, sets, config)
         self._inference, self._bank, self._loop = inference, bank, loop
         self._groups, self._safe_points = groups, safe_points
         self._wanted = config.grpo.prompts_per_step

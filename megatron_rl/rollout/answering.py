@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
+from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, TrainingSet
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import TrajectoryGroup
@@ -30,9 +30,10 @@ logger = logging.getLogger(__name__)
 class Answering:
     """What the agent makes of the ordinals of the prompt stream."""
 
-    def __init__(self, agent: GroupedRolloutGenerator, config: RunConfig) -> None:
+    def __init__(self, agent: GroupedRolloutGenerator, sets: Sequence[TrainingSet], config: RunConfig) -> None:
+        """sets: of the agent's problems, those that are trained on."""
         self.config = config
-        self.stream = Mixture(agent.training_sets(), config.training.seed, config.grpo.prompts_per_step)
+        self.stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
         self.answered = 0
         """Groups so far."""
         self._agent = agent

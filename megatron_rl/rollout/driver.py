@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import GroupedRolloutGenerator
+from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
@@ -59,6 +59,7 @@ class RolloutDriver(Driver):
     def __init__(
         self,
         agent: GroupedRolloutGenerator,
+        sets: Sequence[TrainingSet],
         inference: ResumableInference,
         bank: Bank | None,
         config: RunConfig,
@@ -67,7 +68,7 @@ class RolloutDriver(Driver):
         loop: AgentLoop,
     ) -> None:
         """bank: None on a rank that follows."""
-        self.answering = Answering(agent, config)
+        self.answering = Answering(agent, sets, config)
         self.inference = inference
         self.bank = bank
         self.config = config

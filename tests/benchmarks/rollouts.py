@@ -30,6 +30,7 @@ from megatron_rl.rollout.ahead import AheadDriver
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.driver import Driver, RolloutDriver
+from megatron_rl.rollout.fitting import fitting
 from megatron_rl.rollout.generation import EngineLoop
 from megatron_rl.rollout.lasting import EngineInTurn
 
@@ -83,13 +84,15 @@ def driver(kind: str, environment: ManyProblems, folder: Path, answers: int) -> 
     )
     groups: Any = SimpleNamespace(control=dist.group.WORLD)
     place: Any = SimpleNamespace(index=0, count=1, drives=True)
+    longest = config.sequence_length - config.sampling.max_new_tokens
+    sets = [fitting(each, longest, environment.tokenizer.encode).training_set for each in environment.training_sets()]
     engine, safe_points, runner = NullEngine(), quiet_safe_points(), asyncio.Runner()
     bank = Bank(folder, config.resume, Lineage("run", 1, 0, 0, "r"), next_ordinal=0, driver=0, drivers=1)
     if kind == "ahead":
         loop = EngineInTurn(place, engine, safe_points, runner)
-        return AheadDriver(environment, engine, bank, config, groups, safe_points, loop, 0)
+        return AheadDriver(environment, sets, engine, bank, config, groups, safe_points, loop, 0)
     turns = EngineLoop(place, engine, safe_points, runner)
-    return RolloutDriver(environment, engine, bank, config, groups, safe_points, turns)
+    return RolloutDriver(environment, sets, engine, bank, config, groups, safe_points, turns)
 
 
 def memory_mib() -> float:

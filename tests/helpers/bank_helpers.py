@@ -48,8 +48,9 @@ def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) ->
     run.driver.close()
     ranks = EngineRanks.form(run.groups, 1, timedelta(seconds=60))
     loop = EngineLoop(ranks, run.engine, run.safe_points, asyncio.Runner())
+    agent = agent or run.environment
     run.driver = RolloutDriver(
-        agent or run.environment, run.engine, bank, run.config, run.groups, run.safe_points, loop
+        agent, agent.training_sets(), run.engine, bank, run.config, run.groups, run.safe_points, loop
     )
 
 

@@ -48,7 +48,7 @@ def fingerprint(config: RunConfig) -> str:
         include={
             "tokenizer": True,
             "sampling": True,
-            "training": {"seed"},
+            "training": {"seed", "sequence_length"},
             "grpo": {"group_size"},
         },
     )

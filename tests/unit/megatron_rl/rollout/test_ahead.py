@@ -89,7 +89,7 @@ def driver_of(
     groups: Any = SimpleNamespace(control=rank)
     bank = bank_in(folder, attempt, driver=rank, drivers=ranks)
     loop = AgentThread(place, inference, inference)
-    driver = AheadDriver(agent, inference, bank, config, groups, quiet_safe_points(), loop, 0)
+    driver = AheadDriver(agent, agent.training_sets(), inference, bank, config, groups, quiet_safe_points(), loop, 0)
     try:
         yield driver
     finally:

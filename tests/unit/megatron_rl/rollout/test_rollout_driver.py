@@ -85,7 +85,7 @@ def driver_of(
     with TemporaryDirectory() as folder:
         bank = bank_in(Path(folder))
         loop = EngineLoop(of_engine, engine, safe_points, asyncio.Runner())
-        driver = RolloutDriver(agent, engine, bank, config, groups, safe_points, loop)
+        driver = RolloutDriver(agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop)
         yield driver
         driver.close()
 
