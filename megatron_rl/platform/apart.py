@@ -21,7 +21,9 @@ from torch import Tensor
 
 Message = tuple[int, Tensor]
 """The other rank and what is sent to it, or where to put what it sends: contiguous, on `Apart.device`."""
-LOOK_EVERY_S = 0.001
+LOOK_EVERY_S = 0.0001
+ABORTS = 1
+"""Tag of what nobody sends."""
 
 
 class Apart(Protocol):
@@ -34,14 +36,11 @@ class Apart(Protocol):
         """Collective, once, before anything else."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Have the messages on their way, in the order in which their peers name them. On a GPU it is the device that
-        waits for them, not the host: what it is told next comes after."""
+        """Send and receive the messages, in the order in which their peers name them. Returns when they have gone and
+        come."""
 
     def gather(self, content: Tensor) -> list[Tensor]:
         """What each rank gives, on the CPU. Collective. content: of one size and type on all."""
-
-    def finish(self) -> None:
-        """Wait until all messages have gone and come."""
 
     def abort(self) -> None:
         """End what others wait for in this process, from another thread; they get RuntimeError."""
@@ -52,13 +51,14 @@ class Apart(Protocol):
 
 class GlooApart:
     """On the CPU. Whoever waits for a process that is gone or has closed its end gets an error at once, and one that is
-    merely silent is waited for as long as `timeout` says."""
+    merely silent is waited for as long as `timeout` says, or until this is given up."""
 
     device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._begins: tuple[Any, ...] = (store, rank, size, timeout)
         self._size = size
+        self._neighbour = (rank + 1) % size
         self._backend: Any = None
 
     def connect(self) -> None:
@@ -78,11 +78,13 @@ class GlooApart:
         self._backend.allgather([parts], [content]).wait()
         return parts
 
-    def finish(self) -> None:
-        """Nothing is under way between two calls."""
-
     def abort(self) -> None:
-        """Nothing to do: see above."""
+        """See `Apart.abort`: a wait that has lasted too long ends all others, with gloo, so one is made to."""
+        if (backend := self._backend) is not None:
+            with suppress(RuntimeError):
+                backend.recv([torch.empty(1, dtype=torch.uint8)], self._neighbour, ABORTS).wait(
+                    timedelta(milliseconds=1)
+                )
 
     def close(self) -> None:
         self._backend, self._begins = None, ()
@@ -90,7 +92,12 @@ class GlooApart:
 
 class NcclApart:
     """On this process's GPU, by a communicator that is made without blocking: only such a one can be given up while it
-    connects."""
+    connects.
+
+    The host waits for each exchange: where all streams share one queue to the device (CUDA_DEVICE_MAX_CONNECTIONS=1),
+    an operation of this stream that waited there for other worlds would hold up the collectives of this one behind it,
+    and those of its other ranks, which the same transfer may be waiting for.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -120,15 +127,17 @@ class NcclApart:
         for rank, tensor in receives:
             self._backend.recv([tensor], rank, 0)
         self._backend._end_coalescing().wait()  # the current stream waits
+        self._wait()
 
     def gather(self, content: Tensor) -> list[Tensor]:
         self._check()
         parts = [torch.empty_like(content, device=self.device) for _ in range(self._size)]
         self._backend.allgather([parts], [content.to(self.device)]).wait()
-        self.finish()
+        self._wait()
         return [part.cpu() for part in parts]
 
-    def finish(self) -> None:
+    def _wait(self) -> None:
+        """For what the current stream was told so far."""
         done = torch.cuda.Event()
         done.record()
         give_up = time.monotonic() + self._timeout.total_seconds()

@@ -1,11 +1,13 @@
-"""Connections between the members of an epoch that carry nothing: one that ends tells that a member is gone.
+"""Connections between the members of an epoch that carry signs of life: one that ends tells that a member is gone.
 
 Each member has one to the first. When one ends, the first ends all others, so every member knows within moments,
-whatever it does meanwhile: a kernel of NCCL would wait for ever. A node without power says nothing; of that the
-kernel's keep-alive tells after some seconds.
+whatever it does meanwhile: a kernel of NCCL would wait for ever. A process that was stopped, or a node without power,
+ends no connection: it is taken for gone when it has given no sign for a while. One that is merely slow gives them from
+a thread of its own.
 
     member -> first   {"epoch": 3, "rank": 5, "secret": "..."}
     first -> member   {"port": 40123}, once all are there
+    member -> first   a byte every second
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from megatron_rl.rank.addresses import own_address
@@ -26,6 +29,13 @@ from megatron_rl.refit.epoch import Epoch, ReplicaLost, TransferFailed
 HELLO_S = 2.0
 """That one who connects has to say who it is: while the first member listens to it others wait."""
 LONGEST_LINE = 4096
+ARRIVE_S = 30.0
+"""That ranks of replicas may come later than the last other one, when those of training are there: they were asked, and
+have accepted."""
+BEAT_S = 1.0
+"""Between two signs of life."""
+SILENCE_S = 15.0
+"""Without any a member is taken for gone."""
 JOIN_S = 10.0
 """For `on_loss` to come to its end."""
 _KEEP_ALIVE = {
@@ -59,6 +69,7 @@ class Lifeline:
     def __init__(self, peers: Mapping[int, socket.socket]) -> None:
         """peers: by rank of the epoch; they are closed with this."""
         self._peers = dict(peers)
+        self._leads = 0 not in peers
         self._wake, self._woken = socket.socketpair()
         self._watcher: threading.Thread | None = None
         self.lost: frozenset[int] = frozenset()
@@ -72,19 +83,23 @@ class Lifeline:
         timeout: seconds. Raises ReplicaLost, of nobody where it is a rank of training, when one does not come in time.
         """
         peers: dict[int, socket.socket] = {}
-        give_up = time.monotonic() + timeout
+        last = give_up = time.monotonic() + timeout
         try:
             while missing := set(range(1, epoch.size)) - peers.keys():
+                if min(missing) >= epoch.training_ranks:
+                    give_up = min(give_up, time.monotonic() + ARRIVE_S)
                 listener.socket.settimeout(max(0.001, give_up - time.monotonic()))
                 try:
                     connection, _ = listener.socket.accept()
                 except TimeoutError:
                     names = ", ".join(map(epoch.name_of, sorted(missing)[:8]))
-                    why = f"epoch {epoch.number}: {names} did not come within {timeout:g} s"
+                    limit = f"{timeout:g} s" if give_up == last else f"{ARRIVE_S:g} s after the others"
+                    why = f"epoch {epoch.number}: {names} did not come within {limit}"
                     raise ReplicaLost(epoch.replicas_of(missing), why) from None
                 rank = _who(connection, epoch)
                 if rank in missing:
                     peers[rank] = connection
+                    give_up = last
                 else:
                     connection.close()
             for rank, connection in peers.items():
@@ -119,9 +134,9 @@ class Lifeline:
         return cls({0: connection}), port
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Begin to watch. on_loss: called once, in a thread, when a member is gone."""
+        """Begin to watch, and to give signs of life. on_loss: called once, in a thread, when a member is gone."""
         for connection in self._peers.values():
-            connection.settimeout(None)
+            connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEP_ALIVE.items():
                 if hasattr(socket, name):
@@ -142,15 +157,49 @@ class Lifeline:
             selector.register(self._wake, selectors.EVENT_READ)
             for rank, connection in self._peers.items():
                 selector.register(connection, selectors.EVENT_READ, rank)
-            ready = [key.data for key, _ in selector.select()]  # nobody ever sends anything
-        self.lost = frozenset(rank for rank in ready if rank is not None)
+            self.lost = self._until_loss(selector)
         self._end()
         if self.lost:
             on_loss()
 
+    def _until_loss(self, selector: selectors.BaseSelector) -> frozenset[int]:
+        """The ranks that are gone, as soon as there are any; none when this was closed."""
+        silent_s = dict.fromkeys(self._peers if self._leads else (), 0.0)
+        before = time.monotonic()
+        while True:
+            ready = [key.data for key, _ in selector.select(BEAT_S)]
+            if None in ready:
+                return frozenset()
+            if gone := frozenset(rank for rank in ready if not _hears(self._peers[rank])):
+                return gone
+            now = time.monotonic()
+            # What passed while this process itself did not run says nothing of others.
+            passed, before = min(now - before, 2 * BEAT_S), now
+            for rank in silent_s:
+                silent_s[rank] = 0.0 if rank in ready else silent_s[rank] + passed
+            if gone := frozenset(rank for rank, seconds in silent_s.items() if seconds > SILENCE_S):
+                return gone
+            if not self._leads:
+                _beat(self._peers[0])
+
     def _end(self) -> None:
         for connection in self._peers.values():
             connection.close()
+
+
+def _hears(connection: socket.socket) -> bool:
+    """Take in the signs of life of another member. Returns whether it is there."""
+    try:
+        return bool(connection.recv(4096))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _beat(connection: socket.socket) -> None:
+    with suppress(OSError):  # of one that is gone: that is heard
+        connection.send(b".")
 
 
 def _who(connection: socket.socket, epoch: Epoch) -> int | None:

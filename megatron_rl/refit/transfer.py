@@ -95,7 +95,6 @@ class Sender:
             for peer, packed in messages:
                 sums.add(peer, packed)
         self._group.exchange([*sums.of_peers.items()], [])
-        self._group.finish()
 
 
 class Receiver:
@@ -145,7 +144,6 @@ class Receiver:
                     place.copy_(came, non_blocking=True)
         told = {peer: torch.empty_like(own) for peer, own in sums.of_peers.items()}
         self._group.exchange([], [*told.items()])
-        self._group.finish()
         for peer, own in sums.of_peers.items():
             if told[peer].tolist() != own.tolist():
                 of = f"version {told[peer].tolist()[0]} of {self._group.epoch.name_of(peer)}"

@@ -84,11 +84,6 @@ class TransferGroup:
         with self._working():
             self._apart.exchange(sends, receives)
 
-    def finish(self) -> None:
-        """See `Apart.finish`. Raises TransferFailed."""
-        with self._working():
-            self._apart.finish()
-
     def gather(self, content: Any) -> list[Any]:
         """What each member gives, which JSON can hold: nothing of another process is unpickled. Collective. Raises
         TransferFailed."""

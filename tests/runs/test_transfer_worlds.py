@@ -24,6 +24,7 @@ from transfer_helpers import ROUND_BYTES, host_memory
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.refit import lifeline
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.refit.transfer import Receiver, Sender
 from megatron_rl.refit.transfer_group import TransferGroup
@@ -101,18 +102,18 @@ class ReplicaRank:
     def wrong(self, version: int) -> list[str]:
         return wrong_weights(self.policy, version)
 
-    def die_in_transfer(self, exchanges: int) -> None:
+    def end_in_transfer(self, signum: int) -> None:
         assert self.group is not None
-        die_in_exchange(self.group, exchanges)
+        end_in_exchange(self.group, 2, signum)
 
 
-def die_in_exchange(group: TransferGroup, number: int) -> None:
-    """Kill this process when so many exchanges are through."""
+def end_in_exchange(group: TransferGroup, number: int, signum: int = signal.SIGKILL) -> None:
+    """Kill or stop this process when so many exchanges are through."""
     exchange, left = group.exchange, iter(range(number))
 
     def last(*messages: Any) -> None:
         if next(left, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signum)
         exchange(*messages)
 
     group.exchange = last  # type: ignore[method-assign]
@@ -168,10 +169,15 @@ class ConnectedReplicas:
         for process in self.processes[number]:
             process.kill()
 
-    def have_die(self, number: int) -> None:
-        """In the next transfer."""
-        self._begin("die_in_transfer", 2, [number])
+    def have_end(self, number: int, signum: int = signal.SIGKILL) -> None:
+        """In the next transfer, by a signal."""
+        self._begin("end_in_transfer", signum, [number])
         self._end(number)
+
+    def go_on(self, number: int) -> None:
+        """After it was stopped."""
+        for process in self.processes[number]:
+            process.resume()
 
     def leave(self) -> None:
         for of_ranks in self.connections:
@@ -228,7 +234,7 @@ def refit_of(layout: Layout, replicas: ConnectedReplicas | None) -> tuple[Policy
     if replicas is not None:
         replicas.ask("build", layout)
     sender = Sender(policy, ROUND_BYTES)
-    return policy, TransferRefit(sender, groups.control, "gloo", replicas, lambda: None, LIMIT, LIMIT)
+    return policy, TransferRefit(sender, groups.control, "gloo", replicas, lambda: False, LIMIT, LIMIT)
 
 
 def worlds(folder: Path, training_ranks: int, replicas: Sequence[int], work: Callable[..., Any]) -> list[Ranks]:
@@ -289,11 +295,11 @@ def publish_among_deaths(rank: int, replicas: ConnectedReplicas | None) -> dict[
         replicas.kill(0)
     publish(2, "killed before")
     if replicas is not None:
-        replicas.have_die(1)
+        replicas.have_end(1)
     publish(3, "killed in a transfer")
     if rank == 1:
         assert refit._group is not None
-        die_in_exchange(refit._group, 2)
+        end_in_exchange(refit._group, 2)
     try:
         publish(4, "never")
     except RuntimeError as error:
@@ -317,3 +323,28 @@ def test_a_death_ends_a_transfer_for_all_at_once_and_the_next_epoch_is_without_t
     (failed,) = seen["of the replica"]
     assert "is over" in failed.pop()
     assert seen["its weights"] == [{"[]"}], "it has not kept the version before"
+
+
+def publish_to_one_that_stops(_rank: int, replicas: ConnectedReplicas | None) -> list[Any]:
+    assert replicas is not None, "one rank trains"
+    lifeline.SILENCE_S = 5.0
+    policy, refit = refit_of(Layout(), replicas)
+    seen = []
+    for version in (1, 2, 3):
+        if version == 2:
+            replicas.have_end(0, signal.SIGSTOP)
+        fill(policy, version)
+        refit.publish(version)
+        if version == 2:
+            replicas.go_on(0)
+        seen.append(([*replicas.of_epoch], replicas.ask("wrong", version)))
+    refit.close()
+    return seen
+
+
+def test_one_that_stops_in_a_transfer_without_an_end_is_left_out_and_taken_in_when_it_goes_on(tmp_path: Path) -> None:
+    training, *replicas = worlds(tmp_path, 1, [1, 1], publish_to_one_that_stops)
+    (seen,) = training.results(OF_TEST_S)
+    for each in replicas:
+        each.results(OF_TEST_S)
+    assert seen == [([0, 1], [{"[]"}] * 2), ([1], [{"[]"}]), ([0, 1], [{"[]"}] * 2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transfer_helpers import LIMIT, begin
 
+from megatron_rl.refit import lifeline as lifeline_module
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, TransferFailed
-from megatron_rl.refit.lifeline import Listener
+from megatron_rl.refit.lifeline import Lifeline, Listener
 from megatron_rl.refit.transfer import checksum
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -94,6 +96,25 @@ def test_one_who_was_not_told_of_the_epoch_is_turned_away() -> None:
     assert all(group.intact for group in groups)
     for group in groups:
         group.close()
+
+
+def test_who_gives_no_sign_of_life_is_taken_for_gone_and_who_does_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline_module, "BEAT_S", 0.02)
+    monkeypatch.setattr(lifeline_module, "SILENCE_S", 2.0)
+    epoch, listener = begin(1, (0, 0, 1), (1, 2, 1))
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(listener.address) as stopped:
+        leading = pool.submit(Lifeline.lead, listener, epoch, 7, LIMIT.total_seconds())
+        stopped.sendall(json.dumps({"epoch": 1, "rank": 2, "secret": epoch.secret}).encode() + b"\n")
+        follower, port = Lifeline.follow(epoch, 1, LIMIT.total_seconds())
+        leader = leading.result()
+        known = threading.Event()
+        follower.watch(lambda: None)
+        leader.watch(known.set)
+        assert known.wait(LIMIT.total_seconds())
+    assert (port, leader.lost) == (7, {2})
+    for each in (leader, follower):
+        each.close()
+    listener.close()
 
 
 def test_who_does_not_come_is_named() -> None:
