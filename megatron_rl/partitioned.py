@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,8 +21,8 @@ from megatron_rl.inference.replicas.wire import digest_of, read_token
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
-from megatron_rl.refit.publish import Refit
+from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
+from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
@@ -51,44 +50,25 @@ class TrainingDriver:
         return cls(groups.data.rank(), groups.data.size(), first)
 
 
-class RefitOfReplicas:
-    """Implements `Refit`: whoever asks the pool is answered by the published version."""
-
-    def __init__(self, transfer: TransferRefit, pool: ReplicaPool) -> None:
-        self._transfer, self._pool = transfer, pool
-
-    @property
-    def moved_bytes(self) -> int:
-        """See `Refit.moved_bytes`."""
-        return self._transfer.moved_bytes
-
-    def publish(self, policy_version: int) -> None:
-        """See `Refit.publish`. Where the ranks are asked to leave while no replica is there, they do so at the next
-        safe point: the step that led to these weights is done, and is recorded first."""
-        with suppress(LeaveAgreed):
-            self._transfer.publish(policy_version)
-        self._pool.policy_version = policy_version
-
-
 class ReplicaLoop(AgentLoop):
     """Agents alone; replicas answer."""
 
     def __init__(
         self,
         place: DriverPlace,
-        pool: ReplicaPool,
-        refit: Refit,
+        refit: OverlappedRefit,
         groups: Groups,
         safe_points: SafePoints,
         runner: asyncio.Runner,
     ) -> None:
         """refit: that gives the replicas their weights."""
         super().__init__(place, safe_points, runner)
-        self._pool, self._refit, self._groups = pool, refit, groups
+        self._refit, self._groups = refit, groups
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]], sign_of_life: Callable[[], object]) -> Result | None:
-        """See AgentLoop.run. Collective over all ranks: where the replicas that had the weights are lost, and others
-        have come, these are given them, and the work goes on."""
+        """See AgentLoop.run: once the weights have come. Collective over all ranks: where the replicas that had them
+        are lost, and others have come, these are given them, and the work goes on."""
+        self._refit.finish()
         task: asyncio.Task[Result] | None = None
         asked: asyncio.Task[Result] | None = None
         while True:
@@ -100,13 +80,12 @@ class ReplicaLoop(AgentLoop):
                 dist.all_reduce(starved, op=dist.ReduceOp.MAX, group=self._groups.control)
             if not starved.item():
                 return None if asked is None else asked.result()
-            with self._safe_points.phase("refit"):
-                self._refit.publish(self._pool.policy_version)
+            self._refit.renew()
 
     async def _while_fed(self, work: asyncio.Task[Result]) -> asyncio.Task[Result]:
         """Work that is done, or that waits for weights."""
         try:
-            while not (work.done() or self._pool.starved):
+            while not (work.done() or self._refit.starved):
                 await asyncio.wait([work], timeout=LOOK_EVERY_S)
         except asyncio.CancelledError:
             work.cancel()
@@ -122,10 +101,10 @@ class AgentThread(LastingLoop):
 
     spare_s = 0.0
 
-    def __init__(self, place: DriverPlace, pool: ReplicaPool, refit: Refit) -> None:
+    def __init__(self, place: DriverPlace, refit: OverlappedRefit) -> None:
         """refit: that gives the replicas their weights."""
         self.place = place
-        self._pool, self._refit = pool, refit
+        self._refit = refit
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self._thread.start()
@@ -154,11 +133,11 @@ class AgentThread(LastingLoop):
     @property
     def starved(self) -> bool:
         """See LastingLoop.starved."""
-        return self._pool.starved
+        return self._refit.starved
 
     def feed(self) -> None:
         """See LastingLoop.feed."""
-        self._refit.publish(self._pool.policy_version)
+        self._refit.renew()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -199,21 +178,24 @@ def generate_elsewhere(
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     transfer = TransferRefit(
         Sender(policy),
-        groups.control,
+        dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
         platform.backend,
         PoolControl(pool, timeout.total_seconds()) if dist.get_rank() == 0 else None,
-        safe_points.agree,
+        safe_points.poll,
         min(timeout, TRANSFER_TIMEOUT),
         patience=timedelta(seconds=config.job.silence_limit_s),
     )
-    elsewhere = RefitOfReplicas(transfer, pool)
+    refit = OverlappedRefit(transfer, pool, platform, safe_points)
     place = TrainingDriver.of(groups)
-    loop = ReplicaLoop(place, pool, elsewhere, groups, safe_points, asyncio.Runner())
+    loop = ReplicaLoop(place, refit, groups, safe_points, asyncio.Runner())
 
     def end() -> None:
-        transfer.close()
+        refit.close()
         loop.close()
         pool.close(end=dist.get_rank() == 0)
 
-    lasting = partial(AgentThread, place, pool, elsewhere)
-    return Generation(pool, elsewhere, place, loop, lasting, end, pool.metrics if dist.get_rank() == 0 else dict)
+    def metrics() -> dict[str, float]:
+        return pool.metrics() | refit.metrics()
+
+    lasting = partial(AgentThread, place, refit)
+    return Generation(pool, refit, place, loop, lasting, end, metrics if dist.get_rank() == 0 else dict)

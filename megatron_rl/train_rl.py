@@ -53,7 +53,9 @@ def train_step(run: Run) -> None:
     run.safe_points.activity.enter("training", step)
 
     batch = run.driver.collect(run.next_ordinal)
-    stats = run.trainer.train(batch, step)
+    if not run.platform.transfers_beside_training:
+        run.refit.finish()
+    stats = run.trainer.train(batch, step, weights_change=run.refit.finish)
     with run.safe_points.phase("refit"):
         run.refit.publish(run.trainer.policy_version)
     run.step, run.next_ordinal = step, batch.next_ordinal

@@ -227,7 +227,10 @@ STEP_METRICS: dict[str, Metric] = {
         "stays on the device (placement.offload)",
         lambda step: step.seconds["offload"] if step.stats.update.offloaded else None,
     ),
-    "time/refit_s": Metric("seconds until the engine had the new weights", lambda step: step.seconds["refit"]),
+    "time/refit_s": Metric(
+        "seconds until the engine had the new weights; in a partitioned run those in which nothing else was done",
+        lambda step: step.seconds["refit"],
+    ),
     "time/wait_s": Metric("seconds waiting for other ranks", lambda step: step.seconds["wait"]),
     "time/save_blocked_s": Metric("seconds training stood still for the newest published checkpoint"),
     "time/save_s": Metric("seconds from its begin until it was published"),
@@ -240,7 +243,7 @@ STEP_METRICS: dict[str, Metric] = {
     ),
     "system/replicas": Metric(
         "inference replicas that answer the first rank by the weights of the step; absent where the ranks that train "
-        "generate (placement.mode), as are the next three"
+        "generate (placement.mode), as are the next four"
     ),
     "system/slow_replicas": Metric("those of them that are far slower than the others, and asked nothing for that"),
     "system/repeated_requests": Metric(
@@ -250,6 +253,10 @@ STEP_METRICS: dict[str, Metric] = {
     "system/replica_busy_mean": Metric(
         "share of the time since the step before for which an inference replica computed, mean over those that were "
         "there; news of them come every few seconds"
+    ),
+    "time/publish_s": Metric(
+        "seconds that the newest weights took until the replicas sampled by them, most of them beside the training; "
+        "those of the step may still be on their way"
     ),
     "system/offloaded_bytes": Metric(
         "bytes of Adam's state in the hosts' memory, of all ranks together, which each update brings and takes away; "

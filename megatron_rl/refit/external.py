@@ -199,6 +199,9 @@ class ExternalRefit:
             self._agree(partial(self._finish, stack, Path(folder), files) if leads else _nothing)
         self._agree((lambda: asyncio.run(self._external.reload(policy_version))) if leads else _nothing)
 
+    def finish(self) -> None:
+        """See `Refit.finish`: it is."""
+
     def _begin(self, stack: ExitStack, policy_version: int) -> str:
         self._served.own()
         target = self._served.version(policy_version)

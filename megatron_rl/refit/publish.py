@@ -1,4 +1,4 @@
-"""Publishing a policy version: from then on the engine samples by the weights that have it."""
+"""Publishing a policy version: the engine samples by the weights that have it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ class Refit(Protocol):
 
     def publish(self, policy_version: int) -> None:
         """Have the engine sample by the trainer's weights, of which `policy_version` counts the optimizer steps.
-        Collective; no request is under way."""
+        Collective. It may go on in the background, until `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """Return when the version is published, and the weights may change. Collective. Raises what prevented it."""
         ...
 
 
@@ -33,3 +37,6 @@ class SharedWeights:
     def publish(self, policy_version: int) -> None:
         """See `Refit.publish`."""
         self._engine.policy_version = policy_version
+
+    def finish(self) -> None:
+        """See `Refit.finish`: it is."""

@@ -64,6 +64,9 @@ class ReshardedWeights:
             each.run(self._world)
         self._engine.policy_version = policy_version
 
+    def finish(self) -> None:
+        """See `Refit.finish`: it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:

@@ -1,14 +1,16 @@
-"""Publishing a policy version to replicas that have worlds of their own, whoever of them comes and goes."""
+"""Giving a policy version to replicas that have worlds of their own, whoever of them comes and goes."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart, TransferFailed
@@ -46,7 +48,7 @@ class ReplicaControl(Protocol):
 
 
 class TransferRefit:
-    """Implements `Refit` on the training ranks."""
+    """This rank's end of the way from the ranks that train. All of it but `abort` is for one thread at a time."""
 
     def __init__(
         self,
@@ -54,17 +56,16 @@ class TransferRefit:
         control: dist.ProcessGroup,
         backend: str,
         replicas: ReplicaControl | None,
-        look: Callable[[], None],
+        leaves: Callable[[], bool],
         timeout: timedelta,
         patience: timedelta,
     ) -> None:
         """
         sender: of this rank.
-        control: all ranks of training, over gloo.
+        control: all ranks of training, over gloo. Nobody else may use it meanwhile.
         backend: of torch.distributed, for the transfers.
         replicas: of rank 0; None elsewhere.
-        look: called on all ranks about once a second while no replica is there. Collective. What it raises comes out of
-            `publish`.
+        leaves: asked on all ranks about once a second while no replica is there: whether this one was asked to leave.
         timeout: bounds every wait within a transfer.
         patience: time for any replica to take a version.
         """
@@ -73,22 +74,27 @@ class TransferRefit:
         self._control = control
         self._backend = backend
         self._replicas = replicas
-        self._look = look
+        self._leaves = leaves
         self._timeout = timeout
         self._patience = patience
         self._number = 0
         self._group: TransferGroup | None = None
         self._left_out: set[ReplicaStart] = set()  # of this publication
         self._listener: Listener | None = None  # of rank 0, between the beginning of an epoch and its own joining
+        self._given_up = threading.Event()
 
     @property
     def moved_bytes(self) -> int:
         """See `Refit.moved_bytes`: all replicas together."""
         return self._sender.moved_bytes
 
-    def publish(self, policy_version: int) -> None:
-        """See `Refit.publish`. A replica that is gone, or that does not take the weights, is left out; one that has
-        come since is taken in. Publishing a version again gives it to those that came too late for it.
+    def publish(self, policy_version: int) -> bool:
+        """Have the replicas generate by the weights as they are now. A replica that is gone, or that does not take
+        them, is left out; one that has come since is taken in. Publishing a version again gives it to those that came
+        too late for it. Collective.
+
+        Returns whether any replica has it, on all ranks: none does where one of these was asked to leave before one
+        came, or has given up.
 
         Raises:
             NoReplicaLeft: on all ranks where no replica has taken it within `patience`.
@@ -96,13 +102,21 @@ class TransferRefit:
         """
         give_up = time.monotonic() + self._patience.total_seconds()
         while not self._publish_to_some(policy_version):
-            self._look()
+            if self._anywhere(self._leaves() or self._given_up.is_set()):
+                return False
             if self._decide(lambda: time.monotonic() > give_up):
                 raise NoReplicaLeft(
                     f"no inference replica has taken policy version {policy_version} within {self._patience}: "
                     "see the logs of the replicas, infer-*.log"
                 )
-            time.sleep(WAIT_S)
+            self._given_up.wait(WAIT_S)
+        return True
+
+    def abort(self) -> None:
+        """From another thread, on all ranks: what is under way ends soon, and nothing further is begun."""
+        self._given_up.set()
+        if (group := self._group) is not None:
+            group.abort()
 
     def close(self) -> None:
         """End the epoch. Not collective."""
@@ -129,6 +143,8 @@ class TransferRefit:
     def _membership(self) -> Epoch | None:
         """Of rank 0: the epoch to go on with, that there is or a new one that has begun; None where nobody is there."""
         assert self._replicas is not None
+        if self._given_up.is_set():
+            return None
         while live := sorted(Member(*each) for each in self._replicas.live() if each[:2] not in self._left_out):
             if self._group is not None and self._group.intact and self._group.epoch.replicas == (*live,):
                 return self._group.epoch
@@ -199,6 +215,12 @@ class TransferRefit:
         told = [decision() if self._replicas is not None else None]
         dist.broadcast_object_list(told, group_src=0, group=self._control)
         return told[0]
+
+    def _anywhere(self, what: bool) -> bool:
+        """Whether it is so on any rank. Collective."""
+        flag = torch.tensor([what], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._control)
+        return bool(flag.item())
 
     def _agreed(self, work: Callable[[], None]) -> None:
         """Do something on all ranks. Raises TransferFailed on all where it failed on one."""

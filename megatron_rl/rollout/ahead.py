@@ -166,8 +166,7 @@ class AheadDriver(Driver):
         if asked:
             self._safe_points.agree()
         if starved:
-            with self._safe_points.phase("refit"):
-                self._loop.feed()
+            self._loop.feed()
         return [*map(State, states)]
 
     def _own_states(self, under_way: UnderWay, ordinals: range) -> dict[int, State]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,9 +79,11 @@ class Trainer:
         """Whether weights and optimizer are those that a step began with or ended with."""
         self._pipeline = Pipeline(groups)
 
-    def train(self, rollouts: RolloutBatch, step: int) -> StepStats:
+    def train(self, rollouts: RolloutBatch, step: int, weights_change: Callable[[], None] = lambda: None) -> StepStats:
         """All passes and updates over one batch, and what this rank counted of them: of the ranks of a replica, which
         all need its batch, the one that `Groups.reports`. Collective.
+
+        weights_change: called before each update, on all ranks. It may take its time; what it raises ends the step.
 
         Raises LeaveAgreed where a rank was asked to leave: before the first update with all as it was. After that the
         step is finished if there is time for it, else `between_steps` is false: nothing here can be saved.
@@ -122,7 +124,9 @@ class Trainer:
             mean_s = (time.monotonic() - began) / len(updates) if updates else 0.0
             unfinished_s = mean_s * (len(planned) - len(updates)) if updates else None
             with self.safe_points.phase("train"):
-                updates.append(self._update(batch, update, before, of_answers, reference, losses, unfinished_s))
+                updates.append(
+                    self._update(batch, update, before, of_answers, reference, losses, unfinished_s, weights_change)
+                )
             self.between_steps = len(updates) == len(planned)
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
         loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
@@ -181,6 +185,7 @@ class Trainer:
         reference: Tensor | None,
         losses: list[LossStats],
         unfinished_s: float | None,
+        weights_change: Callable[[], None],
     ) -> Update:
         """One optimizer step; what its losses saw goes into `losses`.
 
@@ -189,6 +194,7 @@ class Trainer:
             of_answers: [trained tokens] see `TrainedTokens.answer_log_ratios`.
             reference: [trained tokens] log-probs of the reference policy, where there is one.
             unfinished_s: see SafePoints.agree.
+            weights_change: see `train`.
         """
         output = self.policy.output() if self._pipeline.last else None
 
@@ -220,6 +226,7 @@ class Trainer:
         self.optimizer.zero_grad()
         first = unfinished_s is None  # later ones are finished: what they began cannot be saved half done
         forward_backward(self.policy, update.inputs, loss, self._pipeline, stop=lambda: self._leaves() and first)
+        weights_change()
         self.safe_points.agree(unfinished_s)
         with self.safe_points.phase("offload"):
             self.optimizer.reload()

@@ -3,7 +3,8 @@
     agents' loop                            the pool's thread
     await pool.generate(request)    ->      the replica with the least to do, or the one that knows how it begins
                                             tokens as they come; where it dies, another one goes on
-    pool.policy_version = 7         ->      only replicas with weights of that version are asked anything new
+    pool.announce()                 ->      what is begun from now on waits for the next version ...
+    pool.policy_version = 7         ->      ... and only replicas that have them are asked anything new
 
 The thread is there while the rank trains too: a replica that the first rank has not asked anything for a while takes
 the run for dead.
@@ -97,6 +98,8 @@ class ReplicaPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: dict[str, _Work] = {}
         self._homes: dict[int, Start] = {}  # ordinal: where its prompt is
+        self._newest_ordinal = -1  # that anything was asked about
+        self._held_after: int | None = None  # while a version is on its way: the newest ordinal of before
         self._since = time.monotonic()  # until when `busy_s` counts
         self._nobody_since: float | None = None
         self._said_at = 0.0
@@ -106,6 +109,13 @@ class ReplicaPool:
         """Look for replicas, and stay in touch with them."""
         self._thread.start()
 
+    def announce(self) -> None:
+        """Weights of a further version are on their way: what is asked from now on waits until they are
+        `policy_version`. What is about a prompt that was asked about before, or an earlier one, goes on by those that
+        there are: prompts are begun in ascending order."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._hold)
+
     @property
     def policy_version(self) -> int:
         """Of the weights that its answers are sampled by."""
@@ -114,6 +124,7 @@ class ReplicaPool:
     @policy_version.setter
     def policy_version(self, policy_version: int) -> None:
         self._policy_version = policy_version
+        self._starved = False
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._begin_version)
 
@@ -224,6 +235,8 @@ class ReplicaPool:
         if not self._work:
             self._since = time.monotonic()
         work = self._work[request.id] = _Work(request)
+        if request.ordinal is not None:
+            self._newest_ordinal = max(self._newest_ordinal, request.ordinal)
         self._place(work)
         try:
             return await work.answer
@@ -239,6 +252,8 @@ class ReplicaPool:
     def _place(self, work: _Work) -> None:
         """Ask a replica, if there is any to ask; else the request waits."""
         request = work.unanswered.request
+        if self._held_after is not None and (request.ordinal is None or request.ordinal > self._held_after):
+            return
         ready = self._links.ready(self._policy_version)
         fast = {start: link for start, link in ready.items() if not link.slow}
         candidates = {start: link.outstanding for start, link in (fast or ready).items()}
@@ -282,7 +297,11 @@ class ReplicaPool:
             logger.warning("%d requests of %s are asked elsewhere", len(moved), link.name)
         self._place_all()
 
+    def _hold(self) -> None:
+        self._held_after = self._newest_ordinal
+
     def _begin_version(self) -> None:
+        self._held_after = None
         self._homes.clear()
         for link in self._links.reached.values():
             link.pace, link.slow = Pace(), False

@@ -225,6 +225,29 @@ def test_replicas_with_other_weights_are_not_asked(attempt: Attempt, two) -> Non
     assert not one.engine.requests
 
 
+def test_while_weights_are_on_their_way_what_is_begun_waits_for_them_and_what_was_goes_on(
+    attempt: Attempt, two
+) -> None:
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+        asking(pool, [request(1, ordinal=4)])
+        pool.announce()
+
+        async def ask() -> list:
+            new = asyncio.create_task(pool.generate(request(2, ordinal=5)))
+            turns = [await pool.generate(request(3, ordinal=ordinal)) for ordinal in (4, 3)]
+            assert not new.done()
+            for each in two:
+                each.leader.version = each.engine.policy_version = 1
+            until(lambda: len(pool.starts()) == 2, "they are still there")
+            pool.policy_version = 1
+            return [*turns, await new]
+
+        *turns, new = asyncio.run(ask())
+    assert turns == [answers(request(3))] * 2
+    assert new == answers(request(2), version=1)
+
+
 def test_a_cancelled_request_ends_at_its_replica(attempt: Attempt, two) -> None:
     one, other = two
     one.engine.hold_at = other.engine.hold_at = 2

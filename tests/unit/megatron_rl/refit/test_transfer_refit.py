@@ -13,7 +13,6 @@ from core_helpers import stir, tiny_policy
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
 
 from megatron_rl.model.policy import Policy
-from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.refit import transfer_refit
 from megatron_rl.refit.epoch import NoReplicaLeft
 from megatron_rl.refit.transfer import Sender
@@ -50,9 +49,9 @@ def replicas(policies: list[Policy]) -> Iterator[ThreadedReplicas]:
 def refit(trained: Policy, replicas: ThreadedReplicas, groups: Any) -> Iterator[Callable[..., TransferRefit]]:
     made = []
 
-    def make(look: Callable[[], None] = lambda: None, patience: timedelta = LIMIT) -> TransferRefit:
+    def make(leaves: Callable[[], bool] = lambda: False, patience: timedelta = LIMIT) -> TransferRefit:
         sender = Sender(trained, ROUND_BYTES)
-        made.append(TransferRefit(sender, groups.control, "gloo", replicas, look, LIMIT, patience))
+        made.append(TransferRefit(sender, groups.control, "gloo", replicas, leaves, LIMIT, patience))
         return made[-1]
 
     yield make
@@ -134,19 +133,15 @@ def test_where_no_replica_is_there_one_is_awaited_and_the_ranks_may_leave_meanwh
 ) -> None:
     later = [replicas.replicas.popitem() for _ in range(2)]
 
-    def look() -> None:
+    def look() -> bool:
         if later:
             replicas.replicas.update([later.pop()])
+        return False
 
-    refit(look).publish(1)
+    assert refit(look).publish(1)
     assert have(replicas, trained, 1) == [0]
     replicas.replicas.clear()
-
-    def leave() -> None:
-        raise LeaveAgreed
-
-    with pytest.raises(LeaveAgreed):
-        refit(leave).publish(2)
+    assert not refit(lambda: True).publish(2)
     with pytest.raises(NoReplicaLeft, match="no inference replica has taken policy version 2 within 0:00:00"):
         refit(patience=timedelta(0)).publish(2)
 

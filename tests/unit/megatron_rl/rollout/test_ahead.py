@@ -88,7 +88,7 @@ def driver_of(
     inference: Any = SimpleNamespace(policy_version=0, busy_s=0.0, starved=False, partial_answers=list)
     groups: Any = SimpleNamespace(control=rank)
     bank = bank_in(folder, attempt, driver=rank, drivers=ranks)
-    loop = AgentThread(place, inference, inference)
+    loop = AgentThread(place, inference)
     driver = AheadDriver(agent, agent.training_sets(), inference, bank, config, groups, quiet_safe_points(), loop, 0)
     try:
         yield driver

@@ -283,9 +283,11 @@ def test_training_on_a_batch_makes_its_good_answers_likelier(platform: Any, grou
 def test_updates_and_policy_version_are_counted(platform: Any, groups: Any) -> None:
     config = tiny_run(grpo={"iterations": 2, "global_batch": 8})  # 4 x 4 answers: 2 updates a pass
     run = build_run(config, platform, groups)
-    stats = trained(run, GROUPS)
+    told: list[int] = []
+    stats = run.trainer.train(batch_of(GROUPS, 0, 4), 1, lambda: told.append(run.trainer.policy_version))
     assert stats.update.updates == stats.update.applied == 4
     assert run.trainer.policy_version == 4
+    assert told == [0, 1, 2, 3], "who reads the weights is told before each of them"
 
 
 def test_with_more_updates_the_old_logprobs_are_those_before_the_first(platform: Any, groups: Any) -> None:

@@ -1,0 +1,117 @@
+"""A version goes to the replicas while its rank does something else, and before the weights change it has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import quiet_safe_points, stir, tiny_policy
+from scripted_replica import until
+from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
+
+from megatron_rl.refit.epoch import NoReplicaLeft, ReplicaStart
+from megatron_rl.refit.overlapped import OverlappedRefit
+from megatron_rl.refit.transfer import Sender
+from megatron_rl.refit.transfer_refit import TransferRefit
+
+
+class HeldReplicas(ThreadedReplicas):
+    """Take the weights, and swap them in when they are let to."""
+
+    def __init__(self, *replicas: ThreadedReplica) -> None:
+        super().__init__(*replicas)
+        self.let = threading.Event()
+        self.received = threading.Event()
+
+    def swap(self, version: int) -> Collection[ReplicaStart]:
+        self.received.set()
+        assert self.let.wait(LIMIT.total_seconds())
+        return super().swap(version)
+
+
+class Overlap:
+    """A rank that trains, and one replica."""
+
+    def __init__(self, platform: Any, groups: Any) -> None:
+        self.trained, self.policy = (tiny_policy(platform) for _ in range(2))
+        stir(self.trained, 0.3, seed=1)
+        self.replicas = HeldReplicas(ThreadedReplica(self.policy, 0))
+        self.pool: Any = SimpleNamespace(policy_version=-1, announced=0, starved=False, announce=self._announce)
+        self.safe_points: Any = quiet_safe_points()
+        self.leaves = False
+        control = groups.control
+        transfer = TransferRefit(
+            Sender(self.trained, ROUND_BYTES), control, "gloo", self.replicas, lambda: self.leaves, LIMIT, LIMIT
+        )
+        self.refit = OverlappedRefit(transfer, self.pool, platform, self.safe_points)
+
+    def _announce(self) -> None:
+        self.pool.announced += 1
+
+    @property
+    def same(self) -> bool:
+        pairs = zip(self.trained.parameters(), self.policy.parameters(), strict=True)
+        return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.fixture
+def overlap(platform: Any, groups: Any) -> Iterator[Overlap]:
+    made = Overlap(platform, groups)
+    yield made
+    made.replicas.let.set()
+    made.refit.close()
+    made.replicas.close()
+    assert "refit" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_rank_goes_on_while_a_version_is_on_its_way(overlap: Overlap) -> None:
+    overlap.refit.publish(1)
+    assert overlap.replicas.received.wait(LIMIT.total_seconds())
+    assert (overlap.pool.announced, overlap.pool.policy_version) == (1, -1)
+    overlap.pool.starved = True
+    assert not overlap.refit.starved, "what it waits for is on its way"
+    overlap.replicas.let.set()
+    overlap.refit.finish()
+    assert (overlap.same, overlap.pool.policy_version) == (True, 1)
+    assert overlap.refit.metrics()["time/publish_s"] > 0
+    stir(overlap.trained, 0.1, seed=2)
+    overlap.refit.publish(2)
+    overlap.refit.renew()
+    assert overlap.same
+    assert overlap.replicas.epochs == [[0]]
+
+
+def test_what_prevents_it_is_raised_before_the_weights_change(overlap: Overlap) -> None:
+    def gone() -> Any:
+        raise NoReplicaLeft("all inference replicas are given up")
+
+    overlap.replicas.live = gone  # type: ignore[method-assign]
+    overlap.refit.publish(1)
+    until(lambda: overlap.refit.starved, "whoever waits for it learns that it is in vain")
+    with pytest.raises(NoReplicaLeft, match="all inference replicas are given up"):
+        overlap.refit.finish()
+
+
+def test_a_rank_that_is_asked_to_leave_while_no_replica_is_there_leaves(overlap: Overlap) -> None:
+    overlap.replicas.replicas.clear()
+    overlap.leaves = True
+    overlap.refit.publish(1)
+    overlap.refit.finish()
+    assert overlap.safe_points.drain.asked
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_end_of_a_run_ends_what_is_on_its_way(overlap: Overlap, there: bool) -> None:
+    if not there:
+        overlap.replicas.replicas.clear()
+    overlap.refit.publish(1)
+    if there:
+        assert overlap.replicas.received.wait(LIMIT.total_seconds())
+        threading.Timer(0.05, overlap.replicas.let.set).start()
+    overlap.refit.close()
+    assert "refit" not in {thread.name for thread in threading.enumerate()}
+    assert not overlap.safe_points.drain.asked, "a run that has finished need not leave"
