@@ -31,35 +31,33 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         of_page = (kv_heads, page_tokens) if gathered else (page_tokens, kv_heads)
-        self.keys = torch.zeros(layers, pages, *of_page, head_size, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        both = torch.zeros(layers, 2, pages, *of_page, head_size, dtype=dtype, device=device)
+        self.keys, self.values = both.unbind(1)
         self._page_tokens = page_tokens
         self._gathered = gathered
-        # Of all layers, as what is copied at once: the keys of a token, or of one of its heads.
-        self._copied = (self.keys.flatten(1, 3 if gathered else 2), self.values.flatten(1, 3 if gathered else 2))
+        # Of all layers, as what is copied at once: the keys or values of a token, or of one of its heads.
+        self._copied = both.flatten(1, 4 if gathered else 3)
+        self._first_value = self._copied.shape[1] // 2
         self._heads = torch.arange(kv_heads, device=device)
 
     def index(self, places: Tensor) -> Tensor:
         """What `write` and `read` want to know of places [tokens]."""
-        if not self._gathered:
-            return places
-        page, place = places // self._page_tokens, places % self._page_tokens
-        of_heads = (page[:, None] * len(self._heads) + self._heads) * self._page_tokens + place[:, None]
-        return of_heads.flatten()
+        if self._gathered:
+            page, place = places // self._page_tokens, places % self._page_tokens
+            of_heads = (page[:, None] * len(self._heads) + self._heads) * self._page_tokens + place[:, None]
+            places = of_heads.flatten()
+        return torch.cat((places, places + self._first_value))
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
         """Keys and values, [tokens, kv_heads, head_size], of one layer (counted from 1) to their places."""
-        keys, values = (copied[layer - 1] for copied in self._copied)
-        if self._gathered:
-            key, value = key.flatten(0, 1), value.flatten(0, 1)
-        keys.index_copy_(0, index, key)
-        values.index_copy_(0, index, value)
+        both = torch.cat((key, value))
+        self._copied[layer - 1].index_copy_(0, index, both.flatten(0, 1) if self._gathered else both)
 
     def read(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of places, each [tokens, kv_heads, head_size]."""
-        keys, values = (copied[layer - 1].index_select(0, index) for copied in self._copied)
-        shape = (-1, len(self._heads), keys.shape[-1])
-        return keys.view(shape), values.view(shape)
+        both = self._copied[layer - 1].index_select(0, index).view(-1, len(self._heads), self.keys.shape[-1])
+        key, value = both.chunk(2)
+        return key, value
 
 
 @dataclass(frozen=True, slots=True)
