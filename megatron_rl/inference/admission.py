@@ -115,6 +115,8 @@ class Admission:
         """What to compute next, and the rows that begin with it, in their order. Both may be nothing."""
         prefills: list[Prefill] = []
         begun: list[Row] = []
+        if not self._waiting or len(running) == self._max_batch:
+            return prefills, begun
         left = self._at_once
         growing = sum(row.grows for row in running)
         while self._waiting and left and len(running) + len(begun) < self._max_batch:

@@ -157,15 +157,15 @@ def sample(
     work: what the rows ask for, all of it at least.
     """
     greedy = rows.temperature == 0
-    temperature = rows.temperature.masked_fill(greedy, 1.0)
-    logits = logits.float()
-    logprobs = torch.log_softmax(logits / temperature[:, None], dim=-1)
-    probs = logprobs.exp()
+    logits = logits.float() / rows.temperature.masked_fill(greedy, 1.0)[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
     if work.holds:
-        held = count < rows.least
         # Not by their probabilities: what is left of those may all be too small for fp32.
-        logits = torch.where(held[:, None], logits.scatter(1, rows.ends, -torch.inf), logits)
-        probs = torch.softmax(logits / temperature[:, None], dim=-1)
+        held, ends = (count < rows.least)[:, None], rows.ends[:, : work.ends]
+        logits = logits.scatter(1, ends, logits.gather(1, ends).masked_fill(held, -torch.inf))
+        probs = torch.softmax(logits, dim=-1)
+    else:
+        probs = logprobs.exp()
     # fp32 running sums over 150k tokens would lose the tail
     cumulative = keep_likely(probs, rows, work).cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
