@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,16 @@ from megatron_rl.platform.paged_attention import PagedRows
 
 LANES = 16
 """Numbers that are added up at once, at most: of fewer, the order depends on how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Room behind the pages of each query, where some have more: as many as the longest and full vectors need."""
+
+    targets: Tensor
+    """[seen] where in `scores` each page of a query is."""
+    scores: Tensor
+    """[queries * pages, page_tokens] minus infinity where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,46 +44,65 @@ class SparseAttention:
     places: Tensor
     """[seen * page_tokens] of keys and values: (page * kv_heads + head) * page_tokens + where in the page."""
     beyond: Tensor
-    """[seen, page_tokens] minus infinity behind the last token of a sequence, else 0."""
-    targets: Tensor
-    """[seen] where in `scores` each page of a query is."""
-    scores: Tensor
-    """[queries * pages, page_tokens] minus infinity where there is none."""
+    """[seen * page_tokens] minus infinity behind the last token of a sequence, else 0."""
+    products: Tensor
+    """Sparse [queries, places of the cache up to the last that is seen]: of one layer after the other."""
+    gaps: Gaps | None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `PagedAttention.attend`."""
-        head_size = query.shape[2]
-        queries, keys, values = (each.reshape(-1, head_size) for each in (query, keys, values))
-        shape = len(queries), len(keys)
-        none = torch.zeros(self.places.shape)  # is added to the products, NaN even where 0 times as much is
-        seen = torch.sparse_csr_tensor(self.offsets, self.places, none, shape, check_invariants=False)
-        torch.sparse.sampled_addmm(seen, queries, keys.t(), beta=0.0, alpha=head_size**-0.5, out=seen)
-        self.scores.index_copy_(0, self.targets, seen.values().view_as(self.beyond) + self.beyond)
-        weights = self.scores.view(len(queries), -1).softmax(-1).view_as(self.scores).index_select(0, self.targets)
+        rows, _, head_size = query.shape
+        query, keys, values = (each.reshape(-1, head_size) for each in (query, keys, values))
+        keys = keys[: self.products.shape[1]]
+        products = self.products.values().copy_(self.beyond)  # which the products are added to
+        torch.sparse.sampled_addmm(self.products, query, keys.t(), alpha=head_size**-0.5, out=self.products)
         attended: Tensor = torch.embedding_bag(
-            values, self.places, self.offsets, mode=0, per_sample_weights=weights.view(-1), include_last_offset=True
+            values,
+            self.places,
+            self.offsets,
+            mode=0,
+            per_sample_weights=self._softmax(products, query.shape[0]),
+            include_last_offset=True,
         )[0]
-        return attended.view(len(query), -1)
+        return attended.view(rows, -1)
+
+    def _softmax(self, products: Tensor, queries: int) -> Tensor:
+        """Of each query's, [seen * page_tokens] -> the same."""
+        if self.gaps is None:
+            return products.view(queries, -1).softmax(-1).view(-1)
+        scores = self.gaps.scores
+        scores.index_copy_(0, self.gaps.targets, products.view(-1, scores.shape[1]))
+        weights = scores.view(queries, -1).softmax(-1).view_as(scores)
+        return weights.index_select(0, self.gaps.targets).view(-1)
 
 
 def sparse_attention(rows: PagedRows) -> SparseAttention:
-    """All rows at once, however different their lengths."""
+    """All rows at once, however different their lengths, on a device whose `bounds` are exact."""
     _warn_of_nothing()
-    tokens, width = rows.page_tokens, rows.table.shape[1]
-    pages = ((rows.lengths + (tokens - 1)) // tokens).repeat_interleave(rows.heads)
-    offsets = torch.cat((pages.new_zeros(1), pages.cumsum(0)))
-    query = torch.arange(len(pages)).repeat_interleave(pages)
-    number = torch.arange(len(query)) - offsets.index_select(0, query)
-    row, head = query // rows.heads, query % rows.heads // (rows.heads // rows.kv_heads)
-    page = rows.table.flatten().index_select(0, row * width + number)
-    within = torch.arange(tokens)
-    places = ((page * rows.kv_heads + head) * tokens)[:, None] + within
-    left = rows.lengths.index_select(0, row) - number * tokens
-    beyond = torch.zeros(places.shape).masked_fill_(within >= left[:, None], -torch.inf)
+    tokens, repeated = rows.page_tokens, rows.heads // rows.kv_heads
+    pages = -(-rows.bounds // tokens).astype(np.int32)
+    of_query = np.repeat(pages, rows.heads)
+    offsets = np.zeros(len(of_query) + 1, dtype=np.int32)
+    np.cumsum(of_query, out=offsets[1:])
+    query = np.repeat(np.arange(len(of_query), dtype=np.int32), of_query)
+    number = np.arange(len(query), dtype=np.int32) - offsets[query]
+    row, head = query // rows.heads, query % rows.heads // repeated
+    page = rows.table.numpy()[row, number]
+    within = np.arange(tokens, dtype=np.int32)
+    places = (((page * rows.kv_heads + head) * tokens)[:, None] + within).ravel()
+    left = rows.bounds.astype(np.int32)[row] - number * tokens
+    beyond = torch.from_numpy(np.where(within < left[:, None], np.float32(0), np.float32(-np.inf)).ravel())
+    offsets *= tokens
+    at, of = torch.from_numpy(places), torch.from_numpy(offsets)
+    shape = len(of_query), (int(page.max()) + 1) * rows.kv_heads * tokens
+    products = torch.sparse_csr_tensor(of, at, torch.empty_like(beyond), shape, check_invariants=False)
     multiple = LANES // math.gcd(LANES, tokens)
-    of_query = -(-rows.longest // (tokens * multiple)) * multiple
-    scores = torch.full((len(pages) * of_query, tokens), -torch.inf)
-    return SparseAttention(offsets * tokens, places.flatten(), beyond, query * of_query + number, scores)
+    room = -(-int(pages.max()) // multiple) * multiple
+    gaps = None
+    if pages.min() < room:
+        scores = torch.full((len(of_query) * room, tokens), -torch.inf)
+        gaps = Gaps(torch.from_numpy(query * np.int64(room) + number), scores)
+    return SparseAttention(of, at, beyond, products, gaps)
 
 
 @cache

@@ -57,7 +57,9 @@ def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, T
 )
 def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], page_tokens: int, seed: int) -> None:
     query, keys, values, rows = pages_of(lengths, page_tokens, seed)
-    out = attention(rows).attend(query, keys, values)
+    attention = attention(rows)
+    attention.attend(*pages_of(lengths, page_tokens, seed + 1)[:3])  # of another layer
+    out = attention.attend(query, keys, values)
     torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
 
 
