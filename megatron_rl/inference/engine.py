@@ -192,6 +192,7 @@ class Engine:
         """Make room for training, on each rank of the replica. What is under way waits, to go on from its tokens."""
         self.begin_rows_again()
         self._scheduler.forget()  # what the next phase computes does not depend on what was asked in this one
+        self._runner.forget_weights()
         if not self._keeps_cache:
             self._runner.release()
 

@@ -24,6 +24,7 @@ from megatron_rl.inference.plans import Prefill, StepPlan
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.frozen import FrozenPolicy
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout, whole_sequences
 from megatron_rl.platform.paged_attention import PagedRows
@@ -67,6 +68,7 @@ class ModelRunner:
         )
         self.cache: KeyValueCache | None = None
         """Made when it is first needed."""
+        self._frozen: FrozenPolicy | None = None  # made so too
         self._tokens_until_look = policy.tokens_between_looks
 
     @torch.inference_mode()
@@ -103,7 +105,7 @@ class ModelRunner:
         ends = np.cumsum([len(prefill.tokens) for prefill in prefills])
         last = [(end - 1, prefill) for end, prefill in zip(ends.tolist(), prefills, strict=True) if prefill.samples]
         positions = [np.arange(each.start, each.start + len(each.tokens)) for each in prefills]
-        logits = self.policy(
+        logits = self._logits(
             to_device([token for prefill in prefills for token in prefill.tokens], device),
             to_device(np.concatenate(positions), device),
             self._prefill_layout(prefills, cache),
@@ -114,7 +116,7 @@ class ModelRunner:
         begun = [prefill for _, prefill in last]
         self._rows.begin(rows, begun)
         sequence = np.repeat(np.arange(len(begun)), [len(prefill.samples) for prefill in begun])  # of each row
-        of_rows = self.policy.whole_logits(logits).index_select(0, to_device(sequence, device))
+        of_rows = logits.index_select(0, to_device(sequence, device))
         self._rows.draw(rows, of_rows, self._rows.work(rows))
 
     def _prefill_layout(self, prefills: Sequence[Prefill], cache: KeyValueCache) -> Layout:
@@ -141,8 +143,13 @@ class ModelRunner:
             self._graphs.drop()  # which waits for the last of what reads it
         self.cache = None
 
+    def forget_weights(self) -> None:
+        """The policy's weights may change from here on."""
+        self._frozen = None
+
     def weights_changed(self) -> None:
         """The policy has new weights."""
+        self.forget_weights()
         if self._graphs:
             self._graphs.keep_for_weights()
 
@@ -165,5 +172,10 @@ class ModelRunner:
         paged = PagedRows(table, lengths, most, self._page_tokens, self._heads, self._kv_heads)
         target = page * self._page_tokens + positions % self._page_tokens
         layout = DecodeLayout(cache, cache.index(target), self.policy.paged_attention(paged))
-        logits: Tensor = self.policy.whole_logits(self.policy.decode(state.token[rows], positions, layout))
-        state.draw(rows, logits, work)
+        state.draw(rows, self._logits(state.token[rows], positions, layout), work)
+
+    def _logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
+        """[tokens, vocab], or [selected, vocab]: see `Policy.forward`."""
+        frozen = self._frozen = self._frozen or self.policy.frozen()
+        forward = self.policy if frozen is None else frozen.logits
+        return self.policy.whole_logits(forward(tokens, positions, layout, select))

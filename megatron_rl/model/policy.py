@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
-from megatron_rl.model.decode import decode, decodes_whole
+from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.output import OutputPart
 from megatron_rl.platform.api import Platform
@@ -49,18 +49,13 @@ class Policy(GPTModel):
         count = len(tokens) if select is None else len(select)
         return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
 
-    def decode(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """As `forward`, of one token for each row of `layout`; not for training."""
-        if not self.decodes_whole:
-            return self.forward(tokens, positions, layout)
-        rows = len(tokens)
-        tokens = pad(tokens, (0, -rows % self._platform.rows_multiple))
-        return self.output().logits(decode(self, tokens, self._rotation(positions), layout, rows))[:rows]
-
-    @property
-    def decodes_whole(self) -> bool:
-        """Whether nothing of a row that is decoded depends on another row or another rank."""
-        return decodes_whole(self, self._platform)
+    def frozen(self) -> FrozenPolicy | None:
+        """Computes what `forward` does with the weights as they are now, for generation; None where there is no faster
+        way than `forward`."""
+        if not freezes(self, self._platform):
+            return None
+        rotations = self._cosines, self._sines
+        return FrozenPolicy(self, self.output().weight[: self._tokens], rotations, self._platform.rows_multiple)
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1

@@ -32,6 +32,7 @@ class RecordingPlatform(CpuPlatform):
     """A CPU that records decode steps, and attends in them as a GPU's kernel does: for all lengths alike."""
 
     tokens_between_looks = 3
+    computes_on_host = False
 
     def __init__(self) -> None:
         super().__init__(threads=1)

@@ -288,26 +288,38 @@ def test_new_weights_are_used_at_once_and_said(platform: Any, groups: Any) -> No
     assert tokens_of(after) == [greedy_without_cache(policy, PROMPTS[0], 12)] != tokens_of(before)
 
 
+def test_no_copy_of_the_weights_outlives_a_phase(platform: Any, groups: Any) -> None:
+    """Training goes on with them, and has the memory."""
+    policy = tiny_policy(platform, scale=0.15)
+    engine = engine_of(policy)
+    (before,) = answer(engine, ask(PROMPTS[0]))
+    engine.end_phase()
+    with torch.no_grad():
+        policy.embedding.word_embeddings.weight.mul_(-1)
+    (after,) = answer(engine, ask(PROMPTS[0]))
+    assert tokens_of(after) == [greedy_without_cache(policy, PROMPTS[0], 12)] != tokens_of(before)
+
+
 def test_an_error_inside_reaches_every_caller_and_the_engine_works_again(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some requests being decoded, some still waiting: nobody hangs."""
     engine = engine_of(policy, max_batch=2)
-    forward, calls = policy.forward, 0
+    whole_logits, calls = policy.whole_logits, 0
 
     def fails_the_third_time(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("out of memory")
-        return forward(*args)
+        return whole_logits(*args)
 
     async def together() -> list[Any]:
         requests = [ask(prompt, 2, top_k=0) for prompt in PROMPTS]
         return await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests), return_exceptions=True), 60)
 
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "forward", fails_the_third_time)
+        patch.setattr(policy, "whole_logits", fails_the_third_time)
         outcomes = asyncio.run(together())
     errors = [outcome for outcome in outcomes if isinstance(outcome, RuntimeError)]
     assert len(errors) >= len(PROMPTS) - 1

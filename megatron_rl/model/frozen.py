@@ -1,0 +1,140 @@
+"""A policy's weights as they are at one time, for generation: where one rank has all of them, on a CPU, in fp32.
+
+Of small products Python's way to each operator is a large part, and so is the start of each that threads share. Here
+are as few operators as there are: a norm's weight is part of the product behind it, what is done to a product is done
+by the product, and heads come out of theirs in the order in which they are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn.functional import pad, rms_norm
+
+from megatron_rl.model.layers import Norm, Rotation
+from megatron_rl.platform.api import Platform
+from megatron_rl.platform.attention import Layout
+from megatron_rl.platform.packed_linear import PackedLinear, packs
+
+
+def freezes(policy: GPTModel, platform: Platform) -> bool:
+    """Whether there is a `FrozenPolicy` of it: nothing of it is another rank's, and each row is computed by itself."""
+    return (
+        platform.computes_on_host
+        and policy.config.num_moe_experts is None
+        and policy.pg_collection.tp.size() == policy.pg_collection.pp.size() == 1
+        and packs(policy.config.params_dtype)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenLayer:
+    """A layer's weights as they are multiplied by, those of its norms among them."""
+
+    number: int
+    """Counted from 1."""
+    heads: PackedLinear
+    """All queries, then all keys, then all values."""
+    head_norms: tuple[Norm, Norm] | None
+    """Of queries and of keys."""
+    proj: PackedLinear
+    gate: PackedLinear
+    value: PackedLinear
+    out: PackedLinear
+
+
+class FrozenPolicy:
+    """A copy of the weights. What it computes differs from the training forward by rounding."""
+
+    @torch.inference_mode()
+    def __init__(self, policy: GPTModel, output: Tensor, rotations: tuple[Tensor, Tensor], multiple: int) -> None:
+        """
+        output: weight of the output layer, [tokens, hidden].
+        rotations: cosines and sines of all positions, see `Rotation`.
+        multiple: see `Platform.rows_multiple`.
+        """
+        attention = policy.decoder.layers[0].self_attention
+        self._heads: int = attention.num_attention_heads_per_partition
+        self._kv_heads: int = attention.num_query_groups_per_partition
+        self._head_size: int = attention.hidden_size_per_attention_head
+        self._least: float = policy.config.hidden_size * policy.config.layernorm_epsilon
+        self._multiple = multiple
+        self._rotations = rotations
+        self._embedding: Tensor = policy.embedding.word_embeddings.weight.detach()
+        self._layers = [self._layer(layer) for layer in policy.decoder.layers]
+        self._output = PackedLinear.of(_behind(policy.decoder.final_layernorm, output))
+
+    def _layer(self, layer: TransformerLayer) -> FrozenLayer:
+        attention, mlp = layer.self_attention, layer.mlp
+        heads = _behind(layer.input_layernorm, self._sorted(attention.linear_qkv.weight))
+        bias = attention.linear_qkv.bias
+        gate, value = _behind(layer.pre_mlp_layernorm, mlp.linear_fc1.weight).chunk(2)
+        norms = attention.q_layernorm, attention.k_layernorm
+        return FrozenLayer(
+            layer.layer_number,
+            PackedLinear.of(heads, None if bias is None else self._sorted(bias)),
+            norms if isinstance(norms[0], Norm) else None,
+            PackedLinear.of(attention.linear_proj.weight),
+            PackedLinear.of(gate),
+            PackedLinear.of(value),
+            PackedLinear.of(mlp.linear_fc2.weight),
+        )
+
+    def _sorted(self, heads: Tensor) -> Tensor:
+        """Of each group its queries', its key's, its value's -> all queries', all keys', all values'."""
+        of_groups = heads.unflatten(0, (self._kv_heads, -1, self._head_size))
+        parts = of_groups.split((of_groups.shape[1] - 2, 1, 1), dim=1)
+        return torch.cat([part.flatten(0, 2) for part in parts])
+
+    def logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
+        """See `Policy.forward`."""
+        count = tokens.shape[0]
+        filling = -count % self._multiple
+        rotation = Rotation(*(each.index_select(0, positions) for each in self._rotations))
+        hidden = self._embedding.index_select(0, pad(tokens, (0, filling)) if filling else tokens)
+        for layer in self._layers:
+            heads = layer.heads(self._normed(hidden))
+            attended = self._attended(layer, heads[:count] if filling else heads, rotation, layout)
+            hidden = layer.proj.added(pad(attended, (0, 0, 0, filling)) if filling else attended, hidden)
+            normed = self._normed(hidden)
+            hidden = layer.out.added(layer.value.multiplied(normed, layer.gate.silu(normed)), hidden)
+        if select is not None:
+            count = select.shape[0]
+            hidden = pad(hidden.index_select(0, select), (0, 0, 0, -count % self._multiple))
+        return self._output(self._normed(hidden))[:count]
+
+    def _attended(self, layer: FrozenLayer, heads: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+        """[tokens, (heads + 2 * kv_heads) * head_size] -> [tokens, heads * head_size]"""
+        heads = heads.view(heads.shape[0], -1, self._head_size)
+        turned = heads.narrow(1, 0, self._heads + self._kv_heads)
+        if layer.head_norms:
+            of_query, of_key = layer.head_norms
+            query, key = self._query_and_key(turned)
+            turned = torch.cat((_head_normed(query, of_query), _head_normed(key, of_key)), dim=1)
+        query, key = self._query_and_key(rotation.turned(turned))
+        return layout.attend(layer.number, query, key, heads.narrow(1, self._heads + self._kv_heads, self._kv_heads))
+
+    def _query_and_key(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        return both.narrow(1, 0, self._heads), both.narrow(1, self._heads, self._kv_heads)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """RMSNorm without its weight and its sqrt(hidden), which are in the product behind it: see `_behind`.
+
+        Of operators whose results are exactly rounded: those of other functions of a row's length, such as hypot, would
+        depend on whether it fills a vector with those of other rows.
+        """
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        return hidden * length.square_().add_(self._least).rsqrt_()
+
+
+def _behind(norm: Norm, weight: Tensor) -> Tensor:
+    """The weight of a product behind a norm, with the norm's own."""
+    return weight * (norm.weight * norm.weight.shape[0] ** 0.5)
+
+
+def _head_normed(heads: Tensor, norm: Norm) -> Tensor:
+    return rms_norm(heads, norm.normalized_shape, norm.weight, norm.eps)
