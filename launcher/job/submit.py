@@ -24,6 +24,7 @@ from launcher.host.record.reading import PATIENCE_S
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
+from launcher.job.harvest import refuse_unknown_partition
 from launcher.job.run_directory import opened
 from launcher.job.script import PlannedJob, header, render
 from launcher.recipe.changes import Change
@@ -71,6 +72,7 @@ def submit(
         raise BadInput(drafted.obstacles)
     if which("sbatch") is None:
         raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
+    refuse_unknown_partition(drafted.job)
     prefetch.export_packages(drafted.job.recipe.config, drafted.job.profile)
     prefetch.import_image_on_login(drafted.job.recipe.config, drafted.job.profile)
     name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
@@ -157,6 +159,7 @@ def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
     Raises:
         BadInput: Slurm would not take it.
     """
+    refuse_unknown_partition(drafted.job)
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     with TemporaryDirectory(prefix="mrl-test-only-") as folder:
         script = Path(folder) / "job.sbatch"

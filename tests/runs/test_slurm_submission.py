@@ -100,6 +100,24 @@ def test_a_refused_job_leaves_nothing(cluster, tmp_path):
     assert not (tmp_path / "state").exists()
 
 
+HARVEST = ("placement.mode=partitioned", "placement.inference.nodes=1", "job.nodes=2", "harvest.max_replicas=1")
+
+
+def test_a_partition_for_harvested_replicas_that_slurm_does_not_have_is_refused(cluster, tmp_path):
+    cluster("sinfo", "echo gold; echo backfill")
+    for words in (["harvest.partition='gold,backfil'"], ["harvest.partition=backfil", "--test-only"]):
+        done = submit(*HARVEST, *words, code=2)
+        assert "harvest.partition backfil: this cluster has none of that name, it has backfill, gold; did you mean" in (
+            done.stderr
+        )
+    assert calls(tmp_path) == []
+    assert list((tmp_path / "root").iterdir()) == []
+    submit(*HARVEST, "harvest.partition='gold,backfill'")
+    cluster("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    submit(*HARVEST, "harvest.partition=silver")
+    assert len(calls(tmp_path)) == 2
+
+
 def test_a_refused_change_leaves_the_old_run_as_it_was(cluster, tmp_path):
     submit("training.steps=800", "--run-dir", "r")
     run = RunDir(tmp_path / "r")

@@ -27,6 +27,12 @@ def test_a_partition_that_does_not_exist(login: Login) -> None:
     assert said.count("error") == 1
 
 
+def test_a_partition_for_harvested_replicas_that_does_not_exist(login: Login) -> None:
+    apart = ("job.nodes=2", "placement.mode=partitioned", "placement.inference.nodes=1", "harvest.max_replicas=1")
+    said = refused(login, *DEMO, *apart, "harvest.partition=lwo")
+    assert "harvest.partition lwo: this cluster has none of that name, it has high, low; did you mean low?" in said
+
+
 def test_a_constraint_that_no_node_meets(login: Login) -> None:
     login.profiles["stub"]["constraint"] = "h200"
     said = refused(login, *DEMO)

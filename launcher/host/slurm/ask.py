@@ -122,6 +122,16 @@ def waiting_for(job_id: str, name: str) -> List[str]:
     return [row.split()[0] for row in rows if dependency.search(row)]
 
 
+def partitions() -> List[str]:
+    """Names of all partitions, hidden ones included. Raises SlurmRefused."""
+    command = ["sinfo", "--all", "--noheader", "--format=%R"]
+    told = call(command)
+    names = sorted(set(told.split()))
+    if not names:
+        raise unclear(command, told)
+    return names
+
+
 def jobs_called(name: str) -> Dict[str, str]:
     """Nodes of one's own jobs of a name that have not ended, by id; of one that waits, nothing. Raises SlurmRefused."""
     mine = ["--user=" + str(os.getuid()), "--name=" + name]
