@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -14,6 +15,9 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.config import JobConfig, TrainingLayout
 from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.world import World
+
+RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Collectives that the flight recorder keeps; the second is the name of before torch 2.9, of which later ones warn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,8 @@ def watch_collectives(folder: Path, limit_s: int) -> None:
         ends the rank, which leaves no error file either. torch's eight minutes would come before the host side sees who
         is silent and asks all where they are.
     """
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    if not os.environ.keys() & RECORDED:
+        os.environ[RECORDED[0] if torch.__version__ >= (2, 9) else RECORDED[1]] = "2000"
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "collectives."))
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(limit_s))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.config import TrainingLayout
-from megatron_rl.rank.groups import Groups, check_divides, watch_collectives
+from megatron_rl.rank.groups import RECORDED, Groups, check_divides, watch_collectives
 
 
 def test_where_all_is_gloo_it_is_the_world(groups: Groups) -> None:
@@ -43,12 +43,12 @@ def test_beside_another_backend_it_is_a_group_of_its_own_with_a_limit_of_its_own
 def test_nccl_writes_what_it_knows_beside_the_attempts_other_files_and_ends_no_rank_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TRACE_BUFFER_SIZE", "DEBUG_INFO_TEMP_FILE", "HEARTBEAT_TIMEOUT_SEC"):
-        monkeypatch.setenv(f"TORCH_NCCL_{name}", "")  # so that it is as before afterwards
-        monkeypatch.delenv(f"TORCH_NCCL_{name}")
+    for name in (*RECORDED, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     watch_collectives(tmp_path, 3600)
-    assert int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+    assert [name in os.environ for name in RECORDED] == [torch.__version__ >= (2, 9), torch.__version__ < (2, 9)]
     assert Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent == tmp_path
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "what the user asks for stays"
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "3600", "eight minutes are less than job.silence_limit_s"
