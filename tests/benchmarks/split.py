@@ -201,14 +201,14 @@ def busy_file(attempt: Attempt, number: int) -> Path:
     return attempt.folder / f"busy-{number}"
 
 
-def serve(attempt: Attempt, number: int, costs: Costs) -> None:
+def serve(attempt: Attempt, number: int, start: int, costs: Costs) -> None:
     """A replica, until its parent ends it."""
     engine, replica = PacedEngine(costs), attempt.replica(number)
-    replica.folder.mkdir(parents=True)
+    replica.folder.mkdir(parents=True, exist_ok=True)
     listener = socket.create_server(("127.0.0.1", 0))
     leader = Leader(engine, PacedWeights(engine, busy_file(attempt, number)), None, Activity(replica, published=False))
     leader.version = 0
-    address = ReplicaAddress(number, 0, "127.0.0.1", listener.getsockname()[1], 1, DIGEST, PROTOCOL, time.time())
+    address = ReplicaAddress(number, start, "127.0.0.1", listener.getsockname()[1], 1, DIGEST, PROTOCOL, time.time())
     service = ReplicaService(leader, address)
     config = uvicorn.Config(application(service, TOKEN), interface="asgi3", lifespan="off", log_level="error")
 
@@ -234,41 +234,56 @@ class Measured:
 class Run:
     """The trainer's side: admits, trains in order, publishes."""
 
-    def __init__(self, scenario: Scenario, attempts: Sequence[Attempt], steps: int) -> None:
+    def __init__(self, scenario: Scenario, attempts: Sequence[Attempt]) -> None:
         """attempts: of each the replicas have a pool of their own."""
-        self._scenario, self._attempts, self._steps = scenario, attempts, steps
+        self._scenario, self._attempts = scenario, attempts
+        self.measured = Measured()
         self._pools = [ReplicaPool(one, DIGEST, TOKEN, 0, goes_on=True, limit_s=LIMIT_S) for one in attempts]
         self._groups: dict[int, asyncio.Task[list[int]]] = {}
+        self._began = 0.0
 
-    async def go(self) -> Measured:
-        work, costs, measured = self._scenario.work, self._scenario.costs, Measured()
+    async def go(self, steps: int) -> Measured:
+        self.start()
+        await self.see(self._scenario.split.replicas)
+        for step in range(steps):
+            await self.step(step)
+        await self.stop()
+        return self.measured
+
+    def start(self) -> None:
         for pool in self._pools:
             pool.start()
             pool.policy_version = 0
+
+    async def see(self, count: int) -> None:
+        """Wait until so many replicas are there."""
         give_up = time.monotonic() + LIMIT_S
-        while sum(len(pool.starts()) for pool in self._pools) < self._scenario.split.replicas:
-            assert time.monotonic() < give_up, "the replicas did not come up"
+        while sum(len(pool.starts()) for pool in self._pools) != count:
+            assert time.monotonic() < give_up, f"there were never {count} replicas"
             await asyncio.sleep(0.1)
-        began = time.monotonic()
-        for step in range(self._steps):
-            below = begun_below(step * work.prompts, [], 1 + self._scenario.max_lag, work.prompts, rounds=1)
-            for ordinal in range(len(self._groups), below):
-                self._groups[ordinal] = asyncio.create_task(self._answer(ordinal))
-            ordinals = range(step * work.prompts, (step + 1) * work.prompts)
-            groups = await asyncio.gather(*(self._groups[ordinal] for ordinal in ordinals))
-            versions = [version for group in groups for version in group]
-            measured.staleness_max = max(measured.staleness_max, step - min(versions))
-            longest = max(max(self._lengths(ordinal)) for ordinal in ordinals)
-            await asyncio.sleep(costs.train_s(len(versions), 0, longest))
-            publishes = time.monotonic()
-            busy_s = await asyncio.to_thread(self._publish, step + 1)
-            measured.published_s.append(time.monotonic() - publishes)
-            measured.ended_at.append(time.monotonic() - began)
-            measured.busy_s.append(fmean(busy_s))
+
+    async def step(self, step: int) -> None:
+        work, costs, measured = self._scenario.work, self._scenario.costs, self.measured
+        self._began = self._began or time.monotonic()
+        below = begun_below(step * work.prompts, [], 1 + self._scenario.max_lag, work.prompts, rounds=1)
+        for ordinal in range(len(self._groups), below):
+            self._groups[ordinal] = asyncio.create_task(self._answer(ordinal))
+        ordinals = range(step * work.prompts, (step + 1) * work.prompts)
+        groups = await asyncio.gather(*(self._groups[ordinal] for ordinal in ordinals))
+        versions = [version for group in groups for version in group]
+        measured.staleness_max = max(measured.staleness_max, step - min(versions))
+        longest = max(max(self._lengths(ordinal)) for ordinal in ordinals)
+        await asyncio.sleep(costs.train_s(len(versions), 0, longest))
+        publishes = time.monotonic()
+        busy_s = await asyncio.to_thread(self._publish, step + 1)
+        measured.published_s.append(time.monotonic() - publishes)
+        measured.ended_at.append(time.monotonic() - self._began)
+        measured.busy_s.append(fmean(busy_s))
+
+    async def stop(self) -> None:
         for task in self._groups.values():
             task.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
-        return measured
 
     def close(self) -> None:
         for pool in self._pools:
@@ -306,23 +321,11 @@ def measure(scenario: Scenario, steps: int, token_s: float, folder: Path) -> Mea
     attempts = [RunDir(folder / str(number)).attempt(1) for number in range(pools)]
     for attempt in attempts:
         attempt.folder.mkdir(parents=True)
-    run, processes = Run(scenario, attempts, steps), []
+    run, processes = Run(scenario, attempts), []
     try:
         for number in range(scenario.split.replicas):
-            root = folder / str(number % pools)
-            command = [
-                sys.executable,
-                "-W",
-                "ignore",
-                __file__,
-                "--token-ms",
-                str(1e3 * token_s),
-                "--replica",
-                str(number),
-                str(root),
-            ]
-            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
-        return asyncio.run(run.go())
+            processes.append(start_replica(number, folder / str(number % pools), token_s))
+        return asyncio.run(run.go(steps))
     finally:
         run.close()
         for process in processes:
@@ -330,16 +333,21 @@ def measure(scenario: Scenario, steps: int, token_s: float, folder: Path) -> Mea
             process.wait()
 
 
+def start_replica(number: int, root: Path, token_s: float, start: int = 0) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-W", "ignore", __file__, "--token-ms", str(1e3 * token_s)]
+    return subprocess.Popen([*command, "--replica", str(number), str(start), str(root)], stdin=subprocess.DEVNULL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="that are counted of each run")
     parser.add_argument("--token-ms", type=float, default=12.0, help="that one row takes for a token")
-    parser.add_argument("--replica", nargs=2, help=argparse.SUPPRESS)  # its number, and the run directory
+    parser.add_argument("--replica", nargs=3, help=argparse.SUPPRESS)  # its number and start, and the run directory
     options = parser.parse_args()
     token_s = options.token_ms / 1e3
     if options.replica is not None:
-        number, root = options.replica
-        serve(RunDir(root).attempt(1), int(number), costs(token_s))
+        number, start, root = options.replica
+        serve(RunDir(root).attempt(1), int(number), int(start), costs(token_s))
         return
     print(f"{'':16}{'step, s':>24}{'':8}{'replicas busy':>18}{'':8}staleness")
     print(f"{'':16}{'predicted':>12}{'measured':>12}{'ratio':>8}{'predicted':>12}{'measured':>10}{'most':>12}")

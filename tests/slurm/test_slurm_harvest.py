@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from lab import wait_until
 from login import Login, Run
-from records import OVERRIDES
+from loop_helpers import Attempt, prepare
+from records import OVERRIDES, record
+
+from launcher.recipe.load import load_recipe
 
 SHAPE = ("placement.mode=partitioned", "job.nodes=2", "job.gpus_per_node=1", "placement.inference.nodes=1")
-HARVEST = ("harvest.partition=low", "harvest.max_replicas=1")
 LIMIT_S = 300.0
 
 
@@ -22,18 +26,25 @@ def jobs(run: Run, what: str) -> str:
     return run.lab.run("squeue", "--noheader", f"--name={run.dir.root.name}-harvest", f"--format={what}").strip()
 
 
-def test_they_come_and_go_and_the_run_misses_nothing(login: Login) -> None:
-    """The job's node is taken away in mid-run; the next one finds another."""
+def submit(login: Login, most: int, *words: str) -> Run:
+    """A run with one replica of its own and so many harvested ones, all of which answer."""
     login.profiles["real"] |= {
         "partition": "high",
         "health_check": False,
         "environment": {"MRL_CACHE": str(login.lab.cache)},
     }
-    login.confine(1, 4)
+    login.confine(1, 3 + most)
     here = "harvest.sbatch=" + json.dumps(login.profiles["real"]["sbatch"])
-    run = login.submit("demo", "--cluster", "real", *OVERRIDES, "training.steps=20000", *SHAPE, *HARVEST, here)
+    harvest = ("harvest.partition=low", f"harvest.max_replicas={most}", here)
+    run = login.submit("demo", "--cluster", "real", *OVERRIDES, "training.steps=20000", *SHAPE, *words, *harvest)
     run.wait_for_step(2, LIMIT_S)
-    wait_until("both replicas answer", lambda: replicas(run) == 2, LIMIT_S)
+    wait_until("all replicas answer", lambda: replicas(run) == 1 + most, LIMIT_S)
+    return run
+
+
+def test_they_come_and_go_and_the_run_misses_nothing(login: Login) -> None:
+    """The job's node is taken away in mid-run; the next one finds another."""
+    run = submit(login, 1)
     lines = login.call("mrl", "status", run.dir.root).stdout
     assert "infer-1" in lines
 
@@ -49,3 +60,26 @@ def test_they_come_and_go_and_the_run_misses_nothing(login: Login) -> None:
     assert max(line["staleness_max"] for line in steps) == 0
 
     wait_until("their jobs end with the run", lambda: not jobs(run, "%A"), LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_three_that_come_and_go_leave_no_trace_in_the_record(login: Login, tmp_path: Path) -> None:
+    """Each of their nodes is taken away in turn, and given back."""
+    plain = ("optimizer.decay=constant", "evaluation.every=0")  # nothing depends on when the run ends
+    run = submit(login, 3, *plain)
+    for taken in jobs(run, "%N").split():
+        urgent = login.take(taken)
+        wait_until(f"the one on {taken} is gone", lambda: replicas(run) < 4, LIMIT_S)
+        login.lab.run("scancel", urgent)
+        wait_until("another has come", lambda: replicas(run) == 4, LIMIT_S)
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    run.wait("COMPLETED")
+    steps, _ = record(run.dir)
+
+    here = ("job.nodes=1", f"training.steps={len(steps)}", *plain)
+    alone = Attempt(
+        prepare(tmp_path / "alone", load_recipe("demo", [*OVERRIDES, *here]).config.model_dump()), login.lab.cache, 1
+    )
+    assert alone.exit_codes(LIMIT_S) == [0], alone.logs()
+    assert steps == record(alone.run_dir)[0]

@@ -1,0 +1,92 @@
+"""Whether a run is as fast as the replicas that are there: rollouts per second while harvested ones come and go.
+
+    python tests/benchmarks/harvest.py [--steps 6] [--token-ms 12]
+
+One steady replica, and up to three that are started and killed in mid-generation, as jobs of a harvest partition are.
+All is real but the arithmetic, as in split.py: a token takes the seconds that it is said to. Generation runs two steps
+ahead, so that the longest answers of a batch leave no replica idle, and training is cheap, so that it bounds nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from split import ROWS, WORK, Run, costs, start_replica
+
+from launcher.simulate.scenario import Scenario, Split
+from megatron_rl.contract.paths import RunDir
+
+THERE = (1, 2, 4, 3, 1)
+"""Replicas, phase by phase."""
+LEAD = 3
+"""Steps of each phase before what is counted: until those that have come have weights, and answers to give."""
+
+
+class Replicas:
+    """Processes, of which the first is never killed."""
+
+    def __init__(self, root: Path, token_s: float) -> None:
+        self._root, self._token_s = root, token_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._starts: Counter[int] = Counter()
+
+    def be(self, count: int) -> None:
+        while len(self._processes) > count:
+            process = self._processes.pop()
+            process.kill()
+            process.wait()
+        while len(self._processes) < count:
+            number = len(self._processes)
+            self._processes.append(start_replica(number, self._root, self._token_s, self._starts[number]))
+            self._starts[number] += 1
+
+
+async def measure(run: Run, replicas: Replicas, steps: int) -> list[float]:
+    """Rollouts per second of each phase."""
+    found, step, ended_at = [], 0, run.measured.ended_at
+    run.start()
+    for count in THERE:
+        replicas.be(count)
+        await run.see(count)
+        for _ in range(LEAD + steps):
+            await run.step(step)
+            step += 1
+        found.append(steps * WORK.prompts * WORK.group_size / (ended_at[-1] - ended_at[-1 - steps]))
+    await run.stop()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="that are counted of each phase")
+    parser.add_argument("--token-ms", type=float, default=12.0, help="that one row takes for a token")
+    options = parser.parse_args()
+    token_s = options.token_ms / 1e3
+    share = costs(token_s)
+    scenario = Scenario(WORK, replace(share, train_token_s=share.train_token_s / 20), Split(5, 1, 4), max_lag=2)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        root = Path(folder) / "0"
+        attempt = RunDir(root).attempt(1)
+        attempt.folder.mkdir(parents=True)
+        run, replicas = Run(scenario, [attempt]), Replicas(root, token_s)
+        try:
+            rates = asyncio.run(measure(run, replicas, options.steps))
+        finally:
+            run.close()
+            replicas.be(0)
+    alone = fmean([rates[0], rates[-1]])
+    print(f"replicas there{'rollouts/s':>14}{'of one':>10}{'each':>8}")
+    for count, rate in zip(THERE, rates, strict=True):
+        print(f"{count:14}{rate:14.2f}{rate / alone:10.2f}{rate / alone / count:8.2f}")
+    print(f"rows of a replica: {ROWS}; staleness at most {run.measured.staleness_max}")
+
+
+if __name__ == "__main__":
+    main()

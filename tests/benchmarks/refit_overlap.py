@@ -1,0 +1,87 @@
+"""What a step of a partitioned run waits for its weights to be sent: beside the next step, and before it.
+
+    python tests/benchmarks/refit_overlap.py [--steps 10] [--repeats 2] [--layers 8] [--max-lag 1]
+
+Whole runs on this machine, one rank that trains and one replica of one rank, of a Qwen2.5-shaped model in fp32; in
+turns with runs whose rank waits for each version to be published before it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+from core_helpers import tiny_model, tiny_run
+from loop_helpers import Attempt, lines_of, prepare
+
+SKIPPED = 3
+"""Steps of a run that are not counted: memory is touched for the first time."""
+COLUMNS = ("time/step_s", "time/refit_s", "time/publish_s", "time/train_s", "time/generate_s")
+
+
+def recipe(layers: int, steps: int, max_lag: int) -> dict[str, Any]:
+    shape = {"num_layers": layers, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
+    run = tiny_run(
+        job={"nodes": 2, "gpus_per_node": 1},
+        placement={"mode": "partitioned", "inference": {"nodes": 1}},
+        model=tiny_model(**shape).model_dump(),
+        training={"steps": steps + SKIPPED},
+        evaluation={"every": 0},
+        save={"every": 0},
+        grpo={"prompts_per_step": 4, "group_size": 8, "importance": {"cap": 2.0}},
+        **{"async": {"max_lag": max_lag}},
+    )
+    return run.model_dump(by_alias=True)
+
+
+def wait_for_each_version(rank: int) -> None:
+    from megatron_rl.refit.overlapped import OverlappedRefit
+
+    publish = OverlappedRefit.publish
+
+    def and_wait(refit: OverlappedRefit, policy_version: int) -> None:
+        publish(refit, policy_version)
+        refit.finish()
+
+    OverlappedRefit.publish = and_wait  # type: ignore[method-assign]
+
+
+def measure(folder: Path, asked: dict[str, Any], sabotage: Callable[[int], None] | None) -> dict[str, float]:
+    """Medians over the steps."""
+    attempt = Attempt(prepare(folder, asked), folder, ranks=1, sabotage=sabotage)
+    try:
+        attempt.start_replica(0)
+        assert attempt.exit_codes(600.0) == [0], attempt.logs()
+    finally:
+        for process in [*attempt.processes, *attempt.replicas]:
+            process.kill()
+    lines = lines_of(attempt.run_dir.metrics)[SKIPPED:]
+    return {name: median(line[name] for line in lines) for name in COLUMNS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="that are counted of each run")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--max-lag", type=int, default=1)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    asked = recipe(options.layers, options.steps, options.max_lag)
+    print(f"{'':14}" + "".join(f"{name.removeprefix('time/'):>14}" for name in COLUMNS))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for turn in range(options.repeats):
+            for name, sabotage in (("beside", None), ("before", wait_for_each_version)):
+                found = measure(Path(folder) / f"{name}-{turn}", asked, sabotage)
+                print(f"{name:14}" + "".join(f"{found[column]:14.3f}" for column in COLUMNS), flush=True)
+
+
+if __name__ == "__main__":
+    main()
