@@ -107,12 +107,16 @@ class CudaPlatform:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        """One for all that is beside: torch keeps what a stream has let go of for that stream."""
+        return torch.cuda.Stream(self.device)
+
     @contextmanager
     def beside(self) -> Iterator[None]:
-        stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._beside):
             yield
-        stream.synchronize()
+        self._beside.synchronize()
 
     def device_use(self) -> DeviceUse | None:
         peak = torch.cuda.max_memory_allocated(self.device)  # the allocator's own count: no work of the device
