@@ -136,7 +136,8 @@ def watch_collectives(folder: Path, limit_s: int) -> None:
         is silent and asks all where they are.
     """
     if not os.environ.keys() & RECORDED:
-        os.environ[RECORDED[0] if torch.__version__ >= (2, 9) else RECORDED[1]] = "2000"
+        # Compared as versions, not as text: 2.13 is the later one.
+        os.environ[RECORDED[0] if torch.__version__ >= "2.9" else RECORDED[1]] = "2000"
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "collectives."))
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(limit_s))

@@ -48,7 +48,7 @@ def test_nccl_writes_what_it_knows_beside_the_attempts_other_files_and_ends_no_r
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     watch_collectives(tmp_path, 3600)
-    assert [name in os.environ for name in RECORDED] == [torch.__version__ >= (2, 9), torch.__version__ < (2, 9)]
+    assert [name in os.environ for name in RECORDED] == [torch.__version__ >= "2.9", torch.__version__ < "2.9"]
     assert Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent == tmp_path
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "what the user asks for stays"
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "3600", "eight minutes are less than job.silence_limit_s"
