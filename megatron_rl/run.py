@@ -30,6 +30,7 @@ from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import Driver, RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.fitting import fitting
+from megatron_rl.rollout.window import Drawn
 from megatron_rl.training.trainer import Trainer
 
 logger = logging.getLogger("megatron_rl")
@@ -42,6 +43,9 @@ class Counters:
     step: int = 0
     """The last one that is done."""
     next_ordinal: int = 0
+    drawn_below: int = 0
+    passed_over: int = 0
+    """See `rollout.window.Drawn`."""
     evaluated: int = -1
     """Step of the last evaluation; -1: none."""
     policy_version: int = 0
@@ -73,6 +77,7 @@ class Run:
     step: int
     """The last one that is done."""
     next_ordinal: int
+    drawn: Drawn
     saved: int
     """The last one that a checkpoint was begun of, or that the run was restored from."""
     evaluated: int
@@ -96,6 +101,8 @@ class Run:
             Counters(
                 step=self.step,
                 next_ordinal=self.next_ordinal,
+                drawn_below=self.drawn.below,
+                passed_over=self.drawn.passed_over,
                 evaluated=self.evaluated,
                 policy_version=self.trainer.policy_version,
                 nonfinite_in_a_row=self.trainer.nonfinite_in_a_row,
@@ -168,11 +175,12 @@ def set_up(
             next_ordinal=counters.next_ordinal,
         )
     parts = (environment, training_sets, generation.engine, bank, config, groups, safe_points)
+    drawn = Drawn(counters.drawn_below, counters.passed_over)
     driver: Driver
     if config.asynchronous.max_lag:
         driver = AheadDriver(*parts, generation.lasting(), counters.step)
     else:
-        driver = RolloutDriver(*parts, generation.loop)
+        driver = RolloutDriver(*parts, generation.loop, drawn)
     writer = Writer()
     if dist.get_rank() == 0:
         writer = MetricsWriter(run_dir, attempt, config.logging, counters.step, counters.evaluated)
@@ -193,6 +201,7 @@ def set_up(
         writer=writer,
         step=counters.step,
         next_ordinal=counters.next_ordinal,
+        drawn=drawn,
         saved=counters.step,
         evaluated=counters.evaluated,
     )

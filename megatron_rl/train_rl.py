@@ -58,7 +58,7 @@ def train_step(run: Run) -> None:
     stats = run.trainer.train(batch, step, weights_change=run.refit.finish)
     with run.safe_points.phase("refit"):
         run.refit.publish(run.trainer.policy_version)
-    run.step, run.next_ordinal = step, batch.next_ordinal
+    run.step, run.next_ordinal, run.drawn = step, batch.next_ordinal, batch.drawn
 
     report = StepReport(
         step=step,

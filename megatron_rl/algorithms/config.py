@@ -33,11 +33,13 @@ class OverlongConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Draw further prompts in place of groups whose rewards are all equal (DAPO)."""
+    """Draw further prompts in place of groups whose rewards are all equal (DAPO): at once as many as probably suffice,
+    by the share that had signal so far. Groups that are drawn too much begin the next step."""
 
     enabled: bool = False
     max_rounds: PositiveInt = 8
-    """Rounds of generation per step at most; then the step trains with the groups without signal it has."""
+    """At most so many times prompts_per_step prompts are drawn for a step; then it trains with the groups without
+    signal it has."""
 
 
 class ImportanceConfig(Section):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from megatron_rl.rollout.bank.recording import Recording
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.mixture import Mixture
+from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn, State
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,20 @@ class Answering:
         recording.add(group)
         return group
 
-    def with_signal(self, groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Those that dynamic sampling keeps."""
-        rewards = self._rewards(groups)
-        return [*compress(groups, has_signal(rewards.shaped, rewards.group, len(groups)).tolist())]
+    def state(self, group: TrajectoryGroup | None, dynamic: bool) -> State:
+        """Of an ordinal that is answered.
+
+        Args:
+            group: None where its prompt is too long.
+            dynamic: whether a group without signal is told apart.
+        """
+        if group is None:
+            return State.UNUSABLE
+        if dynamic:
+            rewards = self._rewards([group])
+            if not has_signal(rewards.shaped, rewards.group, 1).item():
+                return State.NO_SIGNAL
+        return State.USABLE
 
     def batch(
         self,
@@ -72,6 +82,7 @@ class Answering:
         *,
         dropped_tokens: int = 0,
         rounds: int = 1,
+        drawn: Drawn = NOTHING_DRAWN,
     ) -> RolloutBatch:
         """The batch that all drivers have made together. Collective.
 
@@ -93,6 +104,7 @@ class Answering:
             dropped_tokens=dropped_tokens,
             failures=failures,
             rounds=rounds,
+            drawn=drawn,
             rewards=rewards,
         )
 

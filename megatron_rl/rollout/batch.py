@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.advantages import RewardMoments
+from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,7 @@ class RolloutBatch:
     groups: list[TrajectoryGroup]
     """Those that its replica of the trained model trains on, whole, in ordinal order; the same on every rank of it."""
     positions: list[int]
-    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order. Of a prompt that was too long, where
-    nothing could take its place, it stays empty."""
+    """Place of each of them in the global batch, 0, 1, 2, ... in ordinal order."""
     first_ordinal: int
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)
@@ -27,5 +27,6 @@ class RolloutBatch:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Answers of groups to train on that this driver has lost, by reason."""
     rounds: int = 1
+    drawn: Drawn = NOTHING_DRAWN
     rewards: RewardMoments | None = None
     """Of all answers of the batch, where the baseline is made of them."""

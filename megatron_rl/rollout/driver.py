@@ -6,7 +6,6 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.metrics.names import NO_SIGNAL, PROMPT_TOO_LONG
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.answering import Answering
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.generation import AgentLoop
+from megatron_rl.rollout.window import NOTHING_DRAWN, REASONS, Drawn, State, choose, to_draw
 
 
 class Driver(ABC):
@@ -54,7 +53,7 @@ class Driver(ABC):
 
 class RolloutDriver(Driver):
     """Runs the agent on this rank's share of a batch's prompts, or follows the rank that does for its engine replica;
-    all agree on what the batch is. Nothing is generated beyond it."""
+    all agree on what the batch is. Nothing is generated beyond it, but for what dynamic sampling has drawn too much."""
 
     def __init__(
         self,
@@ -66,8 +65,12 @@ class RolloutDriver(Driver):
         groups: Groups,
         safe_points: SafePoints,
         loop: AgentLoop,
+        drawn: Drawn = NOTHING_DRAWN,
     ) -> None:
-        """bank: None on a rank that follows."""
+        """
+        bank: None on a rank that follows.
+        drawn: by the steps that are done.
+        """
         self.answering = Answering(agent, sets, config)
         self.inference = inference
         self.bank = bank
@@ -75,48 +78,58 @@ class RolloutDriver(Driver):
         self.groups = groups
         self.safe_points = safe_points
         self.loop = loop
+        self._drawn = drawn
+        self._states: list[State] = []
+        """Of all ordinals that are drawn and not settled, in their order."""
+        self._own: dict[int, TrajectoryGroup | None] = {}
+        """Those of them that are this driver's."""
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """The batch of one step. Collective.
 
         Without dynamic sampling these are the next `prompts_per_step` ordinals. With it, the first that many in
-        ordinal order whose rewards differ: every round draws just as many further ordinals as are missing, so
-        nothing is drawn that this step does not settle. When the rounds are used up, the last groups without
-        signal stand in: their advantages are 0. A prompt too long for the engine is dropped; without a further round
-        the batch is smaller by it.
+        ordinal order whose rewards differ: in rounds, each of as many further ordinals as probably suffice. What is
+        drawn too much begins the next batch, as it was answered. When `max_rounds` times that many are drawn, the last
+        groups without signal stand in: their advantages are 0. A prompt too long for the engine is dropped; without
+        dynamic sampling the batch is smaller by it.
 
         Raises LeaveAgreed where a rank was asked to leave: nothing has changed.
         """
         wanted = self.config.grpo.prompts_per_step
         dynamic = self.config.grpo.dynamic_sampling
         rounds = dynamic.max_rounds if dynamic.enabled else 1
-        kept: dict[int, TrajectoryGroup] = {}  # by position
-        dropped: dict[int, str] = {}
-        ordinal, filled, round_ = first_ordinal, 0, 0
-        while filled < wanted and round_ < rounds:
+        states, own = [*self._states], {**self._own}
+
+        def draw(count: int) -> None:
+            ordinals = range(first_ordinal + len(states), first_ordinal + len(states) + count)
+            answered, known = self._draw(ordinals, dynamic.enabled)
+            own.update(answered)
+            states.extend(known)
+
+        if not states and self._drawn.below > first_ordinal:  # this rank has been started anew: the bank has them
+            draw(self._drawn.below - first_ordinal)
+        round_ = 0
+        while (choice := choose(first_ordinal, states, wanted, rounds)) is None:
             round_ += 1
-            drawn = range(ordinal, ordinal + wanted - filled)
-            share = self.loop.share(ordinal, len(drawn))
-            groups = self._roll_out(share)
-            self.safe_points.agree()
-            last = round_ == rounds
-            usable = groups if last else self.answering.with_signal(groups)
-            trained, answered = {group.ordinal for group in usable}, {group.ordinal for group in groups}
-            dropped |= dict.fromkeys(answered - trained, NO_SIGNAL) | dict.fromkeys(
-                {*share} - answered, PROMPT_TOO_LONG
-            )
-            placed = drawn if last else self._of_all_drivers(drawn, trained)
-            position = {ordinal: filled + index for index, ordinal in enumerate(placed)}
-            kept |= {position[group.ordinal]: group for group in usable}
-            filled += len(placed)
-            ordinal = drawn.stop
+            draw(to_draw(states, wanted, rounds, self._drawn.passed_over))
+        ordinals = range(first_ordinal, choice.next_ordinal)
+        settled = {ordinal: group for ordinal, group in own.items() if ordinal in ordinals}
+        trained = {place: group for place, each in enumerate(choice.trained) if (group := settled.get(each))}
+        dropped = {each: REASONS[states[each - first_ordinal]] for each in settled.keys() - {*choice.trained}}
+        drawn = Drawn(first_ordinal + len(states), len(ordinals) - len(choice.trained))
         with self.safe_points.phase("wait"):
-            return self.answering.batch(kept, self.groups, range(first_ordinal, ordinal), dropped, rounds=round_)
+            batch = self.answering.batch(trained, self.groups, ordinals, dropped, rounds=round_, drawn=drawn)
+        self._drawn = drawn
+        self._states = states[len(ordinals) :]
+        self._own = {ordinal: group for ordinal, group in own.items() if ordinal not in ordinals}
+        return batch
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
-        """See `Bank.begin_checkpoint`."""
+        """See `Bank.begin_checkpoint`. What waits for the next step is on disk before it is published."""
         if self.bank is not None:
             self.bank.begin_checkpoint(step, next_ordinal)
+            if self._own:
+                self.bank.write_out()
 
     def end_checkpoint(self, step: int) -> None:
         """See `Bank.end_checkpoint`."""
@@ -131,6 +144,22 @@ class RolloutDriver(Driver):
         if self.bank is not None:
             self.bank.close()
         self.loop.close()
+
+    def _draw(self, ordinals: range, dynamic: bool) -> tuple[dict[int, TrajectoryGroup | None], list[State]]:
+        """This driver's groups of these ordinals, None where the prompt is too long, and what any driver knows of them
+        all. Collective.
+
+        dynamic: whether a group without signal is told apart.
+        """
+        share = self.loop.share(ordinals.start, len(ordinals))
+        answered = {group.ordinal: group for group in self._roll_out(share)}
+        self.safe_points.agree()
+        own = {ordinal: answered.get(ordinal) for ordinal in share}
+        states = torch.zeros(len(ordinals), dtype=torch.int32)
+        for ordinal, group in own.items():
+            states[ordinal - ordinals.start] = self.answering.state(group, dynamic)
+        dist.all_reduce(states, group=self.groups.control)  # each is one driver's, and 0 is no state of a finished one
+        return own, [*map(State, states.tolist())]
 
     def _roll_out(self, ordinals: range) -> list[TrajectoryGroup]:
         """The groups of these ordinals, without those whose prompt is too long; none where this rank was asked to
@@ -161,12 +190,6 @@ class RolloutDriver(Driver):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [*scored.values(), *(group for group in answered if group is not None)]
-
-    def _of_all_drivers(self, drawn: range, trained: set[int]) -> list[int]:
-        """What any driver trains on of the ordinals that were drawn. Collective."""
-        anywhere = torch.tensor([ordinal in trained for ordinal in drawn], dtype=torch.int32)
-        dist.all_reduce(anywhere, group=self.groups.control)
-        return [*compress(drawn, anywhere.tolist())]
 
 
 def _note_end(gathered: asyncio.Future[Any]) -> None:

@@ -75,12 +75,7 @@ class UnderWay:
             overdue = overdue_since is not None and self._begun[ordinal] <= overdue_since
             return State.OVERDUE if overdue else State.UNFINISHED
         if ordinal not in self._finished:
-            group = task.result()
-            if group is None:
-                self._finished[ordinal] = State.UNUSABLE
-            else:
-                has_signal = not dynamic or self._answering.with_signal([group])
-                self._finished[ordinal] = State.USABLE if has_signal else State.NO_SIGNAL
+            self._finished[ordinal] = self._answering.state(task.result(), dynamic)
         return self._finished[ordinal]
 
     async def wait(self, ordinals: range, seconds: float) -> bool:

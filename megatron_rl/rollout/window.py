@@ -1,11 +1,15 @@
-"""Where generation runs ahead of training: which prompts may be begun, and which make the next batch. Pure.
+"""Which prompts may be begun, and which make the next batch. Pure.
 
 Prompts are trained on in the order of the stream, however long their answers take: so a step's batch leans neither to
 short answers nor to easy prompts, and an ordinal is all that a checkpoint needs to know of what is settled.
 
-It bounds the age of every token too. While the weights are those after step w, prompts are begun only as far as the
-batches of steps w + 1 ... w + 1 + max_lag reach, each of prompts_per_step that may be trained on. What is begun then is
-trained on by step w + 1 + max_lag, whose weights before it are those after step w + max_lag.
+Where generation runs ahead of training, that bounds the age of every token too. While the weights are those after step
+w, prompts are begun only as far as the batches of steps w + 1 ... w + 1 + max_lag reach, each of prompts_per_step that
+may be trained on. What is begun then is trained on by step w + 1 + max_lag, whose weights before it are those after
+step w + max_lag.
+
+In the terms of Megatron-RL's pipeline both the submission and the consumption unit are the batch; but for a prompt that
+dynamic sampling passes over another one is begun at once, as with the group as unit.
 """
 
 from __future__ import annotations
@@ -13,6 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+from megatron_rl.metrics.names import NO_SIGNAL, OVERDUE_ANSWERS, PROMPT_TOO_LONG
+
+MOST_FOR_ONE = 4
+"""Prompts that are drawn at once for one that is missing, at most."""
 
 
 class State(IntEnum):
@@ -26,6 +35,24 @@ class State(IntEnum):
     NO_SIGNAL = 3
     """Its rewards are all equal, and dynamic sampling draws another one for it."""
     USABLE = 4
+
+
+REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, State.OVERDUE: OVERDUE_ANSWERS}
+"""Why an ordinal that is settled is not trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What dynamic sampling has left for the next step. It is saved with the weights: what is drawn next follows from
+    it, and an interrupted run is to draw the same."""
+
+    below: int = 0
+    """All ordinals below it are drawn; those that are not settled are answered, and wait for that step."""
+    passed_over: int = 0
+    """Ordinals that the last step settled without training."""
+
+
+NOTHING_DRAWN = Drawn()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +94,22 @@ def choose(first: int, states: Sequence[State], wanted: int, rounds: int) -> Cho
             stand_ins = without_signal[-missing:] if missing else []
             return Choice(sorted(usable + stand_ins), ordinal + 1, overdue)
     return None
+
+
+def to_draw(states: Sequence[State], wanted: int, rounds: int, passed_over: int) -> int:
+    """How many further ordinals to draw at once where the batch is not complete, so that probably no more are needed:
+    the share that is usable is taken to be that of this step and the last one together.
+
+    Args:
+        states: known ones, all finished.
+        wanted, rounds: see `choose`.
+        passed_over: see `Drawn`.
+    """
+    usable = states.count(State.USABLE)
+    missing = wanted - usable
+    seen, of_use = len(states) + wanted + passed_over, usable + wanted
+    expected = -(-missing * seen // of_use)
+    return min(expected, MOST_FOR_ONE * missing, rounds * wanted - len(states))
 
 
 def begun_below(first: int, states: Sequence[State], batches: int, wanted: int, rounds: int) -> int:

@@ -37,7 +37,7 @@ from megatron_rl.rollout.generation import DriverPlace
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 3.0
+WRITE_TIMEOUT_S = 3.0
 WORTH_WRITING_S = 1.0
 """What took less than this to generate waits for more: to write every step of a tiny model takes a tenth of it."""
 
@@ -114,11 +114,16 @@ class Bank:
             folded = [entry for entry in [*self._attempts, *self._entries] if entry.path in superseded]
         self._file.compact(lambda entries: unsettled_records(entries, below), folded, superseded)
 
-    def close(self) -> None:
-        """Write what is left. What is not on disk within seconds is generated again."""
+    def write_out(self) -> None:
+        """Have all that is scored on disk, for a checkpoint that goes on from it. What is not within seconds is
+        generated again, by other weights, where the run goes on from that."""
         self._flush()
-        if not self._file.wait(CLOSE_TIMEOUT_S):
-            logger.warning("%s was not written within %g s", self._file.path, CLOSE_TIMEOUT_S)
+        if not self._file.wait(WRITE_TIMEOUT_S):
+            logger.warning("%s was not written within %g s", self._file.path, WRITE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.write_out()
         self._file.close()
 
     # What earlier attempts left

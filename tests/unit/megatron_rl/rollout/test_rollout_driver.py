@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.generation import EngineLoop
 from megatron_rl.rollout.stream import PromptStream
+from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
 PROBLEMS = [Problem(str(number), {"number": number}) for number in range(7)]
 
@@ -75,17 +77,25 @@ class Threads:
 
 @contextmanager
 def driver_of(
-    agent: Agent, config: RunConfig, rank: int = 0, ranks: int = 1, policy_version: int = 0
+    agent: Agent,
+    config: RunConfig,
+    rank: int = 0,
+    ranks: int = 1,
+    policy_version: int = 0,
+    folder: Path | None = None,
+    attempt: int = 1,
+    next_ordinal: int = 0,
+    drawn: Drawn = NOTHING_DRAWN,
 ) -> Iterator[RolloutDriver]:
     groups: Any = SimpleNamespace(control=rank)
     done = {"let_go": lambda: None, "end_phase": lambda: None}
     engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, **done)
     of_engine: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
-    with TemporaryDirectory() as folder:
-        bank = bank_in(Path(folder))
+    with TemporaryDirectory() as of_its_own:
+        bank = bank_in(folder or Path(of_its_own), attempt, policy_version=int(attempt > 1), next_ordinal=next_ordinal)
         loop = EngineLoop(of_engine, engine, safe_points, asyncio.Runner())
-        driver = RolloutDriver(agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop)
+        driver = RolloutDriver(agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop, drawn)
         yield driver
         driver.close()
 
@@ -180,8 +190,7 @@ def test_dynamic_sampling_takes_the_first_with_signal_and_settles_every_ordinal_
         )
         assert [place for place, _ in by_place] == list(range(prompts))
         assert [ordinal for _, ordinal in by_place] == sorted(trained)
-        assert one.rounds <= rounds
-        if one.rounds < rounds:
+        if one.next_ordinal - expected_first < rounds * prompts:
             assert not dull & set(trained)
         expected_first = one.next_ordinal
 
@@ -195,9 +204,35 @@ def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int
         assert (dropped(one), one[0].next_ordinal) == (dropped(many), many[0].next_ordinal)
 
 
+def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also after a death behind the checkpoint between the two."""
+    monkeypatch.setattr(driver_module, "dist", Threads(1))
+    monkeypatch.setattr(answering_module, "exchange", lambda made, *_: made)
+    config = dynamic(4, 8)
+    agent, again = Agent(dull={0, 1, 2}), Agent()
+    with driver_of(agent, config, folder=tmp_path / "bank") as driver:
+        first = driver.collect(0)
+        drawn = first.drawn
+        assert (ordinals([first]), first.next_ordinal, drawn) == ([3, 4, 5, 6], 7, Drawn(9, 3))
+        driver.begin_checkpoint(1, first.next_ordinal)
+        copytree(tmp_path / "bank", tmp_path / "left")
+        driver.inference.policy_version = 1
+        second = driver.collect(first.next_ordinal)
+    with driver_of(again, config, folder=tmp_path / "left", attempt=2, drawn=drawn, next_ordinal=7) as driver:
+        driver.inference.policy_version = 1
+        restarted = driver.collect(7)
+    assert ordinals([second]) == ordinals([restarted]) == [7, 8, 9, 10]
+    assert (second.drawn, second.rounds) == (restarted.drawn, restarted.rounds) == (Drawn(12, 0), 1)
+    asked, asked_again = ([(each.ordinal, each.key) for each in one.requests] for one in (agent, again))
+    assert [ordinal for ordinal, _ in asked] == [*range(12)]
+    assert asked_again == asked[9:]
+
+
 def test_when_the_rounds_are_used_up_groups_without_signal_stand_in() -> None:
     ((batch,),) = collect(Agent(set(range(1000))), dynamic(4, 3), ranks=1)
-    assert batch.rounds == 3
+    assert batch.rounds == 2  # 4 prompts, and the share of them of use being next to none, 8 at once
     assert [group.ordinal for group in batch.groups] == [8, 9, 10, 11]
     assert batch.dropped == dict.fromkeys(range(8), "no signal")
 
@@ -244,8 +279,8 @@ def test_a_prompt_too_long_is_dropped_and_ends_no_run(
     assert sorted([*ordinals(step), *dropped(step)]) == list(drawn)
     places = [place for batch in step for place in batch.positions]
     assert len({*places}) == len(places) == len(ordinals(step))
-    assert {*places} <= {*range(prompts)}
-    assert len(places) == prompts or one.rounds == (rounds if dynamic_ else 1)
+    assert {*places} == {*range(len(places))}
+    assert len(places) == prompts or len(drawn) == prompts * (rounds if dynamic_ else 1)
 
 
 def test_an_agents_error_is_not_swallowed() -> None:

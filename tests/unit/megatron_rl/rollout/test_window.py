@@ -6,7 +6,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.window import State, begun_below, choose
+from megatron_rl.rollout.window import State, begun_below, choose, to_draw
 
 UNFINISHED, OVERDUE, UNUSABLE, NO_SIGNAL, USABLE = State
 
@@ -113,3 +113,11 @@ def test_without_dynamic_sampling_nothing_takes_the_place_of_a_prompt_that_is_to
     found = choose(3, [UNUSABLE, USABLE], 2, rounds=1)
     assert found is not None
     assert (found.trained, found.next_ordinal) == ([4], 5)
+
+
+def test_so_many_are_drawn_at_once_as_probably_suffice() -> None:
+    assert to_draw([], wanted=8, rounds=8, passed_over=0) == 8
+    assert to_draw([], wanted=8, rounds=8, passed_over=8) == 16, "half of the last step's were of use"
+    assert to_draw([USABLE, NO_SIGNAL, UNUSABLE] * 4, wanted=8, rounds=8, passed_over=8) == 10
+    assert to_draw([NO_SIGNAL] * 60, wanted=8, rounds=99, passed_over=99) == 4 * 8, "no more than that for one"
+    assert to_draw([NO_SIGNAL] * 60, wanted=8, rounds=8, passed_over=99) == 4, "nor beyond the last round"
