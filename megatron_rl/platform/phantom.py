@@ -107,13 +107,14 @@ class PhantomDevice(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         asked = kwargs.get("device")
-        if not any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))) and (
-            asked is None or asked.type != self.device.type
-        ):
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        fakes = sum(isinstance(each, FakeTensor) for each in tensors)
+        if not fakes and (asked is None or asked.type != self.device.type):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         given = args
-        args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
+        if fakes < len(tensors):
+            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if self._reads_ones and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
         out = func(*args, **kwargs)
