@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from optional import needs
 from words import Words
 
 from megatron_rl.environments.code.environment import CodeConfig, CodeEnvironment, ProgramLost
 from megatron_rl.inference.api import FinishReason
 
-pytest.importorskip("datasets")
+pytestmark = needs("datasets")
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from optional import needs
 
 from megatron_rl.environments.math.verifier import NoVerdict, Verifier
 
-pytest.importorskip("math_verify")
+pytestmark = needs("math_verify")
 
 HANGS = "9^{9^{9^{9}}}"
 """sympy evaluates it, for longer than the universe is old."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional import needs
 
 from megatron_rl.agent.datasets import DataSet, Question, distinct, read_questions
 
-datasets = pytest.importorskip("datasets")
+pytestmark = needs("datasets")
 
 ROWS = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(3)]
 QUESTIONS = [Question(row["problem"], row["answer"]) for row in ROWS]
@@ -28,7 +29,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def table(rows: list[dict[str, Any]] = ROWS) -> Any:
-    return datasets.Dataset.from_list(rows)
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def save_splits(folder: Path, **splits: Any) -> Path:
+    from datasets import DatasetDict
+
+    DatasetDict(splits).save_to_disk(folder / "saved")
+    return folder / "saved"
 
 
 def as_jsonl(folder: Path) -> Path:
@@ -53,8 +63,7 @@ def as_saved(folder: Path) -> Path:
 
 
 def as_saved_with_splits(folder: Path) -> Path:
-    datasets.DatasetDict({"train": table(), "test": table(ROWS[:1])}).save_to_disk(folder / "saved")
-    return folder / "saved"
+    return save_splits(folder, train=table(), test=table(ROWS[:1]))
 
 
 def as_arrow(folder: Path) -> Path:
@@ -150,7 +159,7 @@ def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(
 def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, fields: dict[str, str], said: str) -> None:
     (tmp_path / "data.txt").write_text("a")
     (tmp_path / "broken.parquet").write_text("not parquet")
-    datasets.DatasetDict({"train": table()}).save_to_disk(tmp_path / "saved")
+    save_splits(tmp_path, train=table())
     places = {"SAVED": "saved", "TEXT": "data.txt", "BROKEN": "broken.parquet"}
     values = {"path": str(as_parquet(tmp_path)), **fields}
     if values["path"] in places:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optional import needs
 from words import Words
 
 from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, split
 from megatron_rl.inference.api import FinishReason
 
-pytest.importorskip("datasets")
+pytestmark = needs("datasets")
 
 
 class Echo(HFDatasetAgent):

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from optional import needs
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
@@ -14,7 +15,7 @@ from megatron_rl.environments.gym import GymConfig, GymEnvironment
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 
-pytest.importorskip("gymnasium")
+pytestmark = needs("gymnasium")
 
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": MOVES, "episodes": 2, "held_out": 1}

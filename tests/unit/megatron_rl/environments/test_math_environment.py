@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional import needs
 from pydantic import ValidationError
 from words import Words
 
@@ -20,8 +21,7 @@ from megatron_rl.environments.math.environment import MathConfig, MathEnvironmen
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
 from megatron_rl.inference.config import Sampling
 
-pytest.importorskip("datasets")
-pytest.importorskip("math_verify")
+pytestmark = needs("datasets", "math_verify")
 
 
 @pytest.fixture

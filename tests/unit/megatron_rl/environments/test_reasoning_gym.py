@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optional import needs
 from pydantic import ValidationError
 from words import Words
 
 from megatron_rl.environments.reasoning_gym import ReasoningGymConfig, ReasoningGymEnvironment, last_number
 
-pytest.importorskip("reasoning_gym")
+pytestmark = needs("reasoning_gym")
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 EVERY_SUM = {f"{a} {sign} {b}" for a in range(10) for b in range(10) for sign in "+-"}

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional import needs
 from words import Words
 
 from megatron_rl.agent.registry import environment_class
 
-pytest.importorskip("datasets")
-pytest.importorskip("math_verify")
+pytestmark = needs("datasets", "math_verify")
 
 ANSWERS = {
     "dapo-math-17k": ["40", "24", "9", "2"],

@@ -15,7 +15,6 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex
 
 from megatron_rl.algorithms.packing import MicroBatch, pack
@@ -325,6 +324,8 @@ def test_the_blocks_to_look_at_are_those_that_torch_finds_token_by_token(
 def test_trees_are_attended_to_as_they_are_by_a_kernel_that_is_not_compiled_for_each_of_them() -> None:
     """Beside a formula in float64, on a CPU, with one micro-batch after the other: at the second torch learns that the
     numbers of blocks differ."""
+    from torch._dynamo.testing import CompileCounter  # which takes long to import
+
     counter = CompileCounter()
     compiled = torch.compile(flex.flex_attention, dynamic=True, backend=counter)
 
