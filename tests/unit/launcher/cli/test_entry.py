@@ -1,4 +1,5 @@
-"""The programs themselves: Ctrl-C ends them with 130 and no traceback at any moment; every other end keeps its code."""
+"""The programs themselves: Ctrl-C ends them with 130 and no traceback at any moment; every other end keeps its code.
+And what the commands say of themselves."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from click import ClickException
+from click.testing import CliRunner, Result
+
+from launcher.cli.main import main
+from launcher.cli.mrl_submit import main as mrl_submit
 
 PROGRAM = """
 import sys
@@ -26,6 +32,11 @@ def run(*words: str, at: str = "") -> tuple[int, str, str]:
     command = [sys.executable, "-c", PROGRAM.format(at=at, words=list(words))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+def within(*words: str) -> Result:
+    """What mrl says, in this process; errors are those that a program shows."""
+    return CliRunner().invoke(main, words, prog_name="mrl", standalone_mode=False)
 
 
 @pytest.mark.parametrize("at", ["pathlib", "click", "launcher.cli.completion", "launcher.cli.submit.launch"])
@@ -49,22 +60,20 @@ def test_other_ends_keep_their_codes():
     assert "demo" in out
 
 
-@pytest.mark.parametrize("name", ["mrl", "mrl-submit"])
-def test_version(name):
-    code, out, _ = run(name, "--version")
-    assert code == 0
-    assert out.startswith(f"{name} ")
+@pytest.mark.parametrize(("name", "command"), [("mrl", main), ("mrl-submit", mrl_submit)])
+def test_version(name, command):
+    said = CliRunner().invoke(command, ["--version"], prog_name=name)
+    assert said.exit_code == 0
+    assert said.stdout.startswith(f"{name} ")
 
 
 def test_help_says_each_command_in_full():
-    _, out, _ = run("mrl", "--help")
-    assert "..." not in out.partition("Commands:")[2]
+    assert "..." not in within("--help").stdout.partition("Commands:")[2]
 
 
 def test_environments_as_data():
-    code, out, _ = run("mrl", "environments", "--json")
-    assert code == 0
-    assert {"arithmetic", "math"} <= {one["name"] for one in json.loads(out)["environments"]}
+    environments = json.loads(within("environments", "--json").stdout)["environments"]
+    assert {"arithmetic", "math"} <= {one["name"] for one in environments}
 
 
 def test_an_output_that_takes_nothing_is_one_error():
@@ -100,15 +109,15 @@ def test_errors_are_data_where_json_was_asked_for():
     [("statsu", "did you mean status?"), ("submit", "mrl-submit starts a run"), ("zzz", "there are attach, cancel")],
 )
 def test_a_command_that_is_none_is_answered_with_the_one_that_may_be_meant(word, said):
-    code, _, error = run("mrl", word)
-    assert code == 2
-    assert error.startswith(f"error: no command is called '{word}'; {said}")
+    error = within(word).exception
+    assert isinstance(error, ClickException)
+    assert error.exit_code == 2
+    assert error.message.startswith(f"no command is called '{word}'; {said}")
 
 
 def test_help_is_a_command():
-    _, commands, _ = run("mrl", "help")
-    assert commands == run("mrl", "--help")[1]
-    code, out, _ = run("mrl", "help", "cancel")
-    assert code == 0
-    assert out.startswith("Usage: mrl cancel [OPTIONS] [RUN]")
-    assert run("mrl", "help", "cancle")[2].startswith("error: no command is called 'cancle'; did you mean cancel?")
+    assert within("help").stdout == within("--help").stdout
+    said = within("help", "cancel")
+    assert (said.exit_code, said.exception) == (0, None)
+    assert said.stdout.startswith("Usage: mrl cancel [OPTIONS] [RUN]")
+    assert "no command is called 'cancle'; did you mean cancel?" in str(within("help", "cancle").exception)
