@@ -61,17 +61,14 @@ def a_job(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe", "cluster"),
-    [
-        ("qwen2.5-32b-dapo.h100", "qwen2.5-32b-dapo", "h100"),
-        ("qwen2.5-32b-dapo-partitioned.h100", "qwen2.5-32b-dapo-partitioned", "h100"),
-        ("demo.plain", "demo", "plain"),
-    ],
-)
-def test_the_script_is_the_golden_one(name, recipe, cluster):
+SHAPES = {"qwen2.5-32b-dapo": "h100", "qwen2.5-32b-dapo-partitioned": "h100", "demo": "plain"}
+"""Recipes whose scripts have other functions; those of the others differ in values. And where each is golden."""
+
+
+@pytest.mark.parametrize(("recipe", "cluster"), SHAPES.items(), ids=SHAPES)
+def test_the_script_is_the_golden_one(recipe, cluster):
     text = render(a_job(recipe, on=profile(cluster), run_dir=f"/shared/runs/{recipe}-20261121-080000"))
-    golden = GOLDEN / f"{name}.sbatch"
+    golden = GOLDEN / f"{recipe}.{cluster}.sbatch"
     if "UPDATE_GOLDEN" in os.environ:
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
@@ -85,7 +82,7 @@ def test_bash_and_shellcheck_have_nothing_to_say(recipe, cluster, tmp_path):
     named = {"container": Container(image="a:b", named=False, writable=True)} if cluster == "h100" else {}
     script.write_text(render(a_job(recipe, on=profile(cluster, **named))))
     said = [subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)]
-    if shutil.which("shellcheck"):
+    if recipe in SHAPES and shutil.which("shellcheck"):
         said.append(subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False))
     assert [run.stdout + run.stderr for run in said if run.returncode] == []
 

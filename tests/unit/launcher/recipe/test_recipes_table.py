@@ -6,17 +6,15 @@ ours: two records that must agree.
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from launcher.cli.main import main
-from launcher.cluster.choice import SHIPPED
-from launcher.recipe.load import load_recipe
+from launcher.cluster.choice import SHIPPED, load_clusters
+from launcher.plan.summary import make_plan, plan_json
+from launcher.recipe.load import Recipe, load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.agent.registry import environment_class, required_datasets
 from megatron_rl.config import RunConfig
@@ -56,8 +54,12 @@ MODELS = {
 
 
 @cache
+def loaded(name: str) -> Recipe:
+    return load_recipe(name)
+
+
 def recipe(name: str) -> RunConfig:
-    return load_recipe(name).config
+    return loaded(name).config
 
 
 def test_the_table_has_every_shipped_recipe_but_those_of_a_laptop() -> None:
@@ -190,9 +192,10 @@ def test_a_model_that_was_taught_to_talk_is_talked_to() -> None:
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_shipped_recipe_fits_into_80_gib(name: str) -> None:
     """As `mrl plan` estimates it, which test_shipped_recipes_rehearsed compares with what the ranks do."""
-    result = CliRunner().invoke(main, ["plan", name, "--json"])
-    assert result.exit_code == 0, result.output
-    assert all(part["bytes"] < 76 * 2**30 for part in json.loads(result.stdout)["memory"])
+    profile = load_clusters().choose_profile("h100", None)[1]
+    shown = plan_json(recipe(name), make_plan(loaded(name), profile), profile)
+    assert shown["memory"]
+    assert all(part["bytes"] < 76 * 2**30 for part in shown["memory"])
 
 
 def test_the_container_and_its_environment_are_those_of_the_claim() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ PROMPTS = [
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
 ]
 PLAIN = Sampling(temperature=0.9, max_new_tokens=12)
+MOST_SAMPLES = 4
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,24 @@ def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
 
 def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], found: list[list[Completion]]) -> None:
     """Each token is the one that its random number draws from the model's distribution, with that one's log-prob."""
-    reference = answers(engine_of(policy, page_tokens=64, max_batch=64, share_prefixes=False), requests)
-    for request, ours, theirs in zip(requests, found, reference, strict=True):
-        assert [each.tokens for each in ours] == [each.tokens for each in theirs]
-        assert [each.finish_reason for each in ours] == [each.finish_reason for each in theirs]
-        for each in ours:
-            expected = answer_logprobs(policy, request.prompt_tokens, each.tokens, request.sampling.temperature)
+    for request, ours in zip(requests, found, strict=True):
+        theirs = of_the_model(policy, tuple(request.prompt_tokens), request.sampling, request.key)[: len(ours)]
+        assert len(ours) == request.num_samples
+        assert [each.tokens for each in ours] == [each.tokens for each, _ in theirs]
+        assert [each.finish_reason for each in ours] == [each.finish_reason for each, _ in theirs]
+        for each, (_, expected) in zip(ours, theirs, strict=True):
             torch.testing.assert_close(torch.tensor(each.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+@cache
+def of_the_model(
+    policy: Policy, prompt: tuple[int, ...], sampling: Sampling, key: int
+) -> list[tuple[Completion, torch.Tensor]]:
+    """The first samples of an engine with nothing but this request and room for all of it, and their log-probs by a
+    full forward."""
+    engine = engine_of(policy, page_tokens=64, share_prefixes=False)
+    (found,) = answers(engine, [GenerationRequest([*prompt], MOST_SAMPLES, sampling, key)])
+    return [(each, answer_logprobs(policy, prompt, each.tokens, sampling.temperature)) for each in found]
 
 
 @examples(6)
@@ -66,7 +79,7 @@ def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], fou
     spare_tokens=st.integers(0, 60),
     prefill_tokens=st.integers(1, 30),
     max_batch=st.integers(1, 12),
-    samples=st.lists(st.integers(1, 4), min_size=len(PROMPTS), max_size=len(PROMPTS)),
+    samples=st.lists(st.integers(1, MOST_SAMPLES), min_size=len(PROMPTS), max_size=len(PROMPTS)),
     shares=st.booleans(),
 )
 def test_neither_pages_nor_pressure_nor_pieces_nor_shared_beginnings_change_an_answer(

@@ -28,20 +28,20 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pieces and small pages": {"page_tokens": 4, "prefill_tokens": 8, "max_batch": 3},
     "pressure": {"page_tokens": 4, "cache_tokens": 80},
 }
+ASKED = {"Qwen2": [*ENGINES], "Llama": ["pieces and small pages"], "Qwen3": ["pieces and small pages"]}
+"""Of which engines: what they do differently knows nothing of shapes."""
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_greedy_answers_are_those_of_transformers_up_to_the_first_tie(
-    platform: Any, groups: Any, shape: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_answers_are_those_of_transformers_up_to_the_first_tie(platform: Any, groups: Any, shape: str) -> None:
     """And behind a tie each token is the likeliest after what transformers has before it."""
-    model = tiny_model(max_position_embeddings=64, **shape)
+    model = tiny_model(max_position_embeddings=64, **SHAPES[shape])
     policy = tiny_policy(platform, model, scale=0.2)
     twin = witness(policy, model).eval()
     expected = [reference(twin, prompt) for prompt in PROMPTS]
     assert len({token for answer, _ in expected for token in answer}) > 5
-    for config in ENGINES.values():
-        engine = Engine(policy, model, InferenceConfig(**config), {END})
+    for name in ASKED[shape]:
+        engine = Engine(policy, model, InferenceConfig(**ENGINES[name]), {END})
         greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS)
         found = answers(engine, [GenerationRequest(prompt, 2, greedy, 0) for prompt in PROMPTS])
         certain = 0
