@@ -202,7 +202,7 @@ def test_gradients_that_stay_not_finite_stop_the_run_before_anything_bad_is_save
         ({"environment": {"name": "arithmetics"}}, "did you mean 'arithmetic'"),
         ({"environment": {"args": {"max_digits": 0}}}, "max_digits"),
         ({"tokenizer": {"alphabet": "0123456789"}}, "tokenizer.alphabet"),
-        ({"environment": {"args": {"min_digits": 30, "max_digits": 30}}}, "all of step 1, are too long"),
+        ({"environment": {"args": {"min_digits": 30, "max_digits": 30}}}, "nothing is left to train on"),
     ],
     ids=["unknown environment", "bad argument", "missing character", "prompt too long"],
 )
@@ -230,10 +230,10 @@ def _fail_in_step_3_of_rank_1(rank: int) -> None:
 
     train = Trainer.train
 
-    def fails(self: Any, batch: Any, step: int) -> Any:
+    def fails(self: Any, batch: Any, step: int, **others: Any) -> Any:
         if rank == 1 and step == 3:
             raise RuntimeError("the device fell off the bus")
-        return train(self, batch, step)
+        return train(self, batch, step, **others)
 
     Trainer.train = fails  # type: ignore[method-assign]
 
@@ -243,10 +243,10 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
 
     train = Trainer.train
 
-    def spoiled(self: Any, batch: Any, step: int) -> Any:
+    def spoiled(self: Any, batch: Any, step: int, **others: Any) -> Any:
         if step == 3:
             self.policy.decoder.final_layernorm.weight.register_hook(lambda gradient: gradient * math.nan)
-        return train(self, batch, step)
+        return train(self, batch, step, **others)
 
     Trainer.train = spoiled  # type: ignore[method-assign]
 
