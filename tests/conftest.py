@@ -29,22 +29,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell starts what is to run in the background with Ctrl-C ignored, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Ranks that tests start are forked from a server that has imported all this once: seconds become milliseconds.
-multiprocessing.set_forkserver_preload(
-    [
-        "hypothesis",
-        "megatron_rl.environments.arithmetic",
-        "megatron_rl.attempt",
-        "megatron_rl.rank_main",
-        "megatron_rl.partitioned",
-        "megatron_rl.replica.attempt",
-        "megatron_rl.replica_main",
-        "pytest",
-        "tensorboard.backend.event_processing.event_accumulator",
-        "transformers.models.qwen2.modeling_qwen2",
-        "tests.helpers.rank_server",  # found from where tests are started; a module that is not found is left out
-    ]
-)
+# Ranks that tests start are forked from a server that has imported all they need. It is found from where tests are
+# started; a module that is not found is left out.
+multiprocessing.set_forkserver_preload(["tests.helpers.rank_server"])
 
 
 # What imports make is no garbage, and to look for some takes a third of the time of collecting the tests.

@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,13 +90,15 @@ def quiet_safe_points() -> SafePoints:
     return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
 
 
-_FOLDERS = tempfile.TemporaryDirectory(prefix="mrl-runs-")
-"""Of runs whose files nobody reads."""
+@cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    """Of runs whose files nobody reads. Made by who has such runs: ranks, which leave it behind, have none."""
+    return tempfile.TemporaryDirectory(prefix="mrl-runs-")
 
 
 def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
     """A run whose policy, and with a KL penalty its reference, have distributions far from uniform."""
-    run_dir = RunDir(tempfile.mkdtemp(dir=_FOLDERS.name))
+    run_dir = RunDir(tempfile.mkdtemp(dir=_folders().name))
     run = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points())
     stir(run.trainer.policy, scale)
     run.trainer.optimizer.reload()
