@@ -25,6 +25,10 @@ class EnvironmentConfig(Section):
     reward_retries: NonNegativeInt = 1
     """How often scoring an answer is tried again where it fails, within reward_timeout_s. Then the answer is lost: no
     reward of 0, but left out of its group's statistics and counted by its reason."""
+    rollout_limit_s: PositiveFloat | None = None
+    """Longest time for an answer as a whole: all turns, tools and the reward; waiting for room in the engine, and for
+    training in between, included. One that takes longer is cancelled and begun anew, reward_retries times, then lost as
+    above. Default: none."""
 
 
 class WeightedEnvironment(EnvironmentConfig):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,27 +48,10 @@ class MultiTurnAgent(RewardOnlyAgent):
         """Of a conversation of one response."""
         return self.get_trajectory_reward([response], golden, finish_reason)
 
-    async def _answer(
-        self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, patience: Patience
-    ) -> tuple[list[Trajectory], Counter[str]]:
-        """The first turns of all samples are one request; what follows is a conversation of each sample's own."""
-        import asyncio  # slow, and the launcher imports this module to check a recipe
+    def _waits(self) -> bool:
+        return True
 
-        first = await inference.generate(request)
-        conversations = (
-            self._converse(problem, request, sample, completion, inference, patience)
-            for sample, completion in enumerate(first)
-        )
-        trajectories: list[Trajectory] = []
-        failures: Counter[str] = Counter()
-        for result in await asyncio.gather(*conversations):
-            if isinstance(result, Trajectory):
-                trajectories.append(result)
-            else:
-                failures[result] += 1
-        return trajectories, failures
-
-    async def _converse(
+    async def _rollout(
         self,
         problem: Problem,
         request: GenerationRequest,

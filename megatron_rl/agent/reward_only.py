@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import count
@@ -18,9 +19,9 @@ from megatron_rl.agent.api import (
     GroupRolloutRequest,
 )
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import Patience, scored
+from megatron_rl.agent.scoring import OverLimit, Patience, in_time, scored
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.inference.api import FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
+from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -90,27 +91,46 @@ class RewardOnlyAgent(Environment):
     async def _answer(
         self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, patience: Patience
     ) -> tuple[list[Trajectory], Counter[str]]:
-        """Scored answers in sample order, and the number of those lost, by reason."""
-        completions = await inference.generate(request)
-        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-        scores = [
-            scored(partial(self.get_reward, text, problem.golden, completion.finish_reason), patience)
-            for text, completion in zip(texts, completions, strict=True)
+        """Scored answers in sample order, and the number of those lost, by reason. The first turns of all samples are
+        one request."""
+        began = time.monotonic()
+        try:
+            completions = await in_time(lambda: inference.generate(request.again()), patience)
+        except OverLimit as error:
+            return [], Counter({str(error): request.num_samples})
+        spent_s = time.monotonic() - began
+        rollouts = [
+            partial(self._rollout, problem, request, sample, completion, inference, patience)
+            for sample, completion in enumerate(completions)
         ]
-        if iscoroutinefunction(self.get_reward):
+        if self._waits():
             import asyncio  # as above
 
-            results = await asyncio.gather(*scores)
+            results = await asyncio.gather(*(_or_why_not(rollout, patience, spent_s) for rollout in rollouts))
         else:
-            results = [await score for score in scores]  # nothing to wait for: no task for each
-        trajectories: list[Trajectory] = []
-        failures: Counter[str] = Counter()
-        for text, completion, result in zip(texts, completions, results, strict=True):
-            if isinstance(result, Exception):
-                failures[self._reason("get_reward", result, problem, text)] += 1
-            else:
-                trajectories.append(Trajectory.single(request.prompt_tokens, completion, text, result))
-        return trajectories, failures
+            results = [await rollout() for rollout in rollouts]  # nothing to wait for: no task for each
+        trajectories = [result for result in results if isinstance(result, Trajectory)]
+        return trajectories, Counter(result for result in results if isinstance(result, str))
+
+    def _waits(self) -> bool:
+        """Whether there is anything to wait for once the first turn is there."""
+        return iscoroutinefunction(self.get_reward)
+
+    async def _rollout(
+        self,
+        problem: Problem,
+        request: GenerationRequest,
+        sample: int,
+        completion: Completion,
+        inference: InferenceInterface,
+        patience: Patience,
+    ) -> Trajectory | str:
+        """What becomes of a sample whose first turn is there: a scored answer, or why it is lost."""
+        text = self.tokenizer.decode(completion.tokens)
+        reward = await scored(partial(self.get_reward, text, problem.golden, completion.finish_reason), patience)
+        if isinstance(reward, Exception):
+            return self._reason("get_reward", reward, problem, text)
+        return Trajectory.single(request.prompt_tokens, completion, text, reward)
 
     def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
         """Short reason for the record; the first error of each type is logged with its traceback."""
@@ -119,3 +139,12 @@ class RewardOnlyAgent(Environment):
             logger.error("%s failed on the answer %r to %r", method, text, problem.prompt, exc_info=error)
         first_line = str(error).partition("\n")[0]
         return f"{method}: {type(error).__name__}: {first_line}"[:200]
+
+
+async def _or_why_not(
+    rollout: Callable[[], Awaitable[Trajectory | str]], patience: Patience, spent_s: float
+) -> Trajectory | str:
+    try:
+        return await in_time(rollout, patience, spent_s)
+    except OverLimit as error:
+        return str(error)

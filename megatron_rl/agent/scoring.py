@@ -1,4 +1,5 @@
-"""Scoring one answer by a task's own code, which may raise anything and never end."""
+"""How long an answer is waited for: its scoring, by a task's own code, which may raise anything and never end, and the
+rollout as a whole."""
 
 from __future__ import annotations
 
@@ -21,10 +22,17 @@ class Patience:
     timeout_s: float
     """For all tries of its scoring together."""
     retries: int = 0
+    """Of its scoring, and of the whole rollout."""
+    rollout_s: float | None = None
+    """For each try of the whole rollout."""
 
     @classmethod
     def of(cls, config: EnvironmentConfig) -> Patience:
-        return cls(config.reward_timeout_s, config.reward_retries)
+        return cls(config.reward_timeout_s, config.reward_retries, config.rollout_limit_s)
+
+
+class OverLimit(Exception):
+    """A rollout has taken longer than it may, in every try."""
 
 
 async def scored(score: Callable[[], float | Awaitable[float]], patience: Patience) -> float | Exception:
@@ -55,3 +63,24 @@ async def within(left_s: float, waited: Awaitable[Waited], patience: Patience) -
         if not clock.expired():
             raise
         raise TimeoutError(f"no score within {patience.timeout_s:g} s (environment.reward_timeout_s)") from error
+
+
+async def in_time(work: Callable[[], Awaitable[Waited]], patience: Patience, spent_s: float = 0.0) -> Waited:
+    """What `work` makes of a rollout. It is cancelled where it takes too long, and begun anew.
+
+    spent_s: of the first try's time, on what later ones need not do again.
+
+    Raises OverLimit where no try is left.
+    """
+    if patience.rollout_s is None:
+        return await work()
+    import asyncio  # as above
+
+    for spent in (spent_s, *[0.0] * patience.retries):
+        try:
+            async with asyncio.timeout(patience.rollout_s - spent) as clock:
+                return await work()
+        except TimeoutError:
+            if not clock.expired():
+                raise
+    raise OverLimit(f"rollout: not done within {patience.rollout_s:g} s (environment.rollout_limit_s)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 from uuid import uuid4
 
@@ -64,6 +64,10 @@ class GenerationRequest:
     """How many of the likeliest tokens are told of every place, at most 20."""
     id: str = field(default_factory=_new_id, compare=False)
     """Its name wherever it goes; no other request of the attempt has it."""
+
+    def again(self) -> GenerationRequest:
+        """The same, for who asks once more: under a name of its own."""
+        return replace(self, id=_new_id())
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:

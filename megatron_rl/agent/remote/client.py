@@ -176,6 +176,7 @@ class AgentClient:
     async def _converse(self, session: str, generated: _Generated, asked: Asked) -> Any:
         """From the beginning of a session to its result."""
         answering: dict[str, asyncio.Task[None]] = {}
+        given_up: list[asyncio.Task[None]] = []
         news: asyncio.Task[Any] | None = None
         limit_s = asked.patience.timeout_s + 2 * SILENCE_S  # of what the agent does by itself
         busy = time.monotonic()  # when it last waited for us
@@ -201,6 +202,9 @@ class AgentClient:
                     raise decode_refusal(said["error"])
                 if "result" in said:
                     return said["result"]
+                for id in said["withdrawn"]:
+                    given_up.append(answering.pop(id))
+                    given_up[-1].cancel()
                 for each in said["asks"]:
                     request = decode_request(each)
                     if request.id not in answering:
@@ -208,7 +212,7 @@ class AgentClient:
         except GarbledRequest as error:
             raise Garbled(str(error)) from error
         finally:
-            tasks = [*answering.values(), *([news] if news else [])]
+            tasks = [*answering.values(), *given_up, *([news] if news else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,7 +7,8 @@
     POST   /contrastive_rollouts {"request"}  likewise; a better and a worse of its answers are the result
     POST   /rollouts             {"request"}  likewise, several problems, each once
     POST   /evaluation           {"request"}  likewise, several
-    POST   /sessions/ID/news  {"known"}       "asks": what it wants generated beside `known`; or "result"; or "error"
+    POST   /sessions/ID/news  {"known"}       "asks": what it wants generated beside `known`, which is being generated,
+                                              and what of that is "withdrawn"; or "result"; or "error"
     POST   /sessions/ID/answers {"answers"}   what the model answered, by the ids of what was asked
     DELETE /sessions/ID                       nobody waits for it any more
 

@@ -27,6 +27,7 @@ class Session:
         self.id = uuid4().hex
         self._clock = clock
         self._asked: dict[str, tuple[GenerationRequest, asyncio.Future[list[Completion]]]] = {}
+        self._withdrawn: set[str] = set()
         self._changed = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(work(self))
         self._task.add_done_callback(lambda _: self._changed.set())
@@ -45,17 +46,24 @@ class Session:
             return await answer
         finally:
             del self._asked[request.id]
+            if answer.cancelled():
+                self._withdrawn.add(request.id)
+                self._changed.set()
 
     async def news(self, known: Collection[str], wait_s: float) -> dict[str, Any]:
-        """What is asked beside `known`, the result, or what the agent failed of. Waits for one of them."""
+        """What is asked beside `known`, what of that is withdrawn since, the result, or what the agent failed of. Waits
+        for one of them."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not (self._task.done() or self._asked.keys() - set(known)):
+                while not (self._task.done() or self._asked.keys() - set(known) or self._withdrawn & set(known)):
                     self._changed.clear()
                     await self._changed.wait()
         self._heard_at = self._clock()
         if not self._task.done():
-            return {"asks": [encode_request(one) for id, (one, _) in self._asked.items() if id not in known]}
+            withdrawn = self._withdrawn & set(known)
+            self._withdrawn -= withdrawn
+            asks = [encode_request(one) for id, (one, _) in self._asked.items() if id not in known]
+            return {"asks": asks, "withdrawn": [*withdrawn]}
         error = None if self._task.cancelled() else self._task.exception()
         if error is None:
             return {"result": encode_response(self._task.result())}

@@ -102,6 +102,26 @@ def test_what_the_environment_raises_costs_one_conversation() -> None:
     assert group.failures == {"get_observation: ValueError: invalid literal for int() with base 10: 'no'": 1}
 
 
+def test_a_conversation_over_its_limit_is_had_again_from_its_first_turn_and_ends_no_other() -> None:
+    stuck: list[str] = []
+
+    class Stuck(Guess):
+        async def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> str | None:
+            said = await super().get_observation(responses, golden)
+            if responses == ["2"] and not stuck:
+                stuck.append(responses[0])
+                await asyncio.Event().wait()
+            return said
+
+    agent = Stuck(Section(), Words())
+    problem, sampling = agent.training_problems()[0], Sampling(max_new_tokens=4)
+    engine = ScriptedInference(Words(), lambda prompt, sample: "5" if "2" in prompt else "25"[sample])
+    request = GroupRolloutRequest(7, problem, 2, sampling, 3, engine, Patience(30.0, 1, rollout_s=0.5))
+    group = asyncio.run(agent.group_rollout(request))
+    assert [one.text for one in group.trajectories] == ["2\n5", "5"] and not group.failures
+    assert len(engine.requests) == 2, "the first turn is had once"
+
+
 class Chat(Words):
     def conversation(self, messages: Sequence[Mapping[str, str]], tools: Any = None) -> str | None:
         return "".join(f"<{each['role']}>{each['content']}{END}\n" for each in messages) + "<assistant>"

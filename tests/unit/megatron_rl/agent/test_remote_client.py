@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -119,6 +120,26 @@ def test_an_evaluation_tells_what_the_answers_come_to_where_the_environment_comp
 def test_what_the_engine_refuses_reaches_the_agent_and_comes_back() -> None:
     with pytest.raises(PromptTooLong):
         run(service(), engine=ScriptedInference(TOKENIZER, ["5"], max_length=3))
+
+
+def test_what_the_agent_gives_up_is_generated_no_further() -> None:
+    """Its rollout is over its limit, and begun anew."""
+    cancelled: list[str] = []
+
+    class Stuck(ScriptedInference):
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            answers = await super().generate(request)
+            if len(self.requests) == 1:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.append(request.id)
+            return answers
+
+    engine = Stuck(TOKENIZER, ["5", "6"])
+    request = replace(asked(), patience=Patience(60.0, 1, rollout_s=0.5))
+    assert run(service(), request=request, engine=engine).rewards == [5.0, 6.0]
+    assert cancelled == [engine.requests[0].id] and len(engine.requests) == 2
 
 
 def test_an_engine_that_fails_is_no_failure_of_the_agent() -> None:

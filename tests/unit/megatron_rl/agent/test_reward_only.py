@@ -21,6 +21,7 @@ from megatron_rl.section import Section
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
 SAMPLING = Sampling(max_new_tokens=4)
 PROBLEM = Problem("7=", {"answer": "7"})
+PATIENT = Patience(60.0)
 
 
 class Scored(RewardOnlyAgent):
@@ -65,7 +66,7 @@ def completion(text: str, cut: bool) -> Completion:
 
 
 def rollout_group(
-    agent: RewardOnlyAgent, engine: Scripted, size: int, timeout_s: float = 60.0, prompt: str = "7=", retries: int = 0
+    agent: RewardOnlyAgent, engine: Scripted, size: int, patience: Patience = PATIENT, prompt: str = "7="
 ) -> TrajectoryGroup:
     request = GroupRolloutRequest(
         ordinal=5,
@@ -74,7 +75,7 @@ def rollout_group(
         sampling=SAMPLING,
         key=11,
         inference=engine,
-        patience=Patience(timeout_s, retries),
+        patience=patience,
     )
     return asyncio.run(agent.group_rollout(request))
 
@@ -122,7 +123,7 @@ def test_scoring_that_fails_is_tried_again_before_the_answer_is_lost(failures: i
             raise OSError("no answer")
         return float(text)
 
-    group = rollout_group(Scored(score), Scripted(["5"]), 1, retries=2)
+    group = rollout_group(Scored(score), Scripted(["5"]), 1, Patience(60.0, 2))
     assert [trajectory.reward for trajectory in group.trajectories] == [5.0][: not lost]
     assert group.failures == lost
 
@@ -212,12 +213,60 @@ def test_a_reward_that_takes_too_long_costs_its_answer() -> None:
                 raise TimeoutError("the verifier's own limit")
             return await super().get_reward(response, golden, finish_reason)
 
-    group = rollout_group(Endless(float), Scripted(["1", "2", "3", "4"]), 4, timeout_s=0.2)
+    group = rollout_group(Endless(float), Scripted(["1", "2", "3", "4"]), 4, Patience(0.2))
     assert [trajectory.text for trajectory in group.trajectories] == ["1", "2"]
     assert group.failures == {
         "get_reward: TimeoutError: no score within 0.2 s (environment.reward_timeout_s)": 1,
         "get_reward: TimeoutError: the verifier's own limit": 1,
     }
+
+
+class Slow(Scripted):
+    """Never answers, but for the last of so many times that it is asked."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(["1"])
+        self.times, self.cancelled = times, 0
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        answered = await super().generate(request)
+        if len(self.requests) < self.times:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled += 1
+        return answered
+
+
+def limited(rollout_s: float, retries: int) -> Patience:
+    return Patience(60.0, retries, rollout_s)
+
+
+def test_a_rollout_over_its_limit_is_cancelled_and_begun_anew_by_the_same_random_numbers() -> None:
+    engine = Slow(times=3)
+    group = rollout_group(Scored(float), engine, 2, limited(0.3, retries=2))
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0] and not group.failures
+    assert engine.cancelled == 2
+    assert len({request.key for request in engine.requests}) == 1
+    assert len({request.id for request in engine.requests}) == 3, "an engine knows requests by name"
+
+
+def test_one_that_is_over_it_in_every_try_is_lost_and_counted() -> None:
+    group = rollout_group(Scored(float), Slow(times=9), 3, limited(0.02, retries=1))
+    assert not group.trajectories
+    assert group.failures == {"rollout: not done within 0.02 s (environment.rollout_limit_s)": 3}
+
+
+def test_a_rollout_whose_reward_ends_too_late_loses_no_other_of_its_group() -> None:
+    class Endless(ScoredElsewhere):
+        async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+            if response == "2":
+                await asyncio.Event().wait()
+            return float(response)
+
+    group = rollout_group(Endless(float), Scripted(["1", "2", "3"]), 3, limited(0.5, retries=0))
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 3.0]
+    assert [*group.failures.values()] == [1]
 
 
 def test_a_prompt_too_long_costs_its_problem_in_an_evaluation_and_is_said_to_the_driver() -> None:
