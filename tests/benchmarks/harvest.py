@@ -1,6 +1,6 @@
 """Whether a run is as fast as the replicas that are there: rollouts per second while harvested ones come and go.
 
-    python tests/benchmarks/harvest.py [--steps 6] [--token-ms 12]
+    python tests/benchmarks/harvest.py [--steps 4] [--token-ms 8]
 
 One steady replica, and up to three that are started and killed in mid-generation, as jobs of a harvest partition are.
 All is real but the arithmetic, as in split.py: a token takes the seconds that it is said to. Generation runs two steps
@@ -16,7 +16,6 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 from split import ROWS, WORK, Run, costs, start_replica
 
@@ -48,9 +47,9 @@ class Replicas:
             self._starts[number] += 1
 
 
-async def measure(run: Run, replicas: Replicas, steps: int) -> list[float]:
-    """Rollouts per second of each phase."""
-    found, step, ended_at = [], 0, run.measured.ended_at
+async def measure(run: Run, replicas: Replicas, steps: int) -> None:
+    """Print a line for each phase."""
+    alone, step, ended_at = None, 0, run.measured.ended_at
     run.start()
     for count in THERE:
         replicas.be(count)
@@ -58,33 +57,31 @@ async def measure(run: Run, replicas: Replicas, steps: int) -> list[float]:
         for _ in range(LEAD + steps):
             await run.step(step)
             step += 1
-        found.append(steps * WORK.prompts * WORK.group_size / (ended_at[-1] - ended_at[-1 - steps]))
+        rate = steps * WORK.prompts * WORK.group_size / (ended_at[-1] - ended_at[-1 - steps])
+        alone = alone or rate
+        print(f"{count:14}{rate:14.2f}{rate / alone:15.2f}", flush=True)
     await run.stop()
-    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="that are counted of each phase")
-    parser.add_argument("--token-ms", type=float, default=12.0, help="that one row takes for a token")
+    parser.add_argument("--steps", type=int, default=4, help="that are counted of each phase")
+    parser.add_argument("--token-ms", type=float, default=8.0, help="that one row takes for a token")
     options = parser.parse_args()
     token_s = options.token_ms / 1e3
     share = costs(token_s)
     scenario = Scenario(WORK, replace(share, train_token_s=share.train_token_s / 20), Split(5, 1, 4), max_lag=2)
+    print(f"replicas there{'rollouts/s':>14}{'of the first':>15}")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         root = Path(folder) / "0"
         attempt = RunDir(root).attempt(1)
         attempt.folder.mkdir(parents=True)
         run, replicas = Run(scenario, [attempt]), Replicas(root, token_s)
         try:
-            rates = asyncio.run(measure(run, replicas, options.steps))
+            asyncio.run(measure(run, replicas, options.steps))
         finally:
             run.close()
             replicas.be(0)
-    alone = fmean([rates[0], rates[-1]])
-    print(f"replicas there{'rollouts/s':>14}{'of one':>10}{'each':>8}")
-    for count, rate in zip(THERE, rates, strict=True):
-        print(f"{count:14}{rate:14.2f}{rate / alone:10.2f}{rate / alone / count:8.2f}")
     print(f"rows of a replica: {ROWS}; staleness at most {run.measured.staleness_max}")
 
 

@@ -1,9 +1,10 @@
 """What a step of a partitioned run waits for its weights to be sent: beside the next step, and before it.
 
-    python tests/benchmarks/refit_overlap.py [--steps 10] [--repeats 2] [--layers 8] [--max-lag 1]
+    python tests/benchmarks/refit_overlap.py [--steps 10] [--repeats 2] [--layers 8] [--max-lag 1] [--gbit 1.6]
 
 Whole runs on this machine, one rank that trains and one replica of one rank, of a Qwen2.5-shaped model in fp32; in
-turns with runs whose rank waits for each version to be published before it goes on.
+turns with runs whose rank waits for each version to be published before it goes on. Sending takes at least as long as
+over a network of that many gigabits per second: on two cores, both of which compute, only waiting can be overlapped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,15 +38,31 @@ def recipe(layers: int, steps: int, max_lag: int) -> dict[str, Any]:
         training={"steps": steps + SKIPPED},
         evaluation={"every": 0},
         save={"every": 0},
-        grpo={"prompts_per_step": 4, "group_size": 8, "importance": {"cap": 2.0}},
+        sampling={"max_new_tokens": 8},
+        # With an entropy bonus all answers are trained on: those of random weights are all wrong.
+        grpo={"prompts_per_step": 4, "group_size": 8, "importance": {"cap": 2.0}, "entropy_coefficient": 1e-3},
         **{"async": {"max_lag": max_lag}},
     )
     return run.model_dump(by_alias=True)
 
 
-def wait_for_each_version(rank: int) -> None:
+def over_a_network(gbit: float, rank: int) -> None:
+    from megatron_rl.platform.apart import GlooApart, Message
+
+    exchange = GlooApart.exchange
+
+    def and_take_time(apart: GlooApart, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        due = time.perf_counter() + sum(tensor.nbytes for _, tensor in sends) * 8 / gbit / 1e9
+        exchange(apart, sends, receives)
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+    GlooApart.exchange = and_take_time  # type: ignore[method-assign]
+
+
+def and_wait_for_each_version(gbit: float, rank: int) -> None:
     from megatron_rl.refit.overlapped import OverlappedRefit
 
+    over_a_network(gbit, rank)
     publish = OverlappedRefit.publish
 
     def and_wait(refit: OverlappedRefit, policy_version: int) -> None:
@@ -53,7 +72,7 @@ def wait_for_each_version(rank: int) -> None:
     OverlappedRefit.publish = and_wait  # type: ignore[method-assign]
 
 
-def measure(folder: Path, asked: dict[str, Any], sabotage: Callable[[int], None] | None) -> dict[str, float]:
+def measure(folder: Path, asked: dict[str, Any], sabotage: Callable[[int], None]) -> dict[str, float]:
     """Medians over the steps."""
     attempt = Attempt(prepare(folder, asked), folder, ranks=1, sabotage=sabotage)
     try:
@@ -72,14 +91,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--max-lag", type=int, default=1)
+    parser.add_argument("--gbit", type=float, default=1.6, help="per second, of the network")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     asked = recipe(options.layers, options.steps, options.max_lag)
     print(f"{'':14}" + "".join(f"{name.removeprefix('time/'):>14}" for name in COLUMNS))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         for turn in range(options.repeats):
-            for name, sabotage in (("beside", None), ("before", wait_for_each_version)):
-                found = measure(Path(folder) / f"{name}-{turn}", asked, sabotage)
+            for name, sabotage in (("beside", over_a_network), ("before", and_wait_for_each_version)):
+                found = measure(Path(folder) / f"{name}-{turn}", asked, partial(sabotage, options.gbit))
                 print(f"{name:14}" + "".join(f"{found[column]:14.3f}" for column in COLUMNS), flush=True)
 
 
