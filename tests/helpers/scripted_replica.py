@@ -199,9 +199,13 @@ class ScriptedReplica:
 
     def die(self) -> None:
         """All its connections end."""
-        self._server.should_exit = self._server.force_exit = True
+        self.hang_up()
         self.service.thread.stop("killed")
         self._thread.join(30)
+
+    def hang_up(self) -> None:
+        """Begin to end, which takes the server a fifth of a second."""
+        self._server.should_exit = self._server.force_exit = True
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         while self.mute:

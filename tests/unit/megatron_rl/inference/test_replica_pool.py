@@ -66,6 +66,8 @@ def there(pool: ReplicaPool, count: int) -> None:
 def two(attempt: Attempt) -> Iterator[tuple[ScriptedReplica, ScriptedReplica]]:
     with ScriptedReplica(attempt, 0) as one, ScriptedReplica(attempt, 1) as other:
         yield one, other
+        for each in (one, other):  # at the same time
+            each.hang_up()
 
 
 def test_requests_are_spread_over_the_replicas_and_answered_as_one_engine_would(attempt: Attempt, two) -> None:
