@@ -48,6 +48,10 @@ class MultiTurnAgent(RewardOnlyAgent):
         """Of a conversation of one response."""
         return self.get_trajectory_reward([response], golden, finish_reason)
 
+    def tool_calls(self, responses: Sequence[str]) -> int | None:
+        """How often these responses call tools; None where none are offered."""
+        return None
+
     def _waits(self) -> bool:
         return True
 
@@ -88,4 +92,4 @@ class MultiTurnAgent(RewardOnlyAgent):
         reward = await scored(score, patience)
         if isinstance(reward, Exception):
             return self._reason("get_trajectory_reward", reward, problem, responses[-1])
-        return conversation.scored("\n".join(responses), reward)
+        return conversation.scored("\n".join(responses), reward, self.tool_calls(responses))

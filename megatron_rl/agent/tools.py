@@ -70,6 +70,10 @@ class ToolAgent(MultiTurnAgent):
                 results.append(f"error: {error}")
         return told(self.tokenizer, results)
 
+    def tool_calls(self, responses: Sequence[str]) -> int:
+        """See MultiTurnAgent.tool_calls: also those of tools that are not there."""
+        return sum(len(calls_in(response, self.tokenizer, self.tools)) for response in responses)
+
     async def _result(self, call: Call) -> str:
         """Raises ToolError."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)

@@ -38,6 +38,8 @@ class Trajectory:
     reward: float
     finish_reason: FinishReason
     """Of the last turn."""
+    tool_calls: int | None = None
+    """Calls of tools in it; None where none were offered."""
 
     @classmethod
     def single(cls, prompt_tokens: list[int], completion: Completion, text: str, reward: float) -> Trajectory:
@@ -126,10 +128,11 @@ class Conversation:
         self._logprobs += [0.0] * len(tokens)
         self._versions += [-1] * len(tokens)
 
-    def scored(self, text: str, reward: float) -> Trajectory:
+    def scored(self, text: str, reward: float, tool_calls: int | None = None) -> Trajectory:
         """The whole. Raises ValueError where the model has had no turn.
 
         text: what the model said, see `Trajectory.text`.
+        tool_calls: see `Trajectory.tool_calls`.
         """
         if self._last is None:
             raise ValueError("a conversation without a turn of the model is no trajectory")
@@ -142,4 +145,5 @@ class Conversation:
             text=text,
             reward=reward,
             finish_reason=self._last.finish_reason,
+            tool_calls=tool_calls,
         )

@@ -103,6 +103,11 @@ def _reward_std(step: StepReport) -> float:
     return math.sqrt(max(0.0, float(batch.reward_squared / batch.answers) - mean**2))
 
 
+def _turns_mean(step: StepReport) -> Any:
+    batch = step.stats.batch
+    return batch.turns / batch.answers if batch.turns > batch.answers or batch.with_tools else None
+
+
 def _seconds(step: StepReport) -> float:
     return sum(step.seconds.values())
 
@@ -150,6 +155,13 @@ STEP_METRICS: dict[str, Metric] = {
     "answer_length": Metric("mean tokens per answer", _of_answers(lambda s: s.batch.answer_tokens)),
     "answer_length_max": Metric("longest answer", lambda step: step.stats.batch.answer_length_max),
     "answer_length_min": Metric("shortest answer", lambda step: step.stats.batch.answer_length_min),
+    "turns_mean": Metric(
+        "mean turns of the model per answer (absent where all have one and no tools were offered)", _turns_mean
+    ),
+    "tool_calls_mean": Metric(
+        "mean calls of tools per answer that tools were offered to (absent where there is none)",
+        lambda step: _ratio(step.stats.batch.tool_calls, step.stats.batch.with_tools),
+    ),
     "prompt_length": Metric("mean tokens per prompt", _of_answers(lambda s: s.batch.prompt_tokens)),
     "truncated_ratio": Metric(
         "share of answers cut at sampling.max_new_tokens", _of_answers(lambda s: s.batch.truncated)

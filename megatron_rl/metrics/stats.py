@@ -41,6 +41,11 @@ class BatchStats:
     """Tokens of all micro-batches of one pass."""
     unpacked_tokens: Total
     """Tokens of the prompts and answers in them, were nothing shared."""
+    turns: Total
+    """Of the model, in all answers."""
+    tool_calls: Total
+    with_tools: Total
+    """Answers that tools were offered to."""
     truncated: Total
     """Answers cut at the limit of new tokens."""
     failed: Total

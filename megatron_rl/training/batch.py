@@ -113,6 +113,9 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         unpacked_tokens=sum(
             t.prompt_length + t.answer_length for t in compress(batch.trajectories, batch.has_gradient)
         ),
+        turns=sum(len(t.turns) for t in batch.trajectories),
+        tool_calls=sum(t.tool_calls or 0 for t in batch.trajectories),
+        with_tools=sum(t.tool_calls is not None for t in batch.trajectories),
         truncated=sum(t.finish_reason == "length" for t in batch.trajectories),
         failed=sum(rollouts.failures.values()),
         dropped=len(rollouts.dropped),

@@ -172,11 +172,12 @@ def _final_answers(body: Any, answers: int) -> list[str | None]:
 
 def _encode_trajectory(one: Trajectory) -> list[Any]:
     turns = [[turn.start, turn.stop] for turn in one.turns]
-    return [one.tokens, one.loss_mask, one.logprobs, one.versions, turns, one.text, one.reward, one.finish_reason]
+    said = (turns, one.text, one.reward, one.finish_reason, one.tool_calls)
+    return [one.tokens, one.loss_mask, one.logprobs, one.versions, *said]
 
 
 def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
-    tokens, loss_mask, logprobs, versions, turns, text, reward, finish_reason = body
+    tokens, loss_mask, logprobs, versions, turns, text, reward, finish_reason, tool_calls = body
     reward = float(reward)
     if not (_all_are(int, tokens) and _all_are(int, versions) and _all_are(bool, loss_mask)):
         raise ValueError("tokens, versions or loss mask of another type")
@@ -189,7 +190,9 @@ def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
         raise ValueError("a turn outside the tokens")
     if finish_reason not in ("stop", "length") or not isinstance(text, str):
         raise ValueError("no text, or no finish reason")
-    return Trajectory(tokens, loss_mask, logprobs, versions, spans, text, reward, finish_reason)
+    if tool_calls is not None and type(tool_calls) is not int:
+        raise ValueError("calls of tools that are no number")
+    return Trajectory(tokens, loss_mask, logprobs, versions, spans, text, reward, finish_reason, tool_calls)
 
 
 def _all_are(kind: type, values: Any) -> bool:

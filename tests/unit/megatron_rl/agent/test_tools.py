@@ -92,7 +92,7 @@ def test_what_a_call_comes_to_is_told_also_where_it_is_wrong(first: str, result:
     answers = {"number only.\n[assistant]": written(first), "\n[assistant]": "no idea"}
     [one] = converse(CHAT, answers).trajectories
     assert said_by_others(CHAT, one)[1] == f"\n[tool]{result}{END}\n[assistant]"
-    assert one.reward == 0.0
+    assert (one.reward, one.tool_calls) == (0.0, first.count("<tool_call>"))
 
 
 def test_who_never_stops_calling_is_ended() -> None:
@@ -102,13 +102,13 @@ def test_who_never_stops_calling_is_ended() -> None:
 
 def test_a_response_without_a_call_is_the_answer() -> None:
     [one] = converse(CHAT, {"[assistant]": "<tool_call>{answer}"}).trajectories
-    assert (len(one.turns), one.reward) == (1, 1.0)
+    assert (len(one.turns), one.reward, one.tool_calls) == (1, 1.0, 0)
 
 
 def test_a_model_without_a_chat_template_calls_in_brackets() -> None:
     group = converse(Plain(), {"=": "hm [{expression}]", "": "{answer}"}, stop=("]",))
     [one] = group.trajectories
-    assert said_by_others(Plain(), one)[1:] == [one.text.rpartition("\n")[2]] and one.reward == 1.0
+    assert said_by_others(Plain(), one)[1:] == [one.text.rpartition("\n")[2]] and one.reward == one.tool_calls == 1
 
 
 def test_there_a_call_that_fails_ends_the_conversation() -> None:

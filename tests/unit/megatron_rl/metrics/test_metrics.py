@@ -199,6 +199,9 @@ BATCH = BatchStats(
     prompt_tokens=16,
     packed_tokens=13,
     unpacked_tokens=20,
+    turns=4,
+    tool_calls=0,
+    with_tools=0,
     truncated=1,
     failed=1,
     dropped=0,
@@ -310,6 +313,17 @@ LOST = replace(BATCH, answers=0, groups=0, groups_with_signal=0, reward=0.0, fai
 
 def report(batch: BatchStats, dropped: dict[int, str], failures: dict[str, int]) -> StepReport:
     return StepReport(3, StepStats(batch, LOSS, UPDATE, None), 1, 8, 10, 4, dropped, failures)
+
+
+def test_turns_and_calls_of_tools_are_told_where_there_are_any() -> None:
+    def told(**counted: int) -> tuple[Any, Any]:
+        found = metrics_of(replace(report(replace(BATCH, **counted), {}, {}), seconds=dict.fromkeys(TIMED, 1.0)))
+        return found.get("turns_mean"), found.get("tool_calls_mean")
+
+    assert told() == (None, None)
+    assert told(turns=6) == (1.5, None)
+    assert told(with_tools=2) == (1.0, 0.0), "none was called"
+    assert told(turns=9, with_tools=2, tool_calls=5) == (2.25, 2.5)
 
 
 def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:

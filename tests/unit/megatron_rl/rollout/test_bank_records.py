@@ -53,6 +53,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         text=draw(st.text(st.characters())),
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
+        tool_calls=draw(st.none() | st.integers(0, 9)),
     )
 
 
