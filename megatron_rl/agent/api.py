@@ -120,6 +120,9 @@ class GroupedRolloutGenerator(ABC):
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         """Answer one problem `group_size` times and score every answer."""
 
+    async def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """Let go of what is held open, such as connections: nothing is asked any more."""
+
 
 class EvaluationAgent(ABC):
     """Measures the model on sets of problems."""

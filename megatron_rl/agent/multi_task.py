@@ -126,6 +126,10 @@ class WeightedMultiTask(Environment, Demonstrator):
                 trajectories[place] = answers
         return EvaluationResponse(trajectories, failures, final_answers)
 
+    async def close(self) -> None:
+        for member in self._members.values():
+            await member.close()
+
     def _not_kept_apart(self, problems: Sequence[Problem]) -> list[Problem]:
         """Those that no environment holds out which only evaluates."""
         return [problem for problem in problems if normalised(problem.prompt) not in self._kept_apart]

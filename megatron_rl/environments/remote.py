@@ -117,6 +117,9 @@ class RemoteAgent(Environment, Demonstrator):
         finals = {place: its for place, response in enumerate(responses) for its in response.final_answers.values()}
         return EvaluationResponse([response.trajectories[0] for response in responses], failures, finals)
 
+    async def close(self) -> None:
+        await self._client.close()
+
     async def _of_a_group(self, route: str, request: GroupRolloutRequest) -> EvaluationResponse:
         return await self._run(route, [request.problem], request.group_size, request, request.key, request.ordinal)
 

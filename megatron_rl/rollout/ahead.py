@@ -50,6 +50,7 @@ class AheadDriver(Driver):
         bank: None on a rank that follows.
         step: the last one that is done.
         """
+        self._agent = agent
         self._answering = Answering(agent, sets, config)
         self._inference, self._bank, self._loop = inference, bank, loop
         self._groups, self._safe_points = groups, safe_points
@@ -109,7 +110,11 @@ class AheadDriver(Driver):
     def stop(self) -> None:
         """See Driver.stop."""
         under_way, self._under_way = self._under_way, None
-        self._loop.advance(_nothing if under_way is None else under_way.stop)
+        self._loop.advance(_nothing if under_way is None else partial(self._end, under_way))
+
+    async def _end(self, under_way: UnderWay) -> None:
+        await under_way.stop()
+        await self._agent.close()
 
     def close(self) -> None:
         """See Driver.close."""

@@ -71,6 +71,7 @@ class RolloutDriver(Driver):
         bank: None on a rank that follows.
         drawn: by the steps that are done.
         """
+        self._agent = agent
         self.answering = Answering(agent, sets, config)
         self.inference = inference
         self.bank = bank
@@ -138,6 +139,7 @@ class RolloutDriver(Driver):
 
     def stop(self) -> None:
         """See Driver.stop: nothing is under way between two batches."""
+        self.loop.end(self._agent.close)
 
     def close(self) -> None:
         """See Driver.close."""

@@ -52,6 +52,10 @@ class AgentLoop(ABC):
         sign_of_life: see SafePoints.run_until_asked.
         """
 
+    def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have the agents do what they do last, when nothing is under way."""
+        self._runner.run(last())
+
     def close(self) -> None:
         self._runner.close()
 

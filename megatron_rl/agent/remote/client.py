@@ -237,6 +237,12 @@ class AgentClient:
         except httpx.TransportError as error:
             raise AgentGone(f"{self._url}: {error!r}") from error
 
+    async def close(self) -> None:
+        """End the connections of this event loop."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.aclose()
+            self._client = None
+
     def _content(self, response: httpx.Response) -> Any:
         if response.status_code in (401, 403):
             raise AgentRefuses(f"the agent at {self._url} refuses the token: give the file that it was started with")

@@ -142,6 +142,25 @@ def test_what_the_agent_gives_up_is_generated_no_further() -> None:
     assert cancelled == [engine.requests[0].id] and len(engine.requests) == 2
 
 
+def test_its_connections_end_with_the_run() -> None:
+    class Counted(httpx.ASGITransport):
+        closed = 0
+
+        async def aclose(self) -> None:
+            self.closed += 1
+
+    agent = service()
+    transport = Counted(application(agent, [TOKEN]))
+
+    async def ask() -> None:
+        asking, engine = client(transport), ScriptedInference(TOKENIZER, ["5"])
+        await asking.run("/grouped_rollouts", asked(), agent.about.digest, engine.generate, TOKENIZER.vocab_size)
+        await asking.close()
+
+    asyncio.run(ask())
+    assert transport.closed == 1
+
+
 def test_an_engine_that_fails_is_no_failure_of_the_agent() -> None:
     class Dead:
         async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -197,7 +216,7 @@ def test_one_that_dies_of_every_request_ends_too() -> None:
     assert len(opened) == BEGINNINGS
 
 
-TRAJECTORY = [[1, 2], [False, True], [0.0, -1.0], [-1, 0], [[1, 2]], "2", 1.0, "stop"]
+TRAJECTORY = [[1, 2], [False, True], [0.0, -1.0], [-1, 0], [[1, 2]], "2", 1.0, "stop", 0]
 
 
 def changed(place: int, value: Any) -> dict[str, Any]:
@@ -227,6 +246,7 @@ def changed(place: int, value: Any) -> dict[str, Any]:
         changed(6, float("inf")),
         changed(6, None),
         changed(7, "tired"),
+        changed(8, "many"),
     ],
 )
 def test_nonsense_is_never_trained_on(result: dict[str, Any]) -> None:

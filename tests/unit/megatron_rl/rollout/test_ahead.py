@@ -37,10 +37,14 @@ class Agent(GroupedRolloutGenerator):
         self.begun: list[int] = []
         self.cancelled: list[int] = []
         self.dull, self.long = dull, long
+        self.closed = 0
         self._held = {ordinal: threading.Event() for ordinal in held}
 
     def let(self, ordinal: int) -> None:
         self._held[ordinal].set()
+
+    async def close(self) -> None:
+        self.closed += 1
 
     def training_problems(self) -> Sequence[Problem]:
         return [Problem("3+4=", {})]
@@ -132,6 +136,7 @@ def test_the_run_answers_nothing_beyond_its_last_step(tmp_path: Path) -> None:
     with driver_of(agent, config, tmp_path) as driver:
         ordinal = driver.collect(driver.collect(0).next_ordinal).next_ordinal
     assert sorted(agent.begun) == [*range(ordinal)] == [*range(2 * PROMPTS)]
+    assert agent.closed == 1
 
 
 def test_groups_without_signal_and_prompts_too_long_are_settled_with_their_reasons(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ class Agent(GroupedRolloutGenerator):
     ) -> None:
         self.dull, self.lost, self.long = dull, lost, long
         self.requests: list[GroupRolloutRequest] = []
+        self.closed = 0
+
+    async def close(self) -> None:
+        self.closed += 1
 
     def training_problems(self) -> Sequence[Problem]:
         return PROBLEMS
@@ -97,6 +101,7 @@ def driver_of(
         loop = EngineLoop(of_engine, engine, safe_points, asyncio.Runner())
         driver = RolloutDriver(agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop, drawn)
         yield driver
+        driver.stop()
         driver.close()
 
 
@@ -166,6 +171,7 @@ def test_a_request_says_all_that_makes_its_answers() -> None:
         assert request.sampling == config.sampling
         assert request.key == group_key(3, ordinal, 0, 4)
     assert len({request.key for request in agent.requests}) == 10
+    assert agent.closed == 1
 
 
 DULL = st.sets(st.integers(0, 60), max_size=45)
