@@ -413,7 +413,8 @@ class _Trainer:
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
 
-    def train(self, batch: RolloutBatch, step: int) -> StepStats:
+    def train(self, batch: RolloutBatch, step: int, weights_change: Callable[[], None]) -> StepStats:
+        weights_change()
         answers = [answer for group in batch.groups for answer in group.trajectories]
         learned = [
             stable_key("learn", group.ordinal, *(int(a.reward) for a in group.trajectories)) for group in batch.groups
