@@ -1,6 +1,7 @@
 """The engine beside transformers on the CPU: the same weights, threads and forced lengths, sampling in fp32.
 
-    python tests/benchmarks/engine.py [--size 5m|smollm2] [--requests 1024] [--repeats 3] [--quick]
+    python tests/benchmarks/engine.py [--size 5m|smollm2] [--only equal|tails|shared] [--requests 1024] [--repeats 3]
+                                      [--without-continuous] [--quick]
 
 equal lengths   one batch of answers of one length, which flatters a fixed batch most
 long tails      requests of log-normal lengths (mean 64, at most 512, seed fixed); `generate` takes them in batches
@@ -9,7 +10,7 @@ a shared prompt groups of answers to a long prompt: asked as one request; or eac
                 for beginnings that it has in its cache, and where it does not
 
 All take turns within one run; what is shown are medians over the turns. No time is asserted. The last line is the time
-of `generate` over ours for the long tails.
+of `generate` over ours for the long tails, or for equal lengths where --only says so.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from megatron_rl.rank.alone import alone
 ROWS = 64
 GROUPS, SHARED = 8, 400
 """Prompts that all rows share, and the tokens of each."""
+PARTS = ("equal", "tails", "shared")
 MEAN, LONGEST, SIGMA, SEED = 64, 512, 1.0, 20260101
 
 
@@ -74,8 +76,10 @@ SIZES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="5m")
+    parser.add_argument("--only", choices=PARTS, help="one of the three comparisons (default: all)")
     parser.add_argument("--requests", type=int, help="of the long tails (default: 1024; smollm2: 128)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side (default: 3)")
+    parser.add_argument("--without-continuous", action="store_true", help="without transformers' continuous batching")
     parser.add_argument("--quick", action="store_true", help="an eighth of the requests, one turn: does it run at all?")
     options = parser.parse_args()
     size, repeats = SIZES[options.size], 1 if options.quick else options.repeats
@@ -90,23 +94,28 @@ def main() -> None:
         check_alike(policy, theirs)
         longest = size.prompt + LONGEST
         ours = Ours(policy, model, ROWS, longest)
-        generate, continuous = Generate(theirs, ROWS), Continuous(theirs, ROWS, longest)
+        generate = Generate(theirs, ROWS)
+        sides: list[Answerer] = [ours, generate]
+        if not options.without_continuous:
+            sides.append(Continuous(theirs, ROWS, longest))
         tokens = theirs.config.vocab_size
         print(f"{size.title}; {torch.get_num_threads()} threads, fp32, {ROWS} rows, prompts of {size.prompt} tokens")
-
-        equal = prompts(ROWS, size.prompt, tokens, [size.equal] * ROWS)
-        compare(f"equal lengths: {ROWS} answers of {size.equal}", equal, [ours, generate, continuous], repeats, model)
-
-        lengths = long_tailed(requests)
-        title = (
-            f"long tails: {requests} answers, log-normal (sigma {SIGMA:g}), mean {statistics.fmean(lengths):.1f}, "
-            f"longest {max(lengths)}"
-        )
-        asked = prompts(requests, size.prompt, tokens, lengths)
-        medians = compare(title, asked, [ours, generate, continuous], repeats, model)
-
-        shared_prompts(policy, model, size.equal // 2, tokens, repeats)
-        print(f"ratio: {medians[generate.name] / medians[ours.name]:.2f}")
+        medians: dict[str, float] = {}
+        if options.only in (None, "equal"):
+            equal = prompts(ROWS, size.prompt, tokens, [size.equal] * ROWS)
+            medians = compare(f"equal lengths: {ROWS} answers of {size.equal}", equal, sides, repeats, model)
+        if options.only in (None, "tails"):
+            lengths = long_tailed(requests)
+            title = (
+                f"long tails: {requests} answers, log-normal (sigma {SIGMA:g}), mean {statistics.fmean(lengths):.1f}, "
+                f"longest {max(lengths)}"
+            )
+            asked = prompts(requests, size.prompt, tokens, lengths)
+            medians = compare(title, asked, sides, repeats, model)
+        if options.only in (None, "shared"):
+            shared_prompts(policy, model, size.equal // 2, tokens, repeats)
+        if medians:
+            print(f"ratio: {medians[generate.name] / medians[ours.name]:.2f}")
 
 
 def long_tailed(count: int) -> list[int]:

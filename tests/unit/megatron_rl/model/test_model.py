@@ -47,6 +47,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_logits_are_those_of_the_published_model(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
+    """In training and, but for experts, by the copy of the weights that generates."""
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
     with torch.no_grad():
@@ -54,6 +55,12 @@ def test_logits_are_those_of_the_published_model(platform: Any, groups: Any, sha
     logits = full_forward(policy, SENTENCE)
     assert expected.std() > 0.5  # else anything would be close to anything
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    frozen = policy.frozen()
+    assert (frozen is None) == ("num_experts" in shape)
+    if frozen:
+        tokens, layout = torch.tensor(SENTENCE), policy.layout(whole_sequences([len(SENTENCE)]))
+        logits = frozen.logits(tokens, torch.arange(len(SENTENCE)), layout, torch.tensor([8, 2]))
+        torch.testing.assert_close(logits, expected[[8, 2]], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
