@@ -157,4 +157,4 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.split.colocated and self.max_lag:
-            raise ValueError("co-located ranks cannot generate while they train: max_lag is 0 there")
+            raise ValueError("of co-located ranks no lag is simulated: max_lag is 0 there")
