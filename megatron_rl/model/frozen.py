@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
 from megatron_rl.model.layers import Norm, Rotation
+from megatron_rl.platform import frozen_linear
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout
-from megatron_rl.platform.packed_linear import PackedLinear, packs
+from megatron_rl.platform.frozen_linear import FrozenLinear, freeze
 
 
 def freezes(policy: GPTModel, platform: Platform) -> bool:
@@ -27,7 +28,7 @@ def freezes(policy: GPTModel, platform: Platform) -> bool:
         platform.computes_on_host
         and policy.config.num_moe_experts is None
         and policy.pg_collection.tp.size() == policy.pg_collection.pp.size() == 1
-        and packs(policy.config.params_dtype)
+        and frozen_linear.freezes(policy.config.params_dtype)
     )
 
 
@@ -37,14 +38,14 @@ class FrozenLayer:
 
     number: int
     """Counted from 1."""
-    heads: PackedLinear
+    heads: FrozenLinear
     """All queries, then all keys, then all values."""
     head_norms: tuple[Norm, Norm] | None
     """Of queries and of keys."""
-    proj: PackedLinear
-    gate: PackedLinear
-    value: PackedLinear
-    out: PackedLinear
+    proj: FrozenLinear
+    gate: FrozenLinear
+    value: FrozenLinear
+    out: FrozenLinear
 
 
 class FrozenPolicy:
@@ -66,7 +67,7 @@ class FrozenPolicy:
         self._rotations = rotations
         self._embedding: Tensor = policy.embedding.word_embeddings.weight.detach()
         self._layers = [self._layer(layer) for layer in policy.decoder.layers]
-        self._output = PackedLinear.of(_behind(policy.decoder.final_layernorm, output))
+        self._output = freeze(_behind(policy.decoder.final_layernorm, output))
 
     def _layer(self, layer: TransformerLayer) -> FrozenLayer:
         attention, mlp = layer.self_attention, layer.mlp
@@ -76,12 +77,12 @@ class FrozenPolicy:
         norms = attention.q_layernorm, attention.k_layernorm
         return FrozenLayer(
             layer.layer_number,
-            PackedLinear.of(heads, None if bias is None else self._sorted(bias)),
+            freeze(heads, None if bias is None else self._sorted(bias)),
             norms if isinstance(norms[0], Norm) else None,
-            PackedLinear.of(attention.linear_proj.weight),
-            PackedLinear.of(gate),
-            PackedLinear.of(value),
-            PackedLinear.of(mlp.linear_fc2.weight),
+            freeze(attention.linear_proj.weight),
+            freeze(gate),
+            freeze(value),
+            freeze(mlp.linear_fc2.weight),
         )
 
     def _sorted(self, heads: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
+from megatron_rl.platform import frozen_linear
 
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=96, max_position_embeddings=64)
 SAMPLES = 5
@@ -63,6 +64,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     arriving=st.lists(st.integers(0, 4), max_size=6),
     max_batch=st.integers(SAMPLES, 12),
     threads=st.sampled_from([1, 2]),
+    least_packed=st.sampled_from([1, 2**30]),
 )
 def test_an_answer_is_the_same_whatever_its_neighbours(
     policy: Policy,
@@ -71,12 +73,15 @@ def test_an_answer_is_the_same_whatever_its_neighbours(
     arriving: list[int],
     max_batch: int,
     threads: int,
+    least_packed: int,
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        alone = answers(policy, [request], [])
-        together = answers(policy, [request, *others], arriving, max_batch=max_batch, page_tokens=8)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frozen_linear, "LEAST_PACKED", least_packed)
+            alone = answers(policy, [request], [])
+            together = answers(policy, [request, *others], arriving, max_batch=max_batch, page_tokens=8)
     finally:
         torch.set_num_threads(before)
     assert together == alone

@@ -25,6 +25,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.layers import Norm
 from megatron_rl.model.policy import build_policy
+from megatron_rl.platform import frozen_linear
 from megatron_rl.platform.attention import whole_sequences
 
 SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
@@ -46,8 +47,10 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_logits_are_those_of_the_published_model(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
-    """In training and, but for experts, by the copy of the weights that generates."""
+def test_logits_are_those_of_the_published_model(
+    platform: Any, groups: Any, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training and, but for experts, by the copy of the weights that generates, small weights or large."""
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
     with torch.no_grad():
@@ -55,12 +58,15 @@ def test_logits_are_those_of_the_published_model(platform: Any, groups: Any, sha
     logits = full_forward(policy, SENTENCE)
     assert expected.std() > 0.5  # else anything would be close to anything
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    frozen = policy.frozen()
-    assert (frozen is None) == ("num_experts" in shape)
-    if frozen:
-        tokens, layout = torch.tensor(SENTENCE), policy.layout(whole_sequences([len(SENTENCE)]))
-        logits = frozen.logits(tokens, torch.arange(len(SENTENCE)), layout, torch.tensor([8, 2]))
-        torch.testing.assert_close(logits, expected[[8, 2]], rtol=1e-5, atol=1e-5)
+    for least_packed in (1, 2**30):
+        monkeypatch.setattr(frozen_linear, "LEAST_PACKED", least_packed)
+        frozen = policy.frozen()
+        assert (frozen is None) == ("num_experts" in shape)
+        if frozen:
+            tokens, layout = torch.tensor(SENTENCE), policy.layout(whole_sequences([len(SENTENCE)]))
+            with torch.inference_mode():
+                logits = frozen.logits(tokens, torch.arange(len(SENTENCE)), layout, torch.tensor([8, 2]))
+            torch.testing.assert_close(logits, expected[[8, 2]], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
