@@ -155,7 +155,7 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
     trainer.optimizer.megatron.prepare_grads = lambda: True  # as if it were not finite
     batch, update = one_update(trainer, rollouts)
     reference = trainer.score(trainer.reference, batch, update.inputs)
-    trainer._update(batch, update, None, None, reference, [], None)
+    trainer._update(batch, update, None, None, reference, [], None, lambda: None)
 
 
 def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
