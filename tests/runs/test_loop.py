@@ -252,7 +252,7 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
 
 
 def _move_groups_for_any_gain(rank: int) -> None:
-    from megatron_rl.rollout import driver
+    from megatron_rl.rollout import answering
     from megatron_rl.rollout import exchange as exchange_module
 
     exchange_module.NEGLIGIBLE_FLOPS = 0.0
@@ -264,7 +264,7 @@ def _move_groups_for_any_gain(rank: int) -> None:
             os.write(2, b"moved\n")
         return trained_here
 
-    driver.exchange = told
+    answering.exchange = told
 
 
 def _expect_another_megatron_core(rank: int) -> None:
