@@ -15,13 +15,14 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
+from megatron_rl.metrics.names import NO_SIGNAL, PROMPT_TOO_LONG
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.answering import Answering
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.generation import AgentLoop
-from megatron_rl.rollout.window import NOTHING_DRAWN, REASONS, Drawn, State, choose, to_draw
+from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn, State, choose, to_draw
 
 
 class Driver(ABC):
@@ -116,7 +117,11 @@ class RolloutDriver(Driver):
         ordinals = range(first_ordinal, choice.next_ordinal)
         settled = {ordinal: group for ordinal, group in own.items() if ordinal in ordinals}
         trained = {place: group for place, each in enumerate(choice.trained) if (group := settled.get(each))}
-        dropped = {each: REASONS[states[each - first_ordinal]] for each in settled.keys() - {*choice.trained}}
+        dropped = {
+            each: PROMPT_TOO_LONG if group is None else NO_SIGNAL
+            for each, group in settled.items()
+            if group is None or each not in choice.trained
+        }
         drawn = Drawn(first_ordinal + len(states), len(ordinals) - len(choice.trained))
         with self.safe_points.phase("wait"):
             batch = self.answering.batch(trained, self.groups, ordinals, dropped, rounds=round_, drawn=drawn)
@@ -151,15 +156,17 @@ class RolloutDriver(Driver):
         """This driver's groups of these ordinals, None where the prompt is too long, and what any driver knows of them
         all. Collective.
 
-        dynamic: whether a group without signal is told apart.
+        dynamic: whether others can take the place of those that are of no use.
         """
         share = self.loop.share(ordinals.start, len(ordinals))
         answered = {group.ordinal: group for group in self._roll_out(share)}
         self.safe_points.agree()
         own = {ordinal: answered.get(ordinal) for ordinal in share}
+        if not dynamic:  # each has its place in the batch, for nothing could take it: no need to ask the others
+            return own, [State.USABLE] * len(ordinals)
         states = torch.zeros(len(ordinals), dtype=torch.int32)
         for ordinal, group in own.items():
-            states[ordinal - ordinals.start] = self.answering.state(group, dynamic)
+            states[ordinal - ordinals.start] = self.answering.state(group, dynamic=True)
         dist.all_reduce(states, group=self.groups.control)  # each is one driver's, and 0 is no state of a finished one
         return own, [*map(State, states.tolist())]
 
