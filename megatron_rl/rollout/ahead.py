@@ -19,6 +19,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
+from megatron_rl.metrics.names import NO_SIGNAL, OVERDUE_ANSWERS, PROMPT_TOO_LONG
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
 from megatron_rl.rollout.answering import Answering
@@ -27,7 +28,10 @@ from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.driver import Driver
 from megatron_rl.rollout.lasting import LastingLoop
 from megatron_rl.rollout.under_way import UnderWay
-from megatron_rl.rollout.window import REASONS, Choice, State, begun_below, choose
+from megatron_rl.rollout.window import Choice, State, begun_below, choose
+
+REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, State.OVERDUE: OVERDUE_ANSWERS}
+"""Why an ordinal that is settled is not trained on."""
 
 
 class AheadDriver(Driver):

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from megatron_rl.metrics.names import NO_SIGNAL, OVERDUE_ANSWERS, PROMPT_TOO_LONG
-
 MOST_FOR_ONE = 4
 """Prompts that are drawn at once for one that is missing, at most."""
 
@@ -35,10 +33,6 @@ class State(IntEnum):
     NO_SIGNAL = 3
     """Its rewards are all equal, and dynamic sampling draws another one for it."""
     USABLE = 4
-
-
-REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, State.OVERDUE: OVERDUE_ANSWERS}
-"""Why an ordinal that is settled is not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
