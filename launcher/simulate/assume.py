@@ -133,5 +133,11 @@ def _correction(own: Assumptions, measured: Measured) -> Correction:
     apart = (placed.inference.nodes or 0) if placed.mode == "partitioned" else 0
     laid_out = lay_out(own.config, nodes, apart, None)
     assert laid_out is not None, "it ran"
-    found = pace(scenario_of(own, *laid_out, measured.max_lag if apart else 0))
-    return Correction(measured.generate_s / found.generate_s, measured.train_s / found.train_s, measured.other_s)
+    scenario = scenario_of(own, *laid_out, measured.max_lag if apart else 0)
+    found, refit_s = pace(scenario), scenario.costs.refit_s
+    return Correction(
+        generate=measured.generate_s / found.generate_s,
+        train=measured.train_s / found.train_s,
+        refit=measured.refit_s / refit_s if refit_s else 1.0,
+        other_s=measured.other_s,
+    )

@@ -49,6 +49,7 @@ class Correction:
 
     generate: float = 1.0
     train: float = 1.0
+    refit: float = 1.0
     other_s: float = 0.0
     """Seconds of a step that neither generates nor trains nor sends weights: rewards, exchange, waiting for ranks."""
 
@@ -96,6 +97,7 @@ def estimate_costs(
         training_replicas=sizes.dp,
         step_s=_update_s(config, sizes, vocab, held) + work.prompts * work.prompt_tokens * per_token,
         refit_s=_refit_s(sizes, size * weights(model, vocab).all),
+        trains_beside_refit=config.job.device == "cpu",
         swap_s=size * engine.all / card.memory_bytes_per_s if sizes.partitioned else 0.0,
         save_blocked_s=saved / sizes.training_world / HOST_BYTES_PER_S,
         save_s=saved / (fs_bytes_per_s or FILE_SYSTEM_BYTES_PER_S),
@@ -115,6 +117,7 @@ def corrected(costs: Costs, by: Correction) -> Costs:
         train_token_s=costs.train_token_s * by.train,
         train_square_s=costs.train_square_s * by.train,
         step_s=costs.step_s * by.train + by.other_s,
+        refit_s=costs.refit_s * by.refit,
     )
 
 

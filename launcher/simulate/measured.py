@@ -15,7 +15,7 @@ from megatron_rl.contract.records import Unreadable, read_lines
 
 RECENT = 50
 """Steps that are looked at; the first of a run, in which kernels are compiled, is not among them."""
-OTHER = ("time/reward_s", "time/log_probs_s", "time/offload_s", "time/refit_s")
+OTHER = ("time/reward_s", "time/log_probs_s", "time/offload_s")
 """Parts of a step that the simulation knows nothing of."""
 
 
@@ -32,8 +32,10 @@ class Measured:
     generate_s: float
     """In which a replica computed."""
     train_s: float
+    refit_s: float
+    """That new weights took to where generation is."""
     other_s: float
-    """In which it did neither, nor waited."""
+    """In which none of these was done, nor waited for."""
     max_lag: int
     """Versions that its answers were behind, at most."""
 
@@ -74,6 +76,7 @@ def read_measured(run: RunDir) -> Measured:
         step_s=step_s,
         generate_s=busy * step_s or mean("time/generate_s"),
         train_s=mean("time/train_s"),
+        refit_s=mean("time/publish_s", mean("time/refit_s", 0.0)),
         other_s=sum(mean(part, 0.0) for part in OTHER),
         max_lag=max(int(line.get("staleness_max", 0)) for line in lines),
     )

@@ -13,7 +13,7 @@ class Step:
     number: int
     """From 1."""
     ended_at: float
-    """When all replicas had its weights; seconds since the run began."""
+    """When there were new weights; seconds since the run began."""
     ordinals: range
     """Prompts of its batch."""
     tokens: int
@@ -22,7 +22,9 @@ class Step:
     """Versions between the weights that sampled a token and those that were trained, mean over the tokens."""
     staleness_max: int
     trained_s: float
-    """Seconds in which the training world trained or sent weights."""
+    """Seconds in which the training world trained."""
+    sent_s: float
+    """... in which it did not, while the weights of the step before were on their way."""
     generated_s: float
     """Seconds since the step before in which a replica computed, mean over the replicas."""
 

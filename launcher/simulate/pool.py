@@ -30,11 +30,10 @@ class Pool:
         self._homeless: list[Answer] = []  # while there is no replica
         self._past_busy_s = 0.0  # of replicas that are no more
 
-    @property
-    def busy_s(self) -> float:
-        """In which a replica had anything to compute, mean over them; up to the last `swap` or `stop`."""
-        now = sum(replica.busy_s for replica in self._replicas if replica)
-        return (self._past_busy_s + now) / self._scenario.split.replicas
+    def busy_s(self, now: float) -> float:
+        """In which a replica had anything to compute by now, mean over them."""
+        there = sum(replica.busy_by(now) for replica in self._replicas if replica)
+        return (self._past_busy_s + there) / self._scenario.split.replicas
 
     def start(self, version: int, now: float) -> None:
         """Have all replicas, with these weights and nothing to do."""
@@ -94,7 +93,7 @@ class Pool:
 
     def _end(self, replica: Replica, now: float) -> list[Answer]:
         left = replica.stop(now)
-        self._past_busy_s += replica.busy_s
+        self._past_busy_s += replica.busy_by(now)
         return left
 
     def _put_back(self, number: int, now: float) -> None:

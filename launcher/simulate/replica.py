@@ -32,8 +32,6 @@ class Replica:
     """Answers `rows` at once, the first come first."""
 
     def __init__(self, costs: Costs, prompt_tokens: int, version: int, now: float) -> None:
-        self.busy_s = 0.0
-        """With anything to compute."""
         self.changes = 0
         """Grows whenever what it will do next is no longer what it was."""
         self.planned = 0
@@ -41,6 +39,7 @@ class Replica:
         self._costs = costs
         self._prompt_tokens = prompt_tokens
         self._clock = now  # until when it has computed
+        self._busy_s = 0.0
         self._steps = 0.0  # so far
         self._cached = 0.0  # tokens in the caches of all rows
         self._rows: list[tuple[float, int, float, Answer]] = []  # (last step, tie, first step, answer), a heap
@@ -60,6 +59,11 @@ class Replica:
         if not self._rows:
             return None
         return self._clock + self._costs.decode.seconds(len(self._rows), self._cached, self._rows[0][0] - self._steps)
+
+    def busy_by(self, now: float) -> float:
+        """Seconds in which it had anything to compute."""
+        self._advance(now)
+        return self._busy_s
 
     def submit(self, answers: list[Answer], now: float) -> None:
         """Take these on."""
@@ -109,7 +113,7 @@ class Replica:
             steps = self._costs.decode.steps(rows, self._cached, now - self._clock)
             self._steps += steps
             self._cached += rows * steps
-            self.busy_s += now - self._clock
+            self._busy_s += now - self._clock
         self._clock = now
 
     def _admit(self) -> None:
@@ -126,7 +130,7 @@ class Replica:
             self._cached += self._prompt_tokens + answer.done
         seconds = computed * self._costs.prefill_token_s
         self._clock += seconds
-        self.busy_s += seconds
+        self._busy_s += seconds
         self.changes += 1
 
     def _note(self, answer: Answer, begun: float, tokens: float) -> None:

@@ -2,10 +2,11 @@
 
     prompts -> admitted by the bound -> a replica -> answered -> their batch is whole -> trained in order -> new weights
                      ^                                                                                          |
-                     +------------------------------ one more version is published ----------------------------+
+                     +------------ replicas swap, one more version is published ------------ on their way ------+
 
 Batch s is made of the ordinals [s P, (s + 1) P) and trained by version s. Those below (version + 1 + max_lag) P are
-admitted, so a token is at most max_lag versions old when it is trained. Answers go on across versions.
+admitted, so a token is at most max_lag versions old when it is trained. Answers go on across versions, and while one is
+on its way; what is admitted by it waits.
 
 A preemption with enough grace saves, and what is half answered is gone on with; any other end of an attempt goes back
 to the newest checkpoint, and all that came after it is made again. A node that only generates takes its replicas along
@@ -67,12 +68,13 @@ class _Run:
         self._checkpoint = 0  # steps that are safe
         self._training_since: float | None = None
         self._blocked = False  # the training world saves
-        self._generated_s = 0.0  # Pool.busy_s at the end of the step before
+        self._sent_at = 0.0  # when all replicas have the newest weights
+        self._generated_s = 0.0  # by the end of the step before, see Pool.busy_s
         self._trained_s = self._queued_s = self._starting_s = 0.0
         self._attempts, self._repeated = 1, 0
 
     def until(self, steps: int) -> Outcome:
-        self._begin_attempt([], 0.0)
+        self._begin_attempt([], self._scenario.costs.refit_s)
         while len(self._steps) < steps:
             self._agenda.go_on()
         return self._outcome()
@@ -80,7 +82,9 @@ class _Run:
     # Generation
 
     def _admit(self, now: float) -> None:
-        """Let generation begin with as many prompts as the bound allows."""
+        """Let generation begin with as many prompts as the bound allows, once it can by the newest weights."""
+        if self._blocked or now < self._sent_at:
+            return
         work = self._scenario.work
         answers: list[Answer] = []
         for number in range(self._admitted // work.prompts, len(self._steps) + 1 + self._scenario.max_lag):
@@ -100,21 +104,24 @@ class _Run:
     # Training
 
     def _train_if_ready(self, now: float) -> None:
-        batch = self._batches.get(len(self._steps))
+        batch, costs = self._batches.get(len(self._steps)), self._scenario.costs
         if self._blocked or self._training_since is not None or batch is None or batch.missing:
             return
+        if now < self._sent_at and not costs.trains_beside_refit:
+            return
         self._training_since = now
-        costs = self._scenario.costs
         seconds = costs.train_s(batch.tokens, batch.squares, batch.longest)
-        self._agenda.at(now + seconds + costs.refit_s, self._publish)
+        # What changes the weights, at the end of step_s at the latest, waits until they are sent.
+        waits_s = max(0.0, self._sent_at - (now + seconds - costs.step_s))
+        sent_s = waits_s + costs.refit_s - max(0.0, self._sent_at - now)
+        self._agenda.at(now + waits_s + seconds, partial(self._update, seconds, sent_s))
 
-    def _publish(self, now: float) -> None:
-        """The step is done, and all replicas have its weights."""
-        assert self._training_since is not None
+    def _update(self, trained_s: float, sent_s: float, now: float) -> None:
+        """The step is done, and its weights set off."""
         version, prompts = len(self._steps), self._scenario.work.prompts
-        batch, trained_s = self._batches.pop(version), now - self._training_since
+        batch = self._batches.pop(version)
         aged = sum((version - old) * tokens for old, tokens in batch.versions.items())
-        self._pool.swap(version + 1, now)
+        generated_s = self._pool.busy_s(now)
         self._steps.append(
             Step(
                 number=version + 1,
@@ -124,15 +131,24 @@ class _Run:
                 staleness=aged / sum(batch.versions.values()),
                 staleness_max=version - min(batch.versions),
                 trained_s=trained_s,
-                generated_s=self._pool.busy_s - self._generated_s,
+                sent_s=sent_s,
+                generated_s=generated_s - self._generated_s,
             )
         )
-        self._generated_s = self._pool.busy_s
-        self._trained_s += trained_s
+        self._generated_s = generated_s
+        self._trained_s += trained_s + sent_s
         self._training_since = None
+        self._sent_at = now + self._scenario.costs.refit_s
+        self._agenda.at(self._sent_at, self._swap)
         blocked_s = self._begin_save(now)
         self._blocked = True
         self._agenda.at(now + blocked_s, self._go_on)
+
+    def _swap(self, now: float) -> None:
+        """All replicas have the newest weights."""
+        self._pool.swap(len(self._steps), now)
+        self._admit(now)
+        self._train_if_ready(now)
 
     def _begin_save(self, now: float) -> float:
         """Seconds for which training stands still."""
@@ -154,8 +170,9 @@ class _Run:
     # Attempts
 
     def _begin_attempt(self, left: list[Answer], now: float) -> None:
-        """left: answers that are gone on with."""
+        """The replicas have been sent weights. left: answers that are gone on with."""
         faults = self._scenario.faults
+        self._sent_at = now
         self._pool.start(len(self._steps), now)
         if faults.preempted_every_s < NEVER:
             self._agenda.at(now + self._drawn(faults.preempted_every_s), self._preempt)
@@ -189,7 +206,7 @@ class _Run:
     def _roll_back(self, now: float, queued_s: float) -> None:
         """To the newest checkpoint."""
         self._pool.stop(now)
-        self._generated_s = self._pool.busy_s
+        self._generated_s = self._pool.busy_s(now)
         self._repeated += len(self._steps) - self._checkpoint
         del self._steps[self._checkpoint :]
         self._batches.clear()
@@ -204,7 +221,8 @@ class _Run:
         starting_s = saving_s + self._scenario.faults.restart_s
         self._starting_s += starting_s
         self._attempts += 1
-        self._agenda.at(now + starting_s + queued_s, partial(self._begin_attempt, left))
+        sent_at = now + starting_s + queued_s + self._scenario.costs.refit_s
+        self._agenda.at(sent_at, partial(self._begin_attempt, left))
 
     def _drawn(self, mean_s: float) -> float:
         return self._chance.expovariate(1 / mean_s)
@@ -214,10 +232,10 @@ class _Run:
         held_s = seconds - self._queued_s
         running_s = held_s - self._starting_s
         share = split.training_nodes / split.nodes
-        trained_s = sum(step.trained_s for step in self._steps)
+        trained_s = sum(step.trained_s + step.sent_s for step in self._steps)
         generated_s = sum(step.generated_s for step in self._steps)
         idle_training = 1 - self._trained_s / running_s
-        idle_inference = 1 - self._pool.busy_s / running_s
+        idle_inference = 1 - self._pool.busy_s(seconds) / running_s
         useful_s = share * trained_s + (1 - share) * generated_s
         if split.colocated:
             useful_s = trained_s + generated_s

@@ -72,9 +72,12 @@ class Costs:
     step_s: float
     """Of each step, whatever its tokens: the update, rewards that are waited for, exchange."""
     refit_s: float
-    """From the update until all replicas have the weights, while the training world waits."""
+    """From an update until all replicas have the weights."""
+    trains_beside_refit: bool = False
+    """Whether the next batch may be trained meanwhile, but for its update. On GPUs it may not: see
+    `Platform.transfers_beside_training`."""
     swap_s: float = 0.0
-    """Of that, what a replica stands still for."""
+    """What a replica stands still for at the end of it."""
     save_blocked_s: float = 0.0
     """That training stands still for a save."""
     save_s: float = 0.0

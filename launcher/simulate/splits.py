@@ -43,7 +43,9 @@ class Pace:
     step_s: float
     tokens_per_s: float
     train_s: float
-    """Seconds of a step in which the training world trains and sends weights."""
+    """Seconds of a step in which the training world trains."""
+    refit_s: float
+    """... in which weights are on their way and it does not."""
     generate_s: float
     """... in which a replica computes, mean over the replicas."""
     idle_training: float
@@ -118,7 +120,7 @@ def pace(scenario: Scenario, seed: int = 0, steps: int = STEPS) -> Pace:
     done = simulate(scenario, lead + steps, seed).steps
     counted = done[lead:]
     seconds = done[-1].ended_at - (done[lead - 1].ended_at if lead else 0.0)
-    idle_training = max(0.0, 1 - sum(step.trained_s for step in counted) / seconds)
+    idle_training = max(0.0, 1 - sum(step.trained_s + step.sent_s for step in counted) / seconds)
     idle_inference = max(0.0, 1 - sum(step.generated_s for step in counted) / seconds)
     if scenario.split.colocated:
         idle_training = idle_inference = max(0.0, idle_training + idle_inference - 1)
@@ -126,6 +128,7 @@ def pace(scenario: Scenario, seed: int = 0, steps: int = STEPS) -> Pace:
         step_s=seconds / len(counted),
         tokens_per_s=sum(step.tokens for step in counted) / seconds,
         train_s=sum(step.trained_s for step in counted) / len(counted),
+        refit_s=sum(step.sent_s for step in counted) / len(counted),
         generate_s=sum(step.generated_s for step in counted) / len(counted),
         idle_training=idle_training,
         idle_inference=idle_inference,

@@ -4,10 +4,11 @@
 
 Everything is real but the arithmetic: each inference replica is a process with the service of a run's replicas, the
 engine's own scheduler and pages; a trainer asks through the pool that a run's drivers have, admits by the bound on
-staleness, waits for each batch in order, and has versions published between two tokens. But a token takes a replica the
-seconds that its rows and caches are said to need, and training as long as its tokens are said to. Lengths are drawn
-alike on both sides, and the prediction is told what publishing a version took. Co-located ranks are replicas that each
-have a pool and a share of the batch of their own.
+staleness, waits for each batch in order, and has versions published between two tokens, by a run's own refit beside the
+next step. But a token takes a replica the seconds that its rows and caches are said to need, and training and sending
+as long as they are said to. Lengths are drawn alike on both sides, and the prediction is told what publishing a version
+took. "sent first" trains only when the weights have come, as GPUs do. Co-located ranks are replicas that each have a
+pool and a share of the batch of their own, and weights that are there at once.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import uvicorn
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+from core_helpers import quiet_safe_points
 
 from launcher.simulate.lengths import Lognormal
 from launcher.simulate.run import simulate
@@ -40,11 +44,14 @@ from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest,
 from megatron_rl.inference.config import InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
+from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.transcript import RowAnswer
+from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.rank.activity import Activity
+from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.replica.app import ReplicaService, application
 from megatron_rl.replica.orders import Leader
 from megatron_rl.rollout.window import begun_below
@@ -67,7 +74,8 @@ def costs(token_s: float) -> Costs:
         train_square_s=0.0,
         training_replicas=1,
         step_s=10 * token_s,
-        refit_s=0.0,
+        refit_s=80 * token_s,
+        trains_beside_refit=True,
     )
 
 
@@ -175,7 +183,7 @@ class PacedEngine:
 
 
 class PacedWeights:
-    """Implements `Weights`: they are there at once; the trainer takes the time. Says, then, how long was computed."""
+    """Implements `Weights`: they are there at once; who sends takes the time. Says, then, how long was computed."""
 
     def __init__(self, engine: PacedEngine, busy: Path) -> None:
         self._engine, self._busy = engine, busy
@@ -225,10 +233,36 @@ class Measured:
     ended_at: list[float] = field(default_factory=list)
     """Of each step, seconds after the first prompt was asked."""
     busy_s: list[float] = field(default_factory=list)
-    """Of the replicas, by then, mean over them."""
+    """Of the replicas, when they had the weights before those of each step, and at the end; mean over them."""
     published_s: list[float] = field(default_factory=list)
     """That each version took to be published."""
     staleness_max: int = 0
+
+
+class PacedTransfer:
+    """Implements what `OverlappedRefit` asks of a `TransferRefit`."""
+
+    moved_bytes = 0
+
+    def __init__(self, pool: ReplicaPool, seconds: float, published_s: list[float]) -> None:
+        self._pool, self._seconds, self._published_s = pool, seconds, published_s
+
+    def publish(self, version: int) -> bool:
+        began, starts = time.monotonic(), [*self._pool.starts()]
+        for path, body in (("epoch", {"epoch": {}}), ("receive", {}), ("swap", {})):
+            if path == "swap":
+                time.sleep(self._seconds)
+            for said in [self._pool.call(start, path, {"version": version, **body}, LIMIT_S) for start in starts]:
+                with suppress(ReplicaGone):  # the others have it
+                    said.result(LIMIT_S)
+        self._published_s.append(time.monotonic() - began)
+        return True
+
+    def abort(self) -> None:
+        """It ends soon."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class Run:
@@ -239,6 +273,11 @@ class Run:
         self._scenario, self._attempts = scenario, attempts
         self.measured = Measured()
         self._pools = [ReplicaPool(one, DIGEST, TOKEN, 0, goes_on=True, limit_s=LIMIT_S) for one in attempts]
+        refit_s = 0.0 if scenario.split.colocated else scenario.costs.refit_s
+        self._refits: list[OverlappedRefit] = []
+        for pool in self._pools:
+            transfer: Any = PacedTransfer(pool, refit_s, self.measured.published_s)
+            self._refits.append(OverlappedRefit(transfer, pool, CpuPlatform(threads=1), quiet_safe_points()))
         self._groups: dict[int, asyncio.Task[list[int]]] = {}
         self._began = 0.0
 
@@ -264,6 +303,8 @@ class Run:
 
     async def step(self, step: int) -> None:
         work, costs, measured = self._scenario.work, self._scenario.costs, self.measured
+        if not self._scenario.max_lag:
+            await self._finish()
         self._began = self._began or time.monotonic()
         below = begun_below(step * work.prompts, [], 1 + self._scenario.max_lag, work.prompts, rounds=1)
         for ordinal in range(len(self._groups), below):
@@ -273,17 +314,30 @@ class Run:
         versions = [version for group in groups for version in group]
         measured.staleness_max = max(measured.staleness_max, step - min(versions))
         longest = max(max(self._lengths(ordinal)) for ordinal in ordinals)
-        await asyncio.sleep(costs.train_s(len(versions), 0, longest))
-        publishes = time.monotonic()
-        busy_s = await asyncio.to_thread(self._publish, step + 1)
-        measured.published_s.append(time.monotonic() - publishes)
+        if not costs.trains_beside_refit:
+            await self._finish()
+        await asyncio.sleep(costs.train_s(len(versions), 0, longest) - costs.step_s)
+        await self._finish()
+        measured.busy_s.append(self._busy_s())
+        await asyncio.sleep(costs.step_s)
         measured.ended_at.append(time.monotonic() - self._began)
-        measured.busy_s.append(fmean(busy_s))
+        for refit in self._refits:
+            refit.publish(step + 1)
+
+    async def _finish(self) -> None:
+        for refit in self._refits:
+            await asyncio.to_thread(refit.finish)
+
+    def _busy_s(self) -> float:
+        said = [float(file.read_text()) for attempt in self._attempts for file in attempt.folder.glob("busy-*")]
+        return fmean(said) if said else 0.0
 
     async def stop(self) -> None:
         for task in self._groups.values():
             task.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
+        await self._finish()
+        self.measured.busy_s.append(self._busy_s())
 
     def close(self) -> None:
         for pool in self._pools:
@@ -302,17 +356,6 @@ class Run:
         found = [version for (answer,) in answers for version in answer.versions]
         assert len(found) == sum(lengths)
         return found
-
-    def _publish(self, version: int) -> list[float]:
-        """Seconds that each replica has computed by then."""
-        for pool in self._pools:
-            starts = [*pool.starts()]
-            for path, body in (("epoch", {"epoch": {}}), ("receive", {}), ("swap", {})):
-                for said in [pool.call(start, path, {"version": version, **body}, LIMIT_S) for start in starts]:
-                    said.result(LIMIT_S)
-            pool.policy_version = version
-        files = [file for attempt in self._attempts for file in attempt.folder.glob("busy-*")]
-        return [float(file.read_text()) for file in files]
 
 
 def measure(scenario: Scenario, steps: int, token_s: float, folder: Path) -> Measured:
@@ -349,10 +392,11 @@ def main() -> None:
         number, start, root = options.replica
         serve(RunDir(root).attempt(1), int(number), int(start), costs(token_s))
         return
-    print(f"{'':16}{'step, s':>24}{'':8}{'replicas busy':>18}{'':8}staleness")
-    print(f"{'':16}{'predicted':>12}{'measured':>12}{'ratio':>8}{'predicted':>12}{'measured':>10}{'most':>12}")
-    for split, lag in ((Split(4, 0, 4), 0), *((Split(2, 2, 2), lag) for lag in range(3))):
-        share = costs(token_s)
+    print(f"{'':26}{'step, s':>24}{'':8}{'replicas busy':>18}{'':8}staleness")
+    print(f"{'':26}{'predicted':>12}{'measured':>12}{'ratio':>8}{'predicted':>12}{'measured':>10}{'most':>12}")
+    apart = Split(2, 2, 2)
+    for split, lag, beside in ((Split(4, 0, 4), 0, True), *((apart, lag, True) for lag in range(3)), (apart, 1, False)):
+        share = replace(costs(token_s), trains_beside_refit=beside)
         if split.colocated:  # twice as many train
             share = replace(share, train_token_s=share.train_token_s / 2)
         scenario = Scenario(WORK, share, split, lag)
@@ -361,15 +405,16 @@ def main() -> None:
             found = measure(scenario, lead + options.steps, token_s, Path(folder))
         predicted = replace(scenario, costs=replace(share, refit_s=fmean(found.published_s)))
         done = simulate(predicted, lead + options.steps, SEED).steps
-        first = [0.0, 0.0] if not lead else [done[lead - 1].ended_at, found.ended_at[lead - 1]]
-        busy_first = found.busy_s[lead - 1] if lead else 0.0
+        first = [predicted.costs.refit_s, 0.0]  # the prediction has replicas that are sent weights at the start
+        if lead:
+            first = [done[lead - 1].ended_at, found.ended_at[lead - 1]]
         seconds = [done[-1].ended_at - first[0], found.ended_at[-1] - first[1]]
-        busy = [sum(step.generated_s for step in done[lead:]), found.busy_s[-1] - busy_first]
+        busy = [sum(step.generated_s for step in done[lead:]), found.busy_s[-1] - found.busy_s[lead]]
         steps = [each / options.steps for each in seconds]
         shares = [each / total for each, total in zip(busy, seconds, strict=True)]
-        name = "co-located" if split.colocated else f"{split}, lag {lag}"
+        name = "co-located" if split.colocated else f"{split}, lag {lag}{'' if beside else ', sent first'}"
         print(
-            f"{name:16}{steps[0]:12.2f}{steps[1]:12.2f}{steps[0] / steps[1]:8.3f}{shares[0]:12.1%}{shares[1]:10.1%}"
+            f"{name:26}{steps[0]:12.2f}{steps[1]:12.2f}{steps[0] / steps[1]:8.3f}{shares[0]:12.1%}{shares[1]:10.1%}"
             f"{found.staleness_max:12}",
             flush=True,
         )

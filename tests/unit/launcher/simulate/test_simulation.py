@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,13 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     work = replace(WORK, prompts=draw(st.integers(1, 9)), group_size=draw(st.integers(2, 5)))
     return Scenario(
         work=work,
-        costs=replace(COSTS, rows=draw(st.integers(1, 9)), training_replicas=training_nodes),
+        costs=replace(
+            COSTS,
+            rows=draw(st.integers(1, 9)),
+            training_replicas=training_nodes,
+            refit_s=draw(st.sampled_from([0.0, 0.25, 9.0])),
+            trains_beside_refit=draw(st.booleans()),
+        ),
         split=Split(training_nodes, inference_nodes, replicas),
         max_lag=draw(st.integers(0, 3)) if inference_nodes else 0,
         save_every=draw(st.integers(1, 3)),
@@ -91,7 +98,27 @@ def test_at_lag_0_equal_answers_take_what_the_formula_says(replicas, groups, tok
     trained = 0.5 + max(answers * (1e-3 * tokens + 1e-7 * tokens**2), 2 * (1e-3 * tokens + 1e-7 * tokens**2))
     for step in done.steps:
         assert step.ended_at == pytest.approx(step.number * (generated + trained + 0.25))
-        assert (step.generated_s, step.trained_s) == (pytest.approx(generated), pytest.approx(trained + 0.25))
+        assert (step.generated_s, step.trained_s) == (pytest.approx(generated), pytest.approx(trained))
+        assert step.sent_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("beside", "refit_s", "step_s"),
+    [
+        (False, 2.0, 2.0 + 3.0),  # GPUs train when the weights have come
+        (True, 2.0, 3.0),
+        (True, 4.0, 4.0 + 0.5),  # no update before they have
+    ],
+)
+def test_weights_on_their_way_hold_up_training_or_its_update(beside, refit_s, step_s):
+    """Training takes 2.5 s and 0.5 s at the end of it; generation is ahead, and takes nothing to speak of."""
+    costs = replace(COSTS, decode=DecodeSpeed(((1, 1e-9),), 0.0), rows=99, prefill_token_s=0.0, swap_s=0.0)
+    costs = replace(costs, train_token_s=2.5 / 240, train_square_s=0.0, refit_s=refit_s, trains_beside_refit=beside)
+    work = Work(prompts=6, group_size=4, prompt_tokens=10, lengths=Trace((10,)))
+    done = simulate(Scenario(work, costs, Split(2, 2, 2), max_lag=1), 6)
+    for before, step in pairwise(done.steps):
+        assert step.ended_at - before.ended_at == pytest.approx(step_s)
+        assert (step.trained_s, step.sent_s) == (pytest.approx(3.0), pytest.approx(step_s - 3.0))
 
 
 @given(steps=st.floats(0.01, 1e4), rows=st.integers(1, 20), cached=st.floats(0, 1e5))
