@@ -102,8 +102,8 @@ def save(run: Run) -> None:
 def begin_save(run: Run) -> None:
     """Block for the copy to the host's memory."""
     run.writer.sync()
-    run.driver.begin_checkpoint(run.step, run.next_ordinal)
-    run.checkpointer.save(run.step, run.sharded_state(), run.counters())
+    needed = run.driver.begin_checkpoint(run.step, run.next_ordinal)
+    run.checkpointer.save(run.step, run.sharded_state(), run.counters(), needed)
     run.saved = run.step
 
 

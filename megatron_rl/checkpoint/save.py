@@ -77,13 +77,17 @@ class Checkpointer:
         self._blocked_s, self._total_s = manifest.blocked_s, manifest.total_s
         return checkpoint
 
-    def save(self, step: int, sharded_state: dict[str, Any], meta: dict[str, Any]) -> None:
+    def save(
+        self, step: int, sharded_state: dict[str, Any], meta: dict[str, Any], needed: Callable[[], None] | None = None
+    ) -> None:
         """Save the state after `step`. Every rank calls it between the same two steps.
 
         Waits for an earlier save, copies this rank's shards to the host and returns; the write goes on behind.
 
         sharded_state: megatron-core's sharded state dict; what is not sharded in it must be equal on all ranks.
         meta: small JSON object, given back by `load`; rank 0's is written.
+        needed: returns when all else that who goes on from the checkpoint needs of this rank is on disk, or raises
+            OSError, and then the save fails. Called behind, too.
         """
         started = time.monotonic()
         self._saves += 1
@@ -94,7 +98,7 @@ class Checkpointer:
         folder = self.run_dir.checkpoint_under_way(step, save_id)
         snapshot = self._copies.take(sharded_state)
         meta = json.loads(json.dumps(meta))
-        save = SaveUnderWay(step, save_id, folder, snapshot, meta, started, self.config.timeout_s)
+        save = SaveUnderWay(step, save_id, folder, snapshot, meta, started, self.config.timeout_s, needed)
         self._blocked_s = save.blocked_s = time.monotonic() - started
         self._under_way = save, self._thread.submit(self._writer.run, save)
 

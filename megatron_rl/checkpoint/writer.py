@@ -19,7 +19,7 @@ import pickle
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,8 @@ class SaveUnderWay:
     meta: dict[str, Any]
     started: float
     timeout_s: float
+    needed: Callable[[], None] | None
+    """See `Checkpointer.save`."""
     blocked_s: float = 0.0
     hang_noted: bool = False
     given_up: str | None = None
@@ -116,6 +118,8 @@ class CheckpointWriter:
     def run(self, save: SaveUnderWay) -> SaveOutcome:
         try:
             save.folder.mkdir(parents=True, exist_ok=True)
+            if save.needed is not None:
+                save.needed()
             if self._rank == 0:
                 return self._lead(save)
             return self._follow(save)

@@ -9,7 +9,7 @@ What may be begun and what makes a batch: see window.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
 from megatron_rl.rollout.answering import Answering
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.driver import Driver
+from megatron_rl.rollout.driver import Driver, nothing_to_wait_for
 from megatron_rl.rollout.lasting import LastingLoop
 from megatron_rl.rollout.under_way import UnderWay
 from megatron_rl.rollout.window import Choice, State, begun_below, choose
@@ -101,10 +101,11 @@ class AheadDriver(Driver):
         passed_over = [each for each in ordinals if under_way.owns(each) and each not in groups]
         return made, {each: REASONS[self._states[each - ordinals.start]] for each in passed_over}
 
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
+    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
         """See Driver.begin_checkpoint."""
-        if (bank := self._bank) is not None:
-            self._loop.do(lambda _: bank.begin_checkpoint(step, next_ordinal))
+        if (bank := self._bank) is None:
+            return nothing_to_wait_for
+        return self._loop.do(lambda _: bank.begin_checkpoint(step, next_ordinal))
 
     def end_checkpoint(self, step: int) -> None:
         """See Driver.end_checkpoint."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Driver(ABC):
         """
 
     @abstractmethod
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
+    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
         """See `Bank.begin_checkpoint`."""
 
     @abstractmethod
@@ -102,14 +102,14 @@ class RolloutDriver(Driver):
         rounds = dynamic.max_rounds if dynamic.enabled else 1
         states, own = [*self._states], {**self._own}
 
-        def draw(count: int) -> None:
+        def draw(count: int, *, waiting: bool = False) -> None:
             ordinals = range(first_ordinal + len(states), first_ordinal + len(states) + count)
-            answered, known = self._draw(ordinals, dynamic.enabled)
+            answered, known = self._draw(ordinals, dynamic.enabled, waiting)
             own.update(answered)
             states.extend(known)
 
         if not states and self._drawn.below > first_ordinal:  # this rank has been started anew: the bank has them
-            draw(self._drawn.below - first_ordinal)
+            draw(self._drawn.below - first_ordinal, waiting=True)
         round_ = 0
         while (choice := choose(first_ordinal, states, wanted, rounds)) is None:
             round_ += 1
@@ -130,12 +130,11 @@ class RolloutDriver(Driver):
         self._own = {ordinal: group for ordinal, group in own.items() if ordinal not in ordinals}
         return batch
 
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
-        """See `Bank.begin_checkpoint`. What waits for the next step is on disk before it is published."""
-        if self.bank is not None:
-            self.bank.begin_checkpoint(step, next_ordinal)
-            if self._own:
-                self.bank.write_out()
+    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
+        """See `Bank.begin_checkpoint`: what waits for the next step is on disk before it is published."""
+        if self.bank is None:
+            return nothing_to_wait_for
+        return self.bank.begin_checkpoint(step, next_ordinal, [group for group in self._own.values() if group])
 
     def end_checkpoint(self, step: int) -> None:
         """See `Bank.end_checkpoint`."""
@@ -152,14 +151,18 @@ class RolloutDriver(Driver):
             self.bank.close()
         self.loop.close()
 
-    def _draw(self, ordinals: range, dynamic: bool) -> tuple[dict[int, TrajectoryGroup | None], list[State]]:
+    def _draw(
+        self, ordinals: range, dynamic: bool, waiting: bool
+    ) -> tuple[dict[int, TrajectoryGroup | None], list[State]]:
         """This driver's groups of these ordinals, None where the prompt is too long, and what any driver knows of them
         all. Collective.
 
-        dynamic: whether others can take the place of those that are of no use.
+        Args:
+            dynamic: whether others can take the place of those that are of no use.
+            waiting: whether they were drawn before the checkpoint that this run was restored from.
         """
         share = self.loop.share(ordinals.start, len(ordinals))
-        answered = {group.ordinal: group for group in self._roll_out(share)}
+        answered = {group.ordinal: group for group in self._roll_out(share, waiting=waiting)}
         self.safe_points.agree()
         own = {ordinal: answered.get(ordinal) for ordinal in share}
         if not dynamic:  # each has its place in the batch, for nothing could take it: no need to ask the others
@@ -170,24 +173,24 @@ class RolloutDriver(Driver):
         dist.all_reduce(states, group=self.groups.control)  # each is one driver's, and 0 is no state of a finished one
         return own, [*map(State, states.tolist())]
 
-    def _roll_out(self, ordinals: range) -> list[TrajectoryGroup]:
+    def _roll_out(self, ordinals: range, *, waiting: bool = False) -> list[TrajectoryGroup]:
         """The groups of these ordinals, without those whose prompt is too long; none where this rank was asked to
         leave meanwhile, or follows."""
         with self.safe_points.phase("generate"):
             began, busy_s = time.perf_counter(), self.inference.busy_s
             groups = self.loop.run(
-                lambda: self._answers(ordinals), lambda: (self.inference.busy_s, self.answering.answered)
+                lambda: self._answers(ordinals, waiting), lambda: (self.inference.busy_s, self.answering.answered)
             )
             idle_s = time.perf_counter() - began - (self.inference.busy_s - busy_s)
         self.safe_points.timeline.move("generate", "reward", idle_s)
         return sorted(groups or [], key=lambda group: group.ordinal)
 
-    async def _answers(self, ordinals: Sequence[int]) -> list[TrajectoryGroup]:
+    async def _answers(self, ordinals: Sequence[int], waiting: bool) -> list[TrajectoryGroup]:
         assert self.bank is not None, "a rank that follows has no agents"
         tasks: list[asyncio.Task[TrajectoryGroup | None]] = []
         try:
             async with self.bank.recording(self.inference) as recording:
-                scored = self.bank.scored(ordinals, self.answering.stream.problem)
+                scored = self.bank.scored(ordinals, self.answering.stream.problem, waiting=waiting)
                 missing = [ordinal for ordinal in ordinals if ordinal not in scored]
                 tasks += [asyncio.create_task(self.answering.group(ordinal, recording)) for ordinal in missing]
                 # A driver that is cancelled cancels them only below, when what they have is recorded.
@@ -199,6 +202,10 @@ class RolloutDriver(Driver):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [*scored.values(), *(group for group in answered if group is not None)]
+
+
+def nothing_to_wait_for() -> None:
+    """Of a rank that has no bank."""
 
 
 def _note_end(gathered: asyncio.Future[Any]) -> None:

@@ -4,13 +4,13 @@
     async with bank.recording(inference) as recording:
         recording.generate(request)   an interrupted answer goes on from the tokens it had
         recording.add(group)          scored
-    bank.begin_checkpoint(step, next_ordinal)    it settles all below this ordinal ...
-    bank.end_checkpoint(step)                    ... and is published: they are forgotten
+    bank.begin_checkpoint(step, next_ordinal, waiting)    it settles all below this ordinal, and needs what waits ...
+    bank.end_checkpoint(step)                             ... and is published: they are forgotten
 
 What is being recorded is written every `resume.flush_s`, and when the block is left, unless that was moments ago. One
 file per attempt and driver (file.py); every driver reads those of all, since another number of ranks has other shares.
 Losing any of it costs repeated work, never a wrong record: what is damaged, torn or of a line of training that was
-given up is as if it had not been.
+given up is as if it had not been. What would make the record another one is on disk before a checkpoint is published.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import TimeoutError as NotYet
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.rollout.bank.file import BankFile, Entry, bank_file, bank_files, scan
+from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
 from megatron_rl.rollout.bank.records import Lineage, attempt_record, fingerprint, group_record
 from megatron_rl.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
@@ -38,6 +40,8 @@ from megatron_rl.rollout.generation import DriverPlace
 logger = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 3.0
+SECURE_TIMEOUT_S = 60.0
+"""That what a checkpoint needs may take to be on disk, before the checkpoint counts as failed."""
 WORTH_WRITING_S = 1.0
 """What took less than this to generate waits for more: to write every step of a tiny model takes a tenth of it."""
 
@@ -71,13 +75,15 @@ class Bank:
             for debris in folder.glob(".*.tmp"):
                 debris.unlink(missing_ok=True)
 
-    def scored(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
+    def scored(
+        self, ordinals: Sequence[int], problem: Callable[[int], Problem], *, waiting: bool = False
+    ) -> dict[int, TrajectoryGroup]:
         """What earlier attempts have scored of a driver's share. With `resume.partial: regenerate` that is all of it or
-        nothing."""
+        nothing, unless they were `waiting`, see `begin_checkpoint`: then what is not there is no group."""
         if any(not path.exists() for path in {entry.path for entry in self._entries}):
             self._read()  # the first driver has folded them into its own file
         groups = self._earlier.scored(ordinals, problem)
-        return groups if self._keeps_parts else whole_share(ordinals, groups)
+        return groups if self._keeps_parts or waiting else whole_share(ordinals, groups)
 
     @asynccontextmanager
     async def recording(self, inference: ResumableInference) -> AsyncIterator[Recording]:
@@ -97,9 +103,39 @@ class Bank:
             if not finished or time.monotonic() - self._flushed_at > min(self._resume.flush_s, WORTH_WRITING_S):
                 self._flush(recording)
 
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> None:
-        """A checkpoint of `step` is being saved: it settles all ordinals below `next_ordinal`."""
+    def begin_checkpoint(
+        self, step: int, next_ordinal: int, waiting: Iterable[TrajectoryGroup] = ()
+    ) -> Callable[[], None]:
+        """A checkpoint of `step` is being saved: it settles all ordinals below `next_ordinal`.
+
+        waiting: groups beyond, with which a run goes on from there as they are: its weights would sample others.
+
+        Returns what has to have returned before the checkpoint is published, for any thread. It waits until these are
+        on disk, and with them where this attempt went on from, without which a later one could take work of a line that
+        was given up for its own. Raises OSError where that cannot be.
+        """
         self._checkpoints[step] = next_ordinal
+        groups = [group for group in waiting if group.ordinal not in self._earlier.groups]
+        on_disk = self._file.secure(partial(self._missing, groups))
+
+        def wait() -> None:
+            try:
+                on_disk.result(SECURE_TIMEOUT_S)
+            except NotYet as error:
+                raise OSError(f"{self._file.path} is not written within {SECURE_TIMEOUT_S:g} s") from error
+
+        return wait
+
+    def _missing(self, groups: Sequence[TrajectoryGroup], there: Sequence[Entry]) -> Iterator[Record]:
+        """Of the record of this attempt and those of these groups."""
+        begun = {entry.head["lineage"]["attempt"] for entry in there if entry.head["kind"] == "attempt"}
+        known = {entry.head["ordinal"] for entry in there if entry.head["kind"] == "group"}
+        if self._lineage.attempt not in begun:
+            yield attempt_record(self._lineage)
+        for group in groups:
+            if group.ordinal not in known:
+                newest = max((max(each.versions) for each in group.trajectories), default=self._lineage.policy_version)
+                yield group_record(group, newest, newest, self._lineage)
 
     def end_checkpoint(self, step: int) -> None:
         """It is published: forget what it settles, behind the caller."""
@@ -114,16 +150,11 @@ class Bank:
             folded = [entry for entry in [*self._attempts, *self._entries] if entry.path in superseded]
         self._file.compact(lambda entries: unsettled_records(entries, below), folded, superseded)
 
-    def write_out(self) -> None:
-        """Have all that is scored on disk, for a checkpoint that goes on from it. What is not within seconds is
-        generated again, by other weights, where the run goes on from that."""
+    def close(self) -> None:
+        """Write what is left."""
         self._flush()
         if not self._file.wait(WRITE_TIMEOUT_S):
             logger.warning("%s was not written within %g s", self._file.path, WRITE_TIMEOUT_S)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self.write_out()
         self._file.close()
 
     # What earlier attempts left

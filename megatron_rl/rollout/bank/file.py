@@ -134,8 +134,8 @@ def _next_magic(file: BinaryIO, position: int, size: int) -> int:
 class BankFile:
     """The one file that this driver writes in this attempt, by a thread of its own.
 
-    A disk that is full or fails costs a warning and what was to be written, never the run; the next `compact` tries
-    again.
+    A disk that is full or fails costs a warning and what was to be written, never the run; the next `secure` or
+    `compact` tries again.
     """
 
     def __init__(self, path: Path, limit: int, within: Callable[[Sequence[Entry], int], list[Entry]]) -> None:
@@ -156,6 +156,11 @@ class BankFile:
     def append(self, records: Iterable[Record]) -> None:
         """Write and fsync these records, which may be lazy, behind the caller."""
         self._submit(self._append, records)
+
+    def secure(self, missing: Callable[[Sequence[Entry]], Iterable[Record]]) -> Future[None]:
+        """Write what is `missing` among the records that are there, however large the file becomes. It is on disk when
+        the future has ended; that raises OSError where it could not be written."""
+        return self._thread.submit(self._secure, missing)
 
     def compact(
         self, unsettled: Callable[[Sequence[Entry]], list[Entry]], folded: Sequence[Entry], superseded: Iterable[Path]
@@ -198,23 +203,32 @@ class BankFile:
     def _append(self, lazy: Iterable[Record]) -> None:
         if self._failed:
             raise OSError("an earlier write failed")
-        records = list(lazy)
-        frames = [encode(head, body) for head, body in records]
-        needed = sum(map(len, frames))
+        records = [(record, encode(*record)) for record in lazy]
+        needed = sum(len(frame) for _, frame in records)
         if self._size + needed > self._limit:
             self._replace(self._within(self._entries, max(0, self._limit - needed)))
         if self._size + needed > self._limit:
             raise OSError(f"resume.bank_gib is used up: {self._size} of {self._limit} bytes are of finished work")
+        self._write(records)
+
+    def _secure(self, missing: Callable[[Sequence[Entry]], Iterable[Record]]) -> None:
+        records = [(record, encode(*record)) for record in missing(self._entries)]
+        if records:
+            self._write(records)
+        self._failed = False
+
+    def _write(self, records: Sequence[tuple[Record, bytes]]) -> None:
+        """records: each with its frame."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             # A write that failed may have left the beginning of a record.
             file.truncate(self._size)
-            for frame in frames:
+            for _, frame in records:
                 file.write(frame)
             file.flush()
             os.fsync(file.fileno())
         position = self._size
-        for (head, body), frame in zip(records, frames, strict=True):
+        for (head, body), frame in records:
             body_start = position + len(frame) - len(body)
             self._entries.append(Entry(self.path, position, body_start, len(body), zlib.crc32(body), head))
             position += len(frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.rollout import answering as answering_module
 from megatron_rl.rollout import driver as driver_module
+from megatron_rl.rollout.bank import file as file_module
+from megatron_rl.rollout.bank.file import bank_files, scan
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.generation import EngineLoop
@@ -97,7 +100,13 @@ def driver_of(
     of_engine: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
     with TemporaryDirectory() as of_its_own:
-        bank = bank_in(folder or Path(of_its_own), attempt, policy_version=int(attempt > 1), next_ordinal=next_ordinal)
+        bank = bank_in(
+            folder or Path(of_its_own),
+            attempt,
+            config.resume,
+            policy_version=int(attempt > 1),
+            next_ordinal=next_ordinal,
+        )
         loop = EngineLoop(of_engine, engine, safe_points, asyncio.Runner())
         driver = RolloutDriver(agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop, drawn)
         yield driver
@@ -141,8 +150,9 @@ def dropped(step: list[RolloutBatch]) -> dict[int, str]:
     return found
 
 
-def dynamic(prompts: int, rounds: int) -> RunConfig:
-    return tiny_run(grpo={"prompts_per_step": prompts, "dynamic_sampling": {"enabled": True, "max_rounds": rounds}})
+def dynamic(prompts: int, rounds: int, **resume: str) -> RunConfig:
+    grpo = {"prompts_per_step": prompts, "dynamic_sampling": {"enabled": True, "max_rounds": rounds}}
+    return tiny_run(grpo=grpo, resume=resume)
 
 
 @examples(15)
@@ -210,30 +220,44 @@ def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int
         assert (dropped(one), one[0].next_ordinal) == (dropped(many), many[0].next_ordinal)
 
 
+@pytest.mark.parametrize("full", [False, True])
 def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: bool
 ) -> None:
-    """Also after a death behind the checkpoint between the two."""
+    """Also after a death behind the checkpoint between the two, and where the disk was full until shortly before. There
+    is none while it is full."""
     monkeypatch.setattr(driver_module, "dist", Threads(1))
     monkeypatch.setattr(answering_module, "exchange", lambda made, *_: made)
-    config = dynamic(4, 8)
-    agent, again = Agent(dull={0, 1, 2}), Agent()
+    config = dynamic(4, 8, partial="regenerate")
+    agent, again = Agent(dull={0, 1, 2}, long={8}), Agent(long={8})
     with driver_of(agent, config, folder=tmp_path / "bank") as driver:
-        first = driver.collect(0)
-        drawn = first.drawn
-        assert (ordinals([first]), first.next_ordinal, drawn) == ([3, 4, 5, 6], 7, Drawn(9, 3))
-        driver.begin_checkpoint(1, first.next_ordinal)
+        with monkeypatch.context() as patch:
+            if full:
+                patch.setattr(file_module.os, "fsync", no_space)
+            first = driver.collect(0)
+            assert (ordinals([first]), first.next_ordinal, first.drawn) == ([3, 4, 5, 6], 7, Drawn(9, 3))
+            if full:
+                with pytest.raises(OSError, match="No space left"):
+                    driver.begin_checkpoint(1, 7)()
+        driver.begin_checkpoint(1, 7)()
+        (file,) = bank_files(tmp_path / "bank")
+        assert "attempt" in [entry.head["kind"] for entry in scan(file).entries]  # which line of training this is
         copytree(tmp_path / "bank", tmp_path / "left")
         driver.inference.policy_version = 1
-        second = driver.collect(first.next_ordinal)
-    with driver_of(again, config, folder=tmp_path / "left", attempt=2, drawn=drawn, next_ordinal=7) as driver:
+        second = driver.collect(7)
+    with driver_of(again, config, folder=tmp_path / "left", attempt=2, drawn=first.drawn, next_ordinal=7) as driver:
         driver.inference.policy_version = 1
         restarted = driver.collect(7)
-    assert ordinals([second]) == ordinals([restarted]) == [7, 8, 9, 10]
-    assert (second.drawn, second.rounds) == (restarted.drawn, restarted.rounds) == (Drawn(12, 0), 1)
+    assert ordinals([second]) == ordinals([restarted]) == [7, 9, 10, 11]
+    assert (second.drawn, second.rounds) == (restarted.drawn, restarted.rounds)
+    assert (second.groups, second.dropped) == (restarted.groups, restarted.dropped)
     asked, asked_again = ([(each.ordinal, each.key) for each in one.requests] for one in (agent, again))
-    assert [ordinal for ordinal, _ in asked] == [*range(12)]
-    assert asked_again == asked[9:]
+    assert asked_again[0][0] == 8  # what is too long leaves nothing
+    assert asked_again[1:] == asked[9:]
+
+
+def no_space(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_when_the_rounds_are_used_up_groups_without_signal_stand_in() -> None:
