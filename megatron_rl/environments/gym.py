@@ -10,10 +10,13 @@ environment:
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.multi_turn import MultiTurnAgent
 from megatron_rl.agent.prompts import Chat, asked, in_chat, next_turn
 from megatron_rl.agent.trajectories import Problem
@@ -41,13 +44,24 @@ class GymConfig(Section):
     """Episodes of the evaluation set held_out: the seeds after those."""
     max_turns: PositiveInt = 16
     """Actions of an episode at most."""
+    invalid_action_reward: float = -1.0
+    """Added where a response names no action, which ends the episode. Choose less than the worst episode is paid: else
+    saying nothing is how to avoid it."""
 
 
-class GymEnvironment(MultiTurnAgent):
+class Played(NamedTuple):
+    """How far an episode has come."""
+
+    seen: str
+    paid: float
+    over: bool
+
+
+class GymEnvironment(MultiTurnAgent, Demonstrator):
     """An environment of gymnasium with numbered actions, which can be said in words.
 
     Nothing is kept between turns: an episode is played again from its seed each time, so one that is interrupted goes
-    on. An answer that is no action ends it. It runs in the rank's event loop, so a step must be quick.
+    on. A response that names no action ends it. It runs in the rank's event loop, so a step must be quick.
     """
 
     Config = GymConfig
@@ -58,7 +72,8 @@ class GymEnvironment(MultiTurnAgent):
         """Raises ValueError where gymnasium is missing, has no such environment, or its actions are not numbered."""
         super().__init__(config, tokenizer)
         self.max_turns = config.max_turns
-        numbered = _actions(config)
+        self._episode = _make(config)  # one for all: making it takes ten times as long as a step
+        numbered = _actions(config.id, self._episode.action_space)
         if not {*config.actions.values()} <= {*numbered}:
             raise ValueError(f"environment.args.actions: {config.id} has {numbered.start} to {numbered.stop - 1}")
         self._words = config.actions or {str(action): action for action in numbered}
@@ -73,40 +88,51 @@ class GymEnvironment(MultiTurnAgent):
         held_out = range(self.config.episodes, self.config.episodes + self.config.held_out)
         return {"held_out": self._problems(held_out)} if held_out else {}
 
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        """Random actions, which teach how one is named and not which is right; none where there is a chat template."""
+        if self.prompt_format:
+            return []
+        pairs = []
+        for problem in self.training_problems():
+            draw, conversation = random.Random(stable_key("gym", problem.golden["seed"])), problem.prompt
+            said: list[str] = []
+            seen: str | None = ""
+            while seen is not None and len(said) < self.max_turns:
+                said.append(draw.choice([*self._words]))
+                pairs.append((conversation, said[-1]))
+                seen = self.get_observation(said, problem.golden)
+                conversation += f"{said[-1]}{seen}"
+        return pairs
+
     def get_observation(self, responses: Sequence[str], golden: Mapping[str, Any]) -> str | None:
-        said, _, over = self._play(golden["seed"], responses)
-        return None if over else next_turn(self.tokenizer, said)
+        played = self._play(golden["seed"], responses)
+        return None if played.over else next_turn(self.tokenizer, played.seen)
 
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> float:
         """The sum of what the actions were paid."""
-        return self._play(golden["seed"], responses)[1]
+        return self._play(golden["seed"], responses).paid
 
     def _problems(self, seeds: range) -> list[Problem]:
-        return [
-            Problem(
-                asked(self.tokenizer, f"{self.config.instruction}\n{self._play(seed, [])[0]}\n", self.config.chat),
-                {"seed": seed},
-            )
-            for seed in seeds
-        ]
+        return [Problem(self._asked(self._play(seed, []).seen), {"seed": seed}) for seed in seeds]
 
-    def _play(self, seed: int, responses: Sequence[str]) -> tuple[str, float, bool]:
-        """What is seen after these responses, what they were paid, and whether the episode is over."""
-        episode = _make(self.config)
-        try:
-            observation, _ = episode.reset(seed=seed)
-            paid, over = 0.0, False
-            for response in responses:
-                found = self._action.findall(response)
-                if over or not found:
-                    return "", paid, True
-                observation, reward, ended, cut_off, _ = episode.step(self._meant(found[-1]))
-                paid, over = paid + float(reward), ended or cut_off
-            return _seen(episode, observation), paid, over
-        finally:
-            episode.close()
+    def _asked(self, seen: str) -> str:
+        message = "".join(f"{part}\n" for part in (self.config.instruction, seen) if part)
+        return asked(self.tokenizer, message, self.config.chat)
+
+    def _play(self, seed: int, responses: Sequence[str]) -> Played:
+        """What becomes of an episode by these responses."""
+        episode = self._episode
+        observation, _ = episode.reset(seed=seed)
+        paid, over = 0.0, False
+        for response in responses:
+            found = self._action.findall(response)
+            if not found:
+                return Played("", paid + self.config.invalid_action_reward, True)
+            observation, reward, ended, cut_off, _ = episode.step(self._meant(found[-1]))
+            paid, over = paid + float(reward), ended or cut_off
+        return Played(_seen(episode, observation), paid, over)
 
     def _meant(self, word: str) -> int:
         return next(action for name, action in self._words.items() if name.lower() == word.lower())
@@ -134,12 +160,10 @@ def _render_modes(gymnasium: Any, id: str) -> Sequence[str]:
     return modes
 
 
-def _actions(config: GymConfig) -> range:
-    episode = _make(config)
-    space = episode.action_space
-    episode.close()
+def _actions(id: str, space: Any) -> range:
+    """Raises ValueError where they are not numbered."""
     if not hasattr(space, "n"):
-        raise ValueError(f"environment.args.id: the actions of {config.id} are not numbered: {space}")
+        raise ValueError(f"environment.args.id: the actions of {id} are not numbered: {space}")
     return range(int(space.start), int(space.start + space.n))
 
 

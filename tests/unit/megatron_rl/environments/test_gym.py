@@ -49,10 +49,23 @@ def test_the_way_to_the_goal_is_paid() -> None:
     assert "(Right)\nSFFF\nFHFH\nF[F]FH\nHFFG\n" in Lines().decode(one.tokens)
 
 
-@pytest.mark.parametrize(("moves", "turns"), [(["down", "right", "up"], 2), (["swim", "down"], 1), (["left"] * 9, 5)])
-def test_an_episode_ends_in_a_hole_without_an_action_and_after_so_many_turns(moves: list[str], turns: int) -> None:
-    one = play(build(max_turns=5), *moves)
-    assert (one.reward, len(one.turns)) == (0.0, turns)
+@pytest.mark.parametrize(
+    ("moves", "reward", "turns"),
+    [(["down", "right", "up"], 0.0, 2), (["left", "swim", "down"], -2.5, 2), (["left"] * 9, 0.0, 5)],
+)
+def test_an_episode_ends_in_a_hole_without_an_action_and_after_so_many_turns(
+    moves: list[str], reward: float, turns: int
+) -> None:
+    one = play(build(max_turns=5, invalid_action_reward=-2.5), *moves)
+    assert (one.reward, len(one.turns)) == (reward, turns)
+
+
+def test_random_actions_show_a_model_without_a_chat_template_how_one_is_named() -> None:
+    environment = build(instruction="", kwargs={"is_slippery": False, "render_mode": None}, max_turns=3)
+    pairs = environment.demonstrations()
+    assert {word for _, word in pairs} <= {*MOVES} and len({word for _, word in pairs}) > 1
+    first, second = pairs[:2]
+    assert first[0] == "0\n" and second[0].startswith(f"0\n{first[1]}\n") and second[0].endswith("\n")
 
 
 def test_the_same_seed_and_actions_are_the_same_episode_and_no_seed_is_in_both_sets() -> None:
