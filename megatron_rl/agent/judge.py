@@ -121,6 +121,14 @@ class Judge:
             raise NoVerdict(f"the judge's verdict is not between 0 and {self.config.best:g}")
         return value
 
+    async def close(self) -> None:
+        """End the connections of this event loop."""
+        import asyncio
+
+        client, _ = self._clients.pop(asyncio.get_running_loop(), (None, None))
+        if client is not None:
+            await client.aclose()
+
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
         import httpx
 

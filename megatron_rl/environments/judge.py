@@ -46,3 +46,6 @@ class JudgedEnvironment(HFDatasetAgent):
         if finish_reason == "length":
             return self.config.cut_reward
         return await self._judge.score(golden["question"], response, golden["answer"])
+
+    async def close(self) -> None:
+        await self._judge.close()

@@ -89,6 +89,7 @@ class AgentService:
         yield
         watch.cancel()
         await self._sessions.close()
+        await self._environment.close()
 
     def problems(self, name: str, first: int) -> dict[str, Any]:
         if name not in self._sets:

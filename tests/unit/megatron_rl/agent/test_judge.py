@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.agent.judge import Judge, JudgeConfig, NoVerdict
+from megatron_rl.environments.judge import JudgedEnvironment
 from megatron_rl.errors import ConfigurationError
 
 CONFIG = JudgeConfig(url="http://judge/v1", model="wise", token_variable="JUDGE_TOKEN")
@@ -84,3 +85,19 @@ def test_what_cannot_judge_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("JUDGE_TOKEN")
     with pytest.raises(ConfigurationError, match="JUDGE_TOKEN"):
         Judge(CONFIG)
+
+
+def test_its_connections_end_with_the_environment_that_asks_it() -> None:
+    judge = Judge(CONFIG, transport=httpx.MockTransport(saying("VERDICT: 5")))
+    environment = object.__new__(JudgedEnvironment)
+    environment._judge = judge
+
+    async def ask_twice() -> list[bool]:
+        await judge.score("1+1?", "2", "2")
+        client, _ = judge._client()
+        await environment.close()
+        closed = client.is_closed
+        await environment.close()  # nothing is open
+        return [closed, await judge.score("1+1?", "2", "2") == 0.5]
+
+    assert asyncio.run(ask_twice()) == [True, True]
