@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launcher.backends.slurm import refusal
 from launcher.backends.slurm.parse import Fields, number, tres
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster, Target
@@ -27,17 +27,15 @@ TRES_LIMITS = {
 
 def no_partition(cluster: Cluster, name: str | None) -> Finding:
     """What is wrong with the name, or with there being none."""
-    names = sorted(cluster.partitions)
-    known = ", ".join(names) or "none that you may see"
     if name is None:
+        known = ", ".join(sorted(cluster.partitions)) or "none that you may see"
         return error(
             "partition",
             f"the profile names none and the cluster has no default; there are: {known}",
             "set partition: in the profile",
         )
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else "set partition: in the profile to one of these"
-    return error("partition", f"there is none called {name}; there are: {known}", hint)
+    text, hint = refusal.no_partition(name, cluster.partitions)
+    return error("partition", text, hint or "set partition: in the profile to one of these")
 
 
 def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Finding]:

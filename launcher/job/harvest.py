@@ -6,26 +6,26 @@ replica ever comes.
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Sequence
 
+from launcher.backends.slurm.refusal import no_partition
 from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused
 from launcher.job.script import PlannedJob
 from launcher.recipe.load import refusal
 
 
-def refuse_unknown_partition(job: PlannedJob) -> None:
+def refuse_unknown_partitions(jobs: Sequence[PlannedJob]) -> None:
     """Raises BadInput. Where Slurm cannot be asked it says nothing: the submission itself does."""
-    harvest = job.recipe.config.harvest
-    if harvest is None:
+    harvesting = [(job.recipe, job.recipe.config.harvest) for job in jobs if job.recipe.config.harvest]
+    if not harvesting:
         return
     try:
         known = ask.partitions()
     except SlurmRefused:
         return
-    for name in harvest.partition.split(","):  # Slurm takes several: the job starts in the first that has room
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            there = f"this cluster has none of that name, it has {', '.join(known)}"
-            raise refusal(job.recipe, [f"harvest.partition {name}: {there}{hint}"])
+    for recipe, harvest in harvesting:
+        for name in harvest.partition.split(","):  # Slurm takes several: the job starts in the first that has room
+            if name not in known:
+                text, hint = no_partition(name, known)
+                raise refusal(recipe, [f"harvest.partition: {text}{f'; {hint}' if hint else ''}"])

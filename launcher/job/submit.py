@@ -24,7 +24,7 @@ from launcher.host.record.reading import PATIENCE_S
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
-from launcher.job.harvest import refuse_unknown_partition
+from launcher.job.harvest import refuse_unknown_partitions
 from launcher.job.run_directory import opened
 from launcher.job.script import PlannedJob, header, render
 from launcher.recipe.changes import Change
@@ -48,6 +48,17 @@ class SubmittedJob:
     """Whether a snapshot of the code was taken for it."""
 
 
+def refuse_unfit(drafts: Sequence[Draft]) -> None:
+    """Refuse what cannot be submitted, as far as that shows before anything is: of a sweep all or none. Raises
+    BadInput."""
+    if obstacles := dict.fromkeys(obstacle for drafted in drafts for obstacle in drafted.obstacles):
+        raise BadInput([*obstacles])
+    if which("sbatch") is None:
+        cluster = drafts[0].job.cluster
+        raise BadInput(f"cluster {cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
+    refuse_unknown_partitions([drafted.job for drafted in drafts])
+
+
 def submit(
     drafted: Draft,
     *,
@@ -56,7 +67,7 @@ def submit(
     after: Sequence[str] = (),
     update_code: bool = False,
 ) -> SubmittedJob:
-    """Prepare the run directory and hand its script to sbatch.
+    """Prepare the run directory and hand its script to sbatch. Not of a draft that `refuse_unfit` refuses.
 
     Args:
         given: the run directory that the user named; None: a new one of the draft's name.
@@ -68,11 +79,6 @@ def submit(
         BadInput: anything, Slurm included, does not accept it; the disk is as it was before.
         Unsure: Slurm did not say whether it takes it.
     """
-    if drafted.obstacles:
-        raise BadInput(drafted.obstacles)
-    if which("sbatch") is None:
-        raise BadInput(f"cluster {drafted.job.cluster}: no sbatch on PATH: this is not a login node of a Slurm cluster")
-    refuse_unknown_partition(drafted.job)
     prefetch.export_packages(drafted.job.recipe.config, drafted.job.profile)
     prefetch.import_image_on_login(drafted.job.recipe.config, drafted.job.profile)
     name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
@@ -159,7 +165,7 @@ def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
     Raises:
         BadInput: Slurm would not take it.
     """
-    refuse_unknown_partition(drafted.job)
+    refuse_unknown_partitions([drafted.job])
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     with TemporaryDirectory(prefix="mrl-test-only-") as folder:
         script = Path(folder) / "job.sbatch"

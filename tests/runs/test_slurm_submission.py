@@ -105,9 +105,13 @@ HARVEST = ("placement.mode=partitioned", "placement.inference.nodes=1", "job.nod
 
 def test_a_partition_for_harvested_replicas_that_slurm_does_not_have_is_refused(cluster, tmp_path):
     cluster("sinfo", "echo gold; echo backfill")
-    for words in (["harvest.partition='gold,backfil'"], ["harvest.partition=backfil", "--test-only"]):
+    for words in (
+        ["harvest.partition='gold,backfil'"],
+        ["harvest.partition=backfil", "--test-only"],
+        ["harvest.partition=gold,backfil"],  # a sweep, of which the first would do
+    ):
         done = submit(*HARVEST, *words, code=2)
-        assert "harvest.partition backfil: this cluster has none of that name, it has backfill, gold; did you mean" in (
+        assert "harvest.partition: there is none called backfil; there are: backfill, gold; did you mean backfill?" in (
             done.stderr
         )
     assert calls(tmp_path) == []

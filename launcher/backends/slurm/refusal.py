@@ -1,9 +1,10 @@
-"""Pure: what sbatch answered when it refused a job -> one sentence that says what to change."""
+"""Pure: what sbatch answered when it refused a job, or will -> one sentence that says what to change."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 NOISE = re.compile(r"^(sbatch|slurm_[a-z_]+)( error)?: (error: )?(fatal: )?")
 HEADLINE = re.compile(r"^(Batch job submission failed|allocation failure): ")
@@ -62,3 +63,11 @@ def translate(said: str, request: Mapping[str, str]) -> str:
         if re.search(pattern, said, re.IGNORECASE):
             return f"{advice.format_map(_Request(request))} (sbatch: {reason})"
     return f"sbatch refused the job: {reason}"
+
+
+def no_partition(name: str, partitions: Collection[str]) -> tuple[str, str | None]:
+    """Of a name that none of these has: what there is, and what it may mean."""
+    names = sorted(partitions)
+    close = difflib.get_close_matches(name, names, n=1)
+    text = f"there is none called {name}; there are: {', '.join(names) or 'none that you may see'}"
+    return text, f"did you mean {close[0]}?" if close else None

@@ -16,7 +16,7 @@ from launcher.errors import BadInput
 from launcher.host.record import submissions
 from launcher.job.directories import run_directory
 from launcher.job.draft import Draft, in_directory
-from launcher.job.harvest import refuse_unknown_partition
+from launcher.job.harvest import refuse_unknown_partitions
 from launcher.job.run_directory import opened
 from launcher.job.script import PlannedJob, header
 from launcher.job.submit import write_files
@@ -48,7 +48,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
         raise BadInput(f"--in-allocation: job {job_id} has {had} nodes, and this run needs {needed} (job.nodes)")
     if drafted.obstacles:
         raise BadInput(drafted.obstacles)
-    refuse_unknown_partition(drafted.job)
+    refuse_unknown_partitions([drafted.job])
     with run_directory(given, drafted.job.run_dir.name, drafted.job.run_dir.parent) as root:
         job = in_directory(drafted.job, root.absolute())
         with opened(job.recipe, job.run_dir, change, my_job=job_id) as found:

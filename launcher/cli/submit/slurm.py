@@ -109,9 +109,10 @@ def _submit_all(
 ) -> list[SubmittedJob]:
     """One after the other; when Slurm takes one of a sweep no more, those before it stay and are named."""
     from launcher.job.sources import heavy, left_out
-    from launcher.job.submit import submit
+    from launcher.job.submit import refuse_unfit, submit
     from launcher.recipe.sweep import chains
 
+    refuse_unfit(drafts)
     done: list[SubmittedJob] = []
     for one, drafted in zip(planned, drafts, strict=True):
         waits = [*after, *chains([before.job_id for before in done if before.job_id], request.max_running)]
