@@ -53,7 +53,7 @@ def train_step(run: Run) -> None:
     run.safe_points.activity.enter("training", step)
 
     batch = run.driver.collect(run.next_ordinal)
-    if not run.platform.transfers_beside_training:
+    if not run.platform.transfers_beside_collectives:
         run.refit.finish()
     stats = run.trainer.train(batch, step, weights_change=run.refit.finish)
     with run.safe_points.phase("refit"):

@@ -62,9 +62,16 @@ class Pool:
     def swap(self, version: int, now: float) -> None:
         """Have all replicas go on with these weights."""
         self._version = version
+        self._have_all(lambda replica: replica.swap(version, now))
+
+    def stand_still(self, seconds: float, now: float) -> None:
+        """Have all replicas compute nothing for so long."""
+        self._have_all(lambda replica: replica.stand_still(seconds, now))
+
+    def _have_all(self, do: Callable[[Replica], None]) -> None:
         for replica in self._replicas:
             if replica is not None:
-                replica.swap(version, now)
+                do(replica)
                 self._await(replica)
 
     def lose_node(self, node: int, now: float) -> None:

@@ -89,7 +89,12 @@ class Replica:
         """Go on with these weights."""
         self._advance(now)
         self._versions.append((self._steps, version))
-        self._clock += self._costs.swap_s
+        self.stand_still(self._costs.swap_s, now)
+
+    def stand_still(self, seconds: float, now: float) -> None:
+        """Compute nothing for so long."""
+        self._advance(now)
+        self._clock += seconds
         self.changes += 1
 
     def stop(self, now: float) -> list[Answer]:

@@ -138,8 +138,11 @@ class _Run:
         self._generated_s = generated_s
         self._trained_s += trained_s + sent_s
         self._training_since = None
-        self._sent_at = now + self._scenario.costs.refit_s
+        costs = self._scenario.costs
+        self._sent_at = now + costs.refit_s
         self._agenda.at(self._sent_at, self._swap)
+        if not costs.generates_beside_refit:
+            self._pool.stand_still(costs.refit_s, now)
         blocked_s = self._begin_save(now)
         self._blocked = True
         self._agenda.at(now + blocked_s, self._go_on)

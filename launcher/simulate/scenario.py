@@ -75,7 +75,9 @@ class Costs:
     """From an update until all replicas have the weights."""
     trains_beside_refit: bool = False
     """Whether the next batch may be trained meanwhile, but for its update. On GPUs it may not: see
-    `Platform.transfers_beside_training`."""
+    `Platform.transfers_beside_collectives`."""
+    generates_beside_refit: bool = True
+    """Whether replicas go on meanwhile. On GPUs only those of one rank do."""
     swap_s: float = 0.0
     """What a replica stands still for at the end of it."""
     save_blocked_s: float = 0.0

@@ -76,8 +76,8 @@ class Platform(Protocol):
     rows_multiple: int
     """A multiple up to which the rows of matrix products are filled in generation, so that one of them does not depend
     on how many others there are."""
-    transfers_beside_training: bool
-    """Whether weights may be on their way to other worlds while the ranks of this one use the device together."""
+    transfers_beside_collectives: bool
+    """Whether weights may be on their way between worlds while the ranks of one use the device together."""
     computes_on_host: bool
     """Whether operators run on the cores that tell of them: few long ones are then better than many short ones."""
     page_tokens: int

@@ -50,7 +50,7 @@ class CpuPlatform:
     # Of 1 to 3 rows a thread, MKL (2024.2) sums up in another order than of more. Seen in fp32 with 1, 2 and 4 threads;
     # in bf16 there is no difference.
     rows_multiple = 4
-    transfers_beside_training = True
+    transfers_beside_collectives = True
     computes_on_host = True
     page_tokens = 16
     transformer_overrides: dict[str, Any] = {

@@ -32,7 +32,7 @@ class CudaPlatform:
     # is computed up to 15 times in vain, which is nothing beside answers of thousands of tokens.
     tokens_between_looks = 16
     rows_multiple = 1  # cuBLAS chooses another kernel every few rows
-    transfers_beside_training = False
+    transfers_beside_collectives = False
     computes_on_host = False
     page_tokens = 256
 

@@ -8,8 +8,9 @@ The thread uses process groups that nothing else does: a control group over gloo
 Collectives of one group must come in one order on all ranks; those of gloo groups know nothing of each other: each has
 its connections and buffers, and waits on the host. Operations of NCCL occupy a device instead, and what waits for the
 device (an allocation that frees memory) waits for those of all groups: so two groups can wait for one another where
-ranks reach them in different orders. The ranks that train therefore end a transfer before they use the device together
-where the platform says so (`Platform.transfers_beside_training`).
+ranks reach them in different orders. Where the platform says so (`Platform.transfers_beside_collectives`) all ranks
+therefore come to them in one order: those that train end a transfer before they use the device together, and those of a
+replica, if they are several, sample nothing from the moment they join it until they swap (`replica/orders.py`).
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def run_replica(
     orders = orders_over(ranks)
     activity.enter("serving", 0)
     if ranks.drives:
-        leader = Leader(engine, weights, orders, activity)
+        holds = not (ranks.alone or platform.transfers_beside_collectives)
+        leader = Leader(engine, weights, orders, activity, holds=holds)
         address = ReplicaAddress(replica.number, start, "", 0, world.size, digest, PROTOCOL, time.time())
         outcome = asyncio.run(_serve(config, replica, address, leader, token, drain))
         with suppress(OSError):  # nothing is decided by it

@@ -14,9 +14,12 @@ from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationR
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 
 logger = logging.getLogger(__name__)
 
+NEXT_S = TRANSFER_TIMEOUT.total_seconds()
+"""That what follows a step of a transfer may take to be asked for; after that it is taken to be given up."""
 TELL_EVERY_S = 1.0
 """Seconds between two looks at what unfinished answers have: it synchronises the device with the host."""
 
@@ -150,20 +153,33 @@ class Leader:
         orders: PlanBroadcast[Order] | None,
         activity: Activity,
         tell_every_s: float = TELL_EVERY_S,
+        *,
+        holds: bool = False,
     ) -> None:
+        """holds: whether the engine computes nothing while weights are on their way: see refit/overlapped.py."""
         self.version: int | None = None
         """Policy version of the weights; None: there are none yet."""
         self.failure: Exception | None = None
         """What has ended the engine, and with it the replica."""
         self._engine, self._weights, self._orders, self._activity = engine, weights, orders, activity
         self._tell_every_s = tell_every_s
+        self._holds = holds
+        self._transfer: Future[None] | None = None  # that the engine is held for: its newest step ...
+        self._next_by = 0.0  # ... and when the next one must have been asked for
         self._followed = False  # whether the other ranks follow the engine
         self._asked: dict[str, list[int]] = {}  # tokens of each sample that were told
         self._told_at = time.monotonic()
 
     @property
     def busy(self) -> bool:
-        return self._engine.busy or bool(self._engine.answered)
+        return not self._held and (self._engine.busy or bool(self._engine.answered))
+
+    @property
+    def _held(self) -> bool:
+        """Whether the engine is to wait. Not for weights that do not come."""
+        if (transfer := self._transfer) is None:
+            return False
+        return not transfer.done() or (transfer.exception() is None and time.monotonic() < self._next_by)
 
     @property
     def load(self) -> EngineLoad:
@@ -259,7 +275,10 @@ class Leader:
     def _carry_out(self, order: Join | Receive | Swap) -> Future[None]:
         self._have_follow(False)
         self._tell(order)
+        self._transfer = None
         begun = carry_out(order, self._weights)
+        if self._holds and not isinstance(order, Swap):
+            self._transfer, self._next_by = begun, time.monotonic() + NEXT_S
         self._activity.beat()
         return begun
 

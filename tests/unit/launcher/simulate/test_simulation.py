@@ -52,6 +52,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             training_replicas=training_nodes,
             refit_s=draw(st.sampled_from([0.0, 0.25, 9.0])),
             trains_beside_refit=draw(st.booleans()),
+            generates_beside_refit=draw(st.booleans()),
         ),
         split=Split(training_nodes, inference_nodes, replicas),
         max_lag=draw(st.integers(0, 3)) if inference_nodes else 0,
@@ -119,6 +120,17 @@ def test_weights_on_their_way_hold_up_training_or_its_update(beside, refit_s, st
     for before, step in pairwise(done.steps):
         assert step.ended_at - before.ended_at == pytest.approx(step_s)
         assert (step.trained_s, step.sent_s) == (pytest.approx(3.0), pytest.approx(step_s - 3.0))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_replicas_that_wait_for_weights_lose_as_much_time_where_generation_is_ahead(beside):
+    costs = replace(COSTS, decode=DecodeSpeed(((1, 0.1),), 0.0), prefill_token_s=0.0, swap_s=0.0, train_token_s=0.0)
+    costs = replace(costs, train_square_s=0.0, refit_s=2.0, generates_beside_refit=beside)
+    work = Work(prompts=2, group_size=4, prompt_tokens=10, lengths=Trace((100,)))
+    done = simulate(Scenario(work, costs, Split(2, 1, 1), max_lag=1), 6)  # a batch fills the rows for 10 s
+    for before, step in pairwise(done.steps[1:]):
+        assert step.ended_at - before.ended_at == pytest.approx(10.0 if beside else 12.0)
+        assert step.generated_s == pytest.approx(10.0)
 
 
 @given(steps=st.floats(0.01, 1e4), rows=st.integers(1, 20), cached=st.floats(0, 1e5))

@@ -1,0 +1,57 @@
+"""Where two groups may not use a device at once, a replica of several ranks samples nothing while weights come."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.activity import Activity
+from megatron_rl.refit.epoch import TransferFailed
+from megatron_rl.replica import orders
+from megatron_rl.replica.orders import Leader
+
+
+class Replica:
+    """A leader whose engine always has something to do, and whose weights come when they are let to."""
+
+    def __init__(self, *, holds: bool) -> None:
+        self.steps = [Future[None](), Future[None]()]
+        weights: Any = SimpleNamespace(
+            join=lambda epoch: self.steps[0], receive=lambda version: self.steps[1], swap=lambda version: None
+        )
+        engine: Any = SimpleNamespace(busy=True, answered=())
+        activity = Activity(RunDir("/nonexistent").attempt(1).replica(0), published=False)
+        self.leader = Leader(engine, weights, None, activity, holds=holds)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_from_the_epoch_to_the_swap(holds: bool) -> None:
+    replica = Replica(holds=holds)
+    leader, computes = replica.leader, [replica.leader.busy]
+    leader.join({})
+    computes.append(leader.busy)
+    replica.steps[0].set_result(None)
+    computes.append(leader.busy)
+    leader.receive(1)
+    computes.append(leader.busy)
+    replica.steps[1].set_result(None)
+    computes.append(leader.busy)
+    leader.swap(1)
+    computes.append(leader.busy)
+    assert computes == ([True, False, False, False, False, True] if holds else [True] * 6)
+
+
+def test_not_for_weights_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, given_up = Replica(holds=True), Replica(holds=True)
+    failed.leader.receive(1)
+    failed.steps[1].set_exception(TransferFailed("a member is gone"))
+    assert failed.leader.busy
+    monkeypatch.setattr(orders, "NEXT_S", 0.0)
+    given_up.leader.join({})
+    assert not given_up.leader.busy
+    given_up.steps[0].set_result(None)
+    assert given_up.leader.busy, "nobody asks it to receive anything"
