@@ -74,28 +74,30 @@ class Sweep:
         """On each count of nodes co-located ranks, and at each lag the fastest split, as far as there is a layout that
         fits."""
         for nodes in self.nodes:
-            here = self._on(assumed, nodes)
-            for lag, inference_nodes in self._choices(assumed, here, nodes):
-                yield self._point(here, nodes, inference_nodes, lag)
+            grown = self._on(assumed, nodes)
+            for lag, inference_nodes in self._choices(assumed, grown, nodes):
+                yield self._point(grown, nodes, inference_nodes, lag)
 
     def _on(self, assumed: Assumptions, nodes: int) -> Assumptions:
         """What is known where there are so many nodes."""
         base, grpo = assumed.config.job.most_nodes, assumed.config.grpo
         if not self.grow_batch:
             return assumed
-        grown = grpo.model_copy(
+        of_step = grpo.model_copy(
             update={
                 "prompts_per_step": grpo.prompts_per_step * nodes // base,
                 "global_batch": grpo.global_batch and grpo.global_batch * nodes // base,
             }
         )
-        work = replace(assumed.work, prompts=grown.prompts_per_step)
-        return replace(assumed, config=assumed.config.model_copy(update={"grpo": grown}), work=work)
+        work = replace(assumed.work, prompts=of_step.prompts_per_step)
+        return replace(assumed, config=assumed.config.model_copy(update={"grpo": of_step}), work=work)
 
-    def _choices(self, assumed: Assumptions, here: Assumptions, nodes: int) -> Iterator[tuple[int, int]]:
+    def _choices(self, assumed: Assumptions, grown: Assumptions, nodes: int) -> Iterator[tuple[int, int]]:
         """(lag, nodes that only generate). A batch that grows with the nodes wants the same shares of them."""
         base = assumed.config.job.most_nodes if self.grow_batch else nodes
-        fitting = [one for one in compare(assumed if self.grow_batch else here, base, self.lags) if not one.lacks_bytes]
+        fitting = [
+            one for one in compare(assumed if self.grow_batch else grown, base, self.lags) if not one.lacks_bytes
+        ]
         if any(one.split.colocated for one in fitting):
             yield 0, 0
         apart = [one for one in fitting if not one.split.colocated]

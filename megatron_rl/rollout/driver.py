@@ -115,11 +115,11 @@ class RolloutDriver(Driver):
             round_ += 1
             draw(to_draw(states, wanted, rounds, self._drawn.passed_over))
         ordinals = range(first_ordinal, choice.next_ordinal)
-        settled = {ordinal: group for ordinal, group in own.items() if ordinal in ordinals}
-        trained = {place: group for place, each in enumerate(choice.trained) if (group := settled.get(each))}
+        of_batch = {ordinal: group for ordinal, group in own.items() if ordinal in ordinals}
+        trained = {place: group for place, each in enumerate(choice.trained) if (group := of_batch.get(each))}
         dropped = {
             each: PROMPT_TOO_LONG if group is None else NO_SIGNAL
-            for each, group in settled.items()
+            for each, group in of_batch.items()
             if group is None or each not in choice.trained
         }
         drawn = Drawn(first_ordinal + len(states), len(ordinals) - len(choice.trained))

@@ -55,10 +55,10 @@ def _environment(name: str, description: str, **defaults: Any) -> type[MathEnvir
 
         @classmethod
         def sample_arguments(cls) -> Mapping[str, Any]:
-            here = {"path": str(SAMPLES / f"{name}.jsonl"), "split": "train", "subset": None}
+            shipped = {"path": str(SAMPLES / f"{name}.jsonl"), "split": "train", "subset": None}
             if "train" in defaults:
-                return {"train": {**defaults["train"], **here}, "verifiers": 1}
-            return {"evaluate": {set: {**its, **here} for set, its in defaults["evaluate"].items()}, "verifiers": 1}
+                return {"train": {**defaults["train"], **shipped}, "verifiers": 1}
+            return {"evaluate": {set: {**its, **shipped} for set, its in defaults["evaluate"].items()}, "verifiers": 1}
 
     Shipped.__doc__ = description
     return Shipped
