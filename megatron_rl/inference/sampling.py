@@ -17,6 +17,11 @@ from torch import Tensor
 
 from megatron_rl.inference.config import MOST_STOPS, Sampling
 
+BLOCKS_FROM, BLOCK = 4096, 64
+"""Tokens from which on they are drawn by blocks, and those of a block."""
+
+BELOW_1 = 1 - 2.0**-53
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -160,20 +165,47 @@ def sample(
     logits = logits.float() / rows.temperature.masked_fill(greedy, 1.0)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
     if work.holds:
-        # Not by their probabilities: what is left of those may all be too small for fp32.
+        # Not by their probabilities: what is left of those may all be too small for fp32. And by the same operators, so
+        # that no bit of a row depends on whether another one is held.
         held, ends = (count < rows.least)[:, None], rows.ends[:, : work.ends]
         logits = logits.scatter(1, ends, logits.gather(1, ends).masked_fill(held, -torch.inf))
-        probs = torch.softmax(logits, dim=-1)
+        probs = torch.log_softmax(logits, dim=-1).exp_()
     else:
         probs = logprobs.exp()
-    # fp32 running sums over 150k tokens would lose the tail
-    cumulative = keep_likely(probs, rows, work).cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
-    tokens = drawn.squeeze(1).clamp_(max=logits.shape[1] - 1)
+    tokens = invert(keep_likely(probs, rows, work), uniform)
     if work.greedy:
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     ends = (rows.ends[:, : work.ends] == tokens[:, None]).any(1)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), ends
+
+
+def invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Where in each row of weights [rows, vocab] more than the part `uniform` of its sum is reached: [rows]. uniform
+    [rows] in [0, 1). No place without weight is one of them.
+
+    Sums are in fp64, as fp32 would lose the tail of 150k tokens. To make them of every token would take longer than
+    all else that is done to the logits, so of many tokens the block is found first.
+    """
+    vocab = weights.shape[1]
+    if vocab < BLOCKS_FROM:
+        return _reached(weights.cumsum(-1, dtype=torch.float64), uniform)
+    whole = vocab // BLOCK * BLOCK
+    of_blocks = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
+    of_blocks = torch.cat((of_blocks, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
+    sums = of_blocks.cumsum(-1, dtype=torch.float64)
+    block = _reached(sums, uniform)[:, None]
+    inside = of_blocks.gather(1, block).double()
+    left = (uniform.double()[:, None] * sums[:, -1:] - sums.gather(1, block) + inside) / inside
+    places = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    of_block = weights.gather(1, places.clamp(max=vocab - 1)).masked_fill(places >= vocab, 0.0)
+    within = _reached(of_block.cumsum(-1, dtype=torch.float64), left.squeeze(1).clamp(0, BELOW_1))
+    return block.squeeze(1) * BLOCK + within
+
+
+def _reached(sums: Tensor, part: Tensor) -> Tensor:
+    """[rows] of running sums [rows, n]: where they are first beyond that part, [rows], of the last one."""
+    first = torch.searchsorted(sums, part.double()[:, None] * sums[:, -1:], right=True)
+    return first.squeeze(1).clamp_(max=sums.shape[1] - 1)
 
 
 def keep_likely(probs: Tensor, rows: SamplingRows, work: SamplingWork) -> Tensor:

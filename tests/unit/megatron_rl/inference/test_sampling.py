@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.sampling import SamplingRows, keep_likely, sample
+from megatron_rl.inference.sampling import BELOW_1, BLOCK, BLOCKS_FROM, SamplingRows, invert, keep_likely, sample
 
 CPU = torch.device("cpu")
 END = 7
@@ -94,6 +95,23 @@ def test_the_likeliest_token_always_stays(seed: int, top_k: int, top_p: float, m
     probs = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).softmax(-1)
     kept = keep(probs, rows_of(params(top_k=top_k, top_p=top_p, min_p=min_p)))
     assert kept[0, probs.argmax()] > 0
+
+
+@examples(20)
+@given(seed=st.integers(0, 1000), beyond=st.integers(0, BLOCK), uniform=st.floats(0, BELOW_1))
+def test_a_token_of_many_is_drawn_as_the_running_sum_of_all_draws_it(seed: int, beyond: int, uniform: float) -> None:
+    """But for rounding, and never one that was cut away."""
+    vocab = BLOCKS_FROM + beyond
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(2, vocab, generator=generator).softmax(-1)
+    weights[torch.rand(2, vocab, generator=generator) < 0.5] = 0
+    weights[1, : vocab - 1 - seed % BLOCK] = 0  # all that is left is in the last blocks
+    weights[1, -1] = 0.5
+    places = invert(weights, torch.tensor([uniform, uniform], dtype=torch.float64))
+    for row, place in zip(weights.double().numpy(), places.tolist(), strict=True):
+        sums = row.cumsum() / row.sum()
+        assert row[place] > 0
+        assert sums[place] > uniform - 1e-6 and sums[place] - row[place] / row.sum() <= uniform + 1e-6
 
 
 # Of the chi-square distribution with 1 to 7 degrees of freedom, the values exceeded with probability 1e-4
