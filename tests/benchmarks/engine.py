@@ -28,9 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.host.attempt.local_ranks import WAITING_THREADS
+
 CORES = 2
-os.environ.setdefault("OMP_NUM_THREADS", str(CORES))
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the launcher has it
+for name, value in {"OMP_NUM_THREADS": str(CORES), **WAITING_THREADS}.items():
+    os.environ.setdefault(name, value)
 warnings.filterwarnings("ignore")  # megatron-core's, about what makes it fast on a GPU
 
 # ruff: noqa: E402

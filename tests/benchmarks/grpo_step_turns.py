@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher.host.attempt.local_ranks import WAITING_THREADS
+
 
 class Turns:
     """The contestant's end: stdin and stdout, taken away from everything else that prints."""
@@ -78,7 +80,7 @@ class Contestant:
             variables = {
                 "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads),
-                "OMP_WAIT_POLICY": "passive",  # as the launcher has it: else other work costs each side several times
+                **WAITING_THREADS,  # as the launcher has it: else other work costs each side several times
                 "MRL_PARENT_PID": str(os.getpid()),
                 "MRL_CACHE": str(folder),
             }

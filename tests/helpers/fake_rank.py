@@ -48,6 +48,7 @@ seen = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
     "CUDA_VISIBLE_DEVICES",
 )
 write_json(attempt.folder / f"env.{rank}.json", {name: os.environ.get(name) for name in seen})

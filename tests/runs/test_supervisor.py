@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from run_helpers import FAKE_RANK
 
+from launcher.host.attempt.local_ranks import WAITING_THREADS
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
 from launcher.host.record.ledger import ends_in, read_ledger
@@ -86,7 +87,8 @@ def test_a_finished_attempt_is_recorded_and_done(supervise):
 
 def test_ranks_are_told_who_they_are(supervise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in WAITING_THREADS:
+        monkeypatch.delenv(name, raising=False)
     run = supervise("train", "--threads", "3")
     run.wait()
     assert json.loads((run.attempt.folder / "env.1.json").read_text()) == {
@@ -95,7 +97,7 @@ def test_ranks_are_told_who_they_are(supervise, monkeypatch):
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "3",
         "MKL_NUM_THREADS": "3",
-        "OMP_WAIT_POLICY": "passive",
+        **WAITING_THREADS,
         "CUDA_VISIBLE_DEVICES": "",
     }
 

@@ -17,6 +17,11 @@ from megatron_rl.contract.paths import Attempt, RankFiles, RunDir
 
 CLOSE_S = 2.0  # that the kernel has to end what was killed
 
+# Threads of a rank wait for each other at the end of each operator. Where other work takes a core from one of them, the
+# rest would spin for milliseconds: steps take five times as long, and the others get nothing either. But to wake one
+# that sleeps takes some 50 us, as long as an operator: so they spin for about as long, as libgomp counts, then sleep.
+WAITING_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+
 
 class RankSettings(NamedTuple):
     """How the ranks are started."""
@@ -102,10 +107,9 @@ class LocalRanks(Steps):
 
     def _environment(self) -> Dict[str, str]:
         settings = self._settings
-        # Threads of a rank wait for each other at the end of each operator. Where other work takes a core from one of
-        # them, the rest would spin: steps take five times as long, and the others get nothing either.
-        environment = {"OMP_WAIT_POLICY": "passive"}
-        environment.update(os.environ)
+        environment = dict(os.environ)
+        if not WAITING_THREADS.keys() & environment.keys():  # nobody chose otherwise
+            environment.update(WAITING_THREADS)
         environment.update(
             {
                 "OMP_NUM_THREADS": str(settings.threads),
