@@ -3,9 +3,11 @@ themselves, whatever becomes of a replica."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, re
 from scripted_replica import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
+from megatron_rl.inference.api import EngineLoad
 
 STEPS = 4
 
@@ -31,8 +34,9 @@ def recipe(training: dict[str, int], inference: dict[str, int], **placement: str
     )
 
 
-def partitioned(training: dict[str, int], inference: dict[str, int]) -> dict[str, Any]:
-    return recipe(training, inference, mode="partitioned")
+def partitioned(training: dict[str, int], inference: dict[str, int], **environment: float) -> dict[str, Any]:
+    changed = recipe(training, inference, mode="partitioned")
+    return changed | {"environment": changed["environment"] | environment}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +59,20 @@ def by_themselves(root: Path, cache: Path, training: dict[str, int], inference: 
 def test_replicas_answer_as_the_ranks_that_train_would(
     tmp_path: Path, cache: Path, training: dict[str, int], inference: dict[str, int], replicas: list[int]
 ) -> None:
-    attempt = Attempt(prepare(tmp_path / "partitioned", partitioned(training, inference)), cache)
-    ranks = [rank for number, count in enumerate(replicas) for rank in attempt.start_replica(number, count)]
+    """Also where the first one stops until what it was asked takes too long, and is asked anew."""
+    limits = {"rollout_limit_s": 2.0, "reward_retries": 100}
+    attempt = Attempt(prepare(tmp_path / "partitioned", partitioned(training, inference, **limits)), cache)
+    told = tmp_path / "told"
+    stops = [partial(stop_until_cancelled, 2, told), *[None] * len(replicas)]
+    ranks = [
+        rank for number, count in enumerate(replicas) for rank in attempt.start_replica(number, count, 0, stops[number])
+    ]
     assert attempt.exit_codes() == [0, 0], attempt.logs()
     until(lambda: not any(each.is_alive() for each in ranks), "the replicas end with the run")
     assert {each.exitcode for each in ranks} == {0}, attempt.logs()
+    before, after = json.loads(told.read_text())
+    assert before["running"] > 0 and before["free_pages"] < before["pages"]
+    assert after["running"] == 0 and after["free_pages"] == after["pages"]
     assert reproducible(attempt.run_dir) == by_themselves(tmp_path / "alone", cache, training, inference)
 
 
@@ -98,11 +111,12 @@ AHEAD_STEPS, PROMPTS = 16, 5
 def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_beyond_the_bound(
     tmp_path: Path, cache: Path, max_lag: int
 ) -> None:
-    """With a replica that is killed in mid-generation, ranks that are killed, a drain, and what is begun again after
-    both."""
+    """With a replica that is killed in mid-generation, another that stops until what it was asked is lost, ranks that
+    are killed, a drain, and what is begun again after both."""
     run_dir = prepare(tmp_path / "ahead", ahead(max_lag))
     first = Attempt(run_dir, cache)
-    killed = first.start_replica(0, sabotage=partial(die_at, 3)) + first.start_replica(1)
+    killed = first.start_replica(0, sabotage=partial(die_at, 3))
+    first.start_replica(1, sabotage=partial(stop_until_cancelled, 1, tmp_path / "told"))
     first.wait_for_step(5)
     assert killed[0].exitcode == -signal.SIGKILL
     first.kill()
@@ -121,6 +135,7 @@ def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_
     assert [line["step"] for line in steps] == [*range(1, AHEAD_STEPS + 1)]
     assert [line["first_ordinal"] for line in steps] == [PROMPTS * index for index in range(AHEAD_STEPS)]
     assert max(line["staleness_max"] for line in steps) == max_lag
+    assert max(line["failed_rollouts"] for line in steps) > 0
     busy = [line["system/replica_busy_mean"] for line in steps if "system/replica_busy_mean" in line]
     assert max(busy) > 0
     assert all(0 <= share <= 1.05 for share in busy)
@@ -144,7 +159,7 @@ def test_ranks_that_generate_themselves_answer_the_next_prompts_beside_the_last_
 
 def ahead(max_lag: int) -> dict[str, Any]:
     """One update a step, so that a policy version is a step."""
-    changed = partitioned({"tp": 1}, {"tp": 1})
+    changed = partitioned({"tp": 1}, {"tp": 1}, rollout_limit_s=4.0, reward_retries=0)
     changed["training"]["steps"] = AHEAD_STEPS
     changed["grpo"] |= {"iterations": 1, "prompts_per_step": PROMPTS, "importance": {"mode": "truncate", "cap": 2.0}}
     return changed | {"resume": changed["resume"] | {"partial": "keep"}, "async": {"max_lag": max_lag}}
@@ -178,3 +193,26 @@ def hold_at(version: int, reached: Path, rank: int) -> None:
             step(leader)
 
     Leader.step = or_hold  # type: ignore[method-assign]
+
+
+def stop_until_cancelled(version: int, told: Path, rank: int) -> None:
+    """Have a replica stop in the middle of a generation, by weights of a version or of a later one, until nobody waits
+    for its answers, and tell of its load before and after."""
+    from megatron_rl.replica.orders import Leader
+
+    step, cancel = Leader.step, Leader.cancel
+    stopped: list[EngineLoad] = []
+
+    def or_stop(leader: Leader) -> None:
+        if told.exists() or (leader.version or 0) < version or not leader.load.running:
+            step(leader)
+            return
+        stopped.append(leader.load)
+        time.sleep(0.01)
+
+    def and_tell(leader: Leader, request_id: str) -> None:
+        cancel(leader, request_id)
+        if stopped and not leader.load.running and not told.exists():
+            told.write_text(json.dumps([asdict(stopped[0]), asdict(leader.load)]))
+
+    Leader.step, Leader.cancel = or_stop, and_tell  # type: ignore[method-assign]
