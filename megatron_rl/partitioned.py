@@ -176,8 +176,9 @@ def generate_elsewhere(
     pool: see `open_pool`.
     """
     timeout = timedelta(seconds=config.job.collective_timeout_s)
+    keeps = config.placement.inference.transfer == "changed"
     transfer = TransferRefit(
-        Sender(policy),
+        Sender(policy, host_memory=platform.host_memory if keeps else None),
         dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
         platform.backend,
         PoolControl(pool, timeout.total_seconds()) if dist.get_rank() == 0 else None,

@@ -104,6 +104,13 @@ def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     return max(WEIGHT_BYTES[config.model.dtype] * each.all for each in held)
 
 
+def sent_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
+    """Bytes of the host's memory in which all ranks that train together keep what they have sent to replicas."""
+    if not sizes.partitioned or config.placement.inference.transfer == "whole":
+        return 0
+    return sizes.replicas * WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
+
+
 def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.cluster.profile import Profile
-from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories
+from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories, sent_bytes
 from launcher.plan.memory_terms import answers_per_update
 from launcher.plan.parameters import vocabulary, whole_model
 from launcher.plan.placement import Plan, place, rank_rows
@@ -106,7 +106,8 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     """What `mrl plan --json` prints, and plan.json holds with each step's argv. Sizes in bytes; `ranks` has one row a
     GPU; `alternatives` are the smaller plans of a range `job.nodes`, in what they may differ. `host_bytes`: of the copy
     that each training node keeps in its memory to write from. `incoming_bytes`: of the new weights that each inference
-    node of a partitioned run puts aside in its own. `memory`: the terms are those of the fullest phase."""
+    node of a partitioned run puts aside in its own; `sent_bytes`: of those that each training node keeps as they were
+    sent. `memory`: the terms are those of the fullest phase."""
     config = with_offload(config, plan, profile)
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
@@ -175,4 +176,5 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
         ],
         "offloaded_bytes": offloaded_bytes(config, sizes, vocab) * plan.gpus_per_node,
         "incoming_bytes": incoming_bytes(config, sizes, vocab) * plan.gpus_per_node,
+        "sent_bytes": sent_bytes(config, sizes, vocab) // sizes.training_nodes,
     }

@@ -39,7 +39,7 @@ class OverlappedRefit:
 
     @property
     def moved_bytes(self) -> int:
-        """See `Refit.moved_bytes`: of the newest epoch."""
+        """See `Refit.moved_bytes`: of the newest version that replicas have."""
         return self._transfer.moved_bytes
 
     @property

@@ -4,12 +4,12 @@
     replica's rank   Receiver(policy, memory)   connect(group)   receive(version)   swap()
 
 A replica goes on generating while it receives: what comes is put aside in the host's memory, and copied over the
-weights only when all of it is there and is what was sent.
+weights only when all of it is there and is what was sent. Where both ends keep what was sent, all versions of an epoch
+but the first are sent as what has changed since the one before (changed.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.model.policy import Policy
+from megatron_rl.refit.changed import ALIGNMENT, WHOLE, aligned, apply, difference, size_of
 from megatron_rl.refit.epoch import TransferFailed
 from megatron_rl.refit.plan import Box, Move, plan_moves, rounds_of
 from megatron_rl.refit.reshard import ROUND_BYTES, model_tensors, parts_by_box
 from megatron_rl.refit.transfer_group import TransferGroup
 
-ALIGNMENT = 16
-"""Bytes of which a package is a multiple: any type may begin there."""
 COLUMNS = 8 * 37
 """Of 8 bytes, by which a checksum tells places from one another: what is in the wrong one by a power of two is found,
 and sums of a multiple of 8 are quick."""
@@ -47,7 +46,7 @@ class Package:
 
     @property
     def bytes(self) -> int:
-        return math.ceil(self.elements * self.dtype.itemsize / ALIGNMENT) * ALIGNMENT
+        return aligned(self.elements * self.dtype.itemsize)
 
     def packed(self) -> Tensor:
         """[bytes] what the parts are now, filled up with zeros."""
@@ -69,16 +68,27 @@ class Package:
 class Sender:
     """On every rank of training."""
 
-    def __init__(self, trained: Policy, round_bytes: int = ROUND_BYTES) -> None:
-        """trained: its weights stay where they are in memory from here on."""
+    def __init__(
+        self, trained: Policy, round_bytes: int = ROUND_BYTES, host_memory: Callable[[int], Tensor] | None = None
+    ) -> None:
+        """
+        trained: its weights stay where they are in memory from here on.
+        host_memory: see Platform.host_memory. What was sent is kept there, and only what has changed since is sent;
+            None: all is. The same for all members.
+        """
         self._held = parts_by_box(model_tensors(trained).values())
         self._round_bytes = round_bytes
+        self._host_memory = host_memory
+        self._kept: list[list[Tensor]] | None = None  # [rounds][packages] as they were sent last in this epoch
         self.moved_bytes = 0
-        """Of all ranks together, that go from one world to others with a publication."""
+        """Of all ranks together, that go from one world to others with a whole version."""
+        self.sent_bytes = 0
+        """By this rank, with the newest version."""
 
     def connect(self, group: TransferGroup) -> None:
         """Plan with all members what goes where. Collective. Raises TransferFailed."""
         self._group = group
+        self._kept = None
         rounds = _plan(group, [*self._held], [], self._round_bytes)
         self._rounds = [
             packages for moves in rounds if (packages := _packages(moves, group.rank, self._held, sends=True))
@@ -89,31 +99,79 @@ class Sender:
     def publish(self, version: int) -> None:
         """Send the weights as they are now. Collective with `Receiver.receive`. Raises TransferFailed."""
         sums = Checksums(version, self._group.device)
-        for packages in self._rounds:
-            messages = [(each.peer, each.packed()) for each in packages]
-            self._group.exchange(messages, [])
-            for peer, packed in messages:
-                sums.add(peer, packed)
+        self.sent_bytes = 0
+        kept, self._kept = self._kept, None
+        for number, packages in enumerate(self._rounds):
+            packed = [each.packed() for each in packages]
+            if kept is None:
+                self._send(packages, packed, sums)
+            else:
+                self._send(packages, self._differences(packages, packed, kept[number]), sums)
+                for place, now in zip(kept[number], packed, strict=True):
+                    place.copy_(now, non_blocking=True)
         self._group.exchange([*sums.of_peers.items()], [])
+        self._kept = kept or self._keep()
+
+    def _send(self, packages: Sequence[Package], contents: Sequence[Tensor], sums: Checksums) -> None:
+        messages = [(each.peer, content) for each, content in zip(packages, contents, strict=True)]
+        self._group.exchange([message for message in messages if len(message[1])], [])
+        for peer, content in messages:
+            sums.add(peer, content)
+            self.sent_bytes += content.nbytes
+
+    def _differences(
+        self, packages: Sequence[Package], packed: Sequence[Tensor], before: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What is to be sent of a round, of which the other ends are told here how much it is."""
+        device = self._group.device
+        found = [
+            difference(now, was.to(device, non_blocking=True), each.dtype.itemsize)
+            for each, now, was in zip(packages, packed, before, strict=True)
+        ]
+        counts = [torch.tensor([count], device=device) for count, _ in found]
+        self._group.exchange([(each.peer, count) for each, count in zip(packages, counts, strict=True)], [])
+        return [content for _, content in found]
+
+    def _keep(self) -> list[list[Tensor]] | None:
+        """All packages as they are now."""
+        if self._host_memory is None:
+            return None
+        sizes = [package.bytes for packages in self._rounds for package in packages]
+        places = iter(self._host_memory(sum(sizes)).split(sizes))
+        kept = [[next(places) for _ in packages] for packages in self._rounds]
+        for packages, its in zip(self._rounds, kept, strict=True):
+            for package, place in zip(packages, its, strict=True):
+                place.copy_(package.packed(), non_blocking=True)
+        return kept
 
 
 class Receiver:
     """On every rank of a replica."""
 
-    def __init__(self, policy: Policy, host_memory: Callable[[int], Tensor], round_bytes: int = ROUND_BYTES) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        host_memory: Callable[[int], Tensor],
+        round_bytes: int = ROUND_BYTES,
+        *,
+        changed: bool = False,
+    ) -> None:
         """
         policy: of the engine, whose weights stay where they are in memory.
         host_memory: see Platform.host_memory. As much is taken as the weights are large.
+        changed: whether only what has changed is sent, see Sender.
         """
         self._needed = parts_by_box(model_tensors(policy).values())
         self._host_memory = host_memory
         self._round_bytes = round_bytes
+        self._changed = changed
         self._received: int | None = None
+        self._kept = False  # whether there is aside what was sent last in this epoch
         self._aside = torch.empty(0, dtype=torch.uint8)
 
     def connect(self, group: TransferGroup) -> None:
         """See Sender.connect."""
-        self._received = None
+        self._received, self._kept = None, False
         self._group = group
         moves = _plan(group, [], [*self._needed], self._round_bytes)
         rounds = [_packages(each, group.rank, self._needed, sends=False) for each in moves]
@@ -130,17 +188,24 @@ class Receiver:
         Raises TransferFailed, also where what came is not what was sent: then the others go on.
         """
         self._received = None
+        kept, self._kept = self._kept, False
         device = self._group.device
         sums = Checksums(version, device)
         for packages in self._rounds:
-            messages = [
-                (package.peer, place if place.device == device else torch.empty_like(place, device=device))
-                for package, place in packages
-            ]
-            self._group.exchange([], messages)
-            for (peer, came), (_, place) in zip(messages, packages, strict=True):
+            counts = self._counts(packages) if kept else [WHOLE] * len(packages)
+            contents = []
+            for (package, place), count in zip(packages, counts, strict=True):
+                size = package.bytes if count == WHOLE else size_of(count, package.dtype.itemsize)
+                direct = count == WHOLE and place.device == device
+                contents.append(place if direct else torch.empty(size, dtype=torch.uint8, device=device))
+            messages = [(package.peer, came) for (package, _), came in zip(packages, contents, strict=True)]
+            self._group.exchange([], [message for message in messages if len(message[1])])
+            for peer, came in messages:
                 sums.add(peer, came)
-                if came is not place:
+            for (package, place), count, came in zip(packages, counts, contents, strict=True):
+                if count != WHOLE:
+                    apply(came.to(place.device), count, place, package.dtype.itemsize)
+                elif came is not place:
                     place.copy_(came, non_blocking=True)
         told = {peer: torch.empty_like(own) for peer, own in sums.of_peers.items()}
         self._group.exchange([], [*told.items()])
@@ -148,7 +213,13 @@ class Receiver:
             if told[peer].tolist() != own.tolist():
                 of = f"version {told[peer].tolist()[0]} of {self._group.epoch.name_of(peer)}"
                 raise TransferFailed(f"{of} did not come as it was sent, or is not version {version}")
-        self._received = version
+        self._received, self._kept = version, self._changed
+
+    def _counts(self, packages: Sequence[tuple[Package, Tensor]]) -> list[int]:
+        """Of a round, how many elements of each package have changed, or WHOLE."""
+        told = [(package.peer, torch.empty(1, dtype=torch.int64, device=self._group.device)) for package, _ in packages]
+        self._group.exchange([], told)
+        return [int(count) for _, count in told]
 
     @torch.no_grad()
     def swap(self) -> int:
@@ -170,9 +241,10 @@ class Checksums:
         """[2] version and checksum of all packages so far. On a GPU nobody waits for them."""
 
     def add(self, peer: int, packed: Tensor) -> None:
-        """[bytes] One more package."""
+        """[bytes] One more package, or what has changed of it: that may be nothing."""
         sums = self.of_peers[peer]
-        sums[1] = sums[1] * _FACTOR + checksum(packed)
+        if len(packed):
+            sums[1] = sums[1] * _FACTOR + checksum(packed)
 
 
 def checksum(packed: Tensor) -> Tensor:

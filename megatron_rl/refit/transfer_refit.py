@@ -78,6 +78,7 @@ class TransferRefit:
         self._timeout = timeout
         self._patience = patience
         self._number = 0
+        self._moved_bytes = 0
         self._group: TransferGroup | None = None
         self._left_out: set[ReplicaStart] = set()  # of this publication
         self._listener: Listener | None = None  # of rank 0, between the beginning of an epoch and its own joining
@@ -85,8 +86,8 @@ class TransferRefit:
 
     @property
     def moved_bytes(self) -> int:
-        """See `Refit.moved_bytes`: all replicas together."""
-        return self._sender.moved_bytes
+        """See `Refit.moved_bytes`: to all replicas together, with the newest version that they have."""
+        return self._moved_bytes
 
     def publish(self, policy_version: int) -> bool:
         """Have the replicas generate by the weights as they are now. A replica that is gone, or that does not take
@@ -132,6 +133,7 @@ class TransferRefit:
                     self._agreed(partial(self._join, epoch))
                 if self._decide(lambda: self._ask_to_receive(version)):
                     self._agreed(lambda: self._sender.publish(version))
+                    self._moved_bytes = self._total(self._sender.sent_bytes)
                     return bool(self._decide(lambda: self._swap(version)))
             except TransferFailed as error:
                 logger.warning("policy version %d: %s", version, error)
@@ -176,7 +178,7 @@ class TransferRefit:
         if rank == 0:
             names = ", ".join(str(member.replica) for member in epoch.replicas)
             moved = self._sender.moved_bytes
-            logger.info("epoch %d: replicas %s get %d bytes with each version", epoch.number, names, moved)
+            logger.info("epoch %d: replicas %s get %d bytes with a version", epoch.number, names, moved)
 
     def _ask_to_receive(self, version: int) -> bool:
         assert self._replicas is not None
@@ -221,6 +223,12 @@ class TransferRefit:
         flag = torch.tensor([what], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._control)
         return bool(flag.item())
+
+    def _total(self, count: int) -> int:
+        """Over all ranks. Collective."""
+        total = torch.tensor([count])
+        dist.all_reduce(total, group=self._control)
+        return int(total.item())
 
     def _agreed(self, work: Callable[[], None]) -> None:
         """Do something on all ranks. Raises TransferFailed on all where it failed on one."""

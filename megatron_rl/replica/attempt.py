@@ -95,6 +95,7 @@ def run_replica(
         platform.backend,
         min(timeout, TRANSFER_TIMEOUT),
         recompute_cache=config.asynchronous.recompute_cache,
+        changed=config.placement.inference.transfer == "changed",
     )
     orders = orders_over(ranks)
     activity.enter("serving", 0)

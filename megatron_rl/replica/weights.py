@@ -35,16 +35,18 @@ class ReceivedWeights:
         timeout: timedelta,
         *,
         recompute_cache: bool = False,
+        changed: bool = False,
     ) -> None:
         """
         started: which replica this is.
         backend: of torch.distributed, for what is sent.
         timeout: bounds every wait for other members.
         recompute_cache: see AsyncConfig.
+        changed: see Receiver.
         """
         self._engine, self._ranks, self._started = engine, ranks, started
         self._backend, self._timeout, self._recompute_cache = backend, timeout, recompute_cache
-        self._receiver = Receiver(engine.policy, engine.policy.platform.host_memory)
+        self._receiver = Receiver(engine.policy, engine.policy.platform.host_memory, changed=changed)
         self._group: TransferGroup | None = None
         self._transfer: Future[None] | None = None  # the newest step of it
 

@@ -1,10 +1,10 @@
 """What it takes to give replicas new weights that have worlds of their own.
 
-    python tests/benchmarks/refit_worlds.py [--repeats 5] [--layers 12]
+    python tests/benchmarks/refit_worlds.py [--repeats 5] [--layers 12] [--changed 0.01]
 
 One or two training ranks and replicas of one rank each, over gloo on this machine, a Qwen2.5-shaped model in fp32; in
 turns with a broadcast of the model from one rank to as many as there are replicas, as one buffer, which packs, checks
-and swaps nothing.
+and swaps nothing. With --changed that share of the values is another one each time, and only these are sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ CASES = {"TP1 -> 1 replica": (1, 1), "TP1 -> 2 replicas": (1, 2), "TP2 -> 2 repl
 """Training ranks and replicas."""
 
 
-def measure(rank: int, folder: str, training: int, replicas: int, layers: int, repeats: int, name: str) -> None:
+def measure(
+    rank: int,
+    folder: str,
+    training: int,
+    replicas: int,
+    layers: int,
+    repeats: int,
+    changed: float | None,
+    name: str,
+) -> None:
     from megatron.core import parallel_state
 
     from megatron_rl.model.policy import build_policy
@@ -56,7 +65,10 @@ def measure(rank: int, folder: str, training: int, replicas: int, layers: int, r
 
     began = time.perf_counter()
     group = TransferGroup.join(*epoch_of(Path(folder), rank, training, replicas))
-    end: Sender | Receiver = Sender(policy) if trains else Receiver(policy, platform.host_memory)
+    memory = platform.host_memory
+    end: Sender | Receiver = Receiver(policy, memory, changed=changed is not None)
+    if trains:
+        end = Sender(policy, host_memory=memory if changed is not None else None)
     end.connect(group)
     planned_s = time.perf_counter() - began
 
@@ -85,7 +97,11 @@ def measure(rank: int, folder: str, training: int, replicas: int, layers: int, r
             peer.broadcast([buffer], dist.BroadcastOptions()).wait()
 
     taken: dict[Callable[[], None], list[float]] = {transfer: [], broadcast: []}
-    for _ in range(repeats + 1):
+    for repeat in range(repeats + 1):
+        if changed is not None:
+            every = round(1 / changed)
+            for weight in policy.parameters():
+                weight.data.view(-1)[repeat % every :: every] += 1
         for work, seconds in taken.items():
             everybody.barrier().wait()
             start = time.perf_counter()
@@ -95,12 +111,12 @@ def measure(rank: int, folder: str, training: int, replicas: int, layers: int, r
             options.reduceOp = dist.ReduceOp.MAX
             everybody.allreduce([elapsed], options).wait()
             seconds.append(elapsed.item())
-    if rank == 0:
+    if isinstance(end, Sender) and rank == 0:
         moved = buffer.nbytes * replicas
         ours, theirs = (statistics.median(seconds[1:]) for seconds in taken.values())
         print(
             f"{name:18} model {buffer.nbytes / 2**20:6.0f} MiB  epoch {planned_s:5.2f} s  "
-            f"refit {ours:6.3f} s, {moved / ours / 1e9:5.2f} GB/s  "
+            f"refit {ours:6.3f} s, {moved / ours / 1e9:5.2f} GB/s  rank 0 sent {end.sent_bytes / 2**20:6.1f} MiB  "
             f"broadcast {theirs:6.3f} s, {moved / theirs / 1e9:5.2f} GB/s  ratio {ours / theirs:4.2f}",
             flush=True,
         )
@@ -128,10 +144,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--changed", type=float, help="share of the values that change from one version to the next")
     options = parser.parse_args()
     for name, (training, replicas) in CASES.items():
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            arguments = (folder, training, replicas, options.layers, options.repeats, name)
+            arguments = (folder, training, replicas, options.layers, options.repeats, options.changed, name)
             mp.spawn(measure, arguments, nprocs=training + replicas)
 
 

@@ -34,14 +34,14 @@ def begin(training_ranks: int, *replicas: tuple[int, int, int], number: int = 1)
 class ThreadedReplica:
     """What a replica's rank does with a transfer group, in a thread."""
 
-    def __init__(self, policy: Policy, number: int, start: int = 0) -> None:
+    def __init__(self, policy: Policy, number: int, start: int = 0, *, changed: bool = False) -> None:
         self.policy = policy
         self.version: int | None = None
         self.fails_at: str | None = None
         """The next request, of "begin", "receive" and "swap", that it refuses; "transfer": it begins to receive and is
         gone; "wrong": it receives another version."""
         self.started = (number, start)
-        self._receiver = Receiver(policy, host_memory, ROUND_BYTES)
+        self._receiver = Receiver(policy, host_memory, ROUND_BYTES, changed=changed)
         self._thread = ThreadPoolExecutor(1)
         self._group: TransferGroup | None = None
         self._doing: Future[None] | None = None

@@ -231,8 +231,10 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
 
 def _host_memory(summary: dict[str, Any]) -> str:
     copy, adam, weights = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"], summary["incoming_bytes"]
-    text = f"{size(copy + adam)} of a node's memory: {size(copy)} that checkpoints are written from"
+    sent = summary["sent_bytes"]
+    text = f"{size(copy + adam + sent)} of a node's memory: {size(copy)} that checkpoints are written from"
     text += f", {size(adam)} of Adam's state" * (adam > 0)
+    text += f", {size(sent)} of weights as they were sent" * (sent > 0)
     return text + f"; {size(weights)} of an inference node's: new weights until all have come" * (weights > 0)
 
 

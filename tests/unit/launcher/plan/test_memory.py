@@ -10,7 +10,14 @@ from core_helpers import VOCAB, tiny_model, tiny_run
 
 from launcher.cluster.choice import load_clusters
 from launcher.plan import memory_terms
-from launcher.plan.gpu_memory import Memory, checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories
+from launcher.plan.gpu_memory import (
+    Memory,
+    checkpoint_bytes,
+    incoming_bytes,
+    offloaded_bytes,
+    rank_memories,
+    sent_bytes,
+)
 from launcher.plan.parameters import vocabulary, weights, whole_model
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan, with_offload
@@ -169,6 +176,10 @@ def test_a_node_of_replicas_has_room_in_its_own_memory_for_new_weights_beside_th
     plan = make_plan(recipe, profile)
     (inference,) = (each for each in rank_memories(recipe.config, plan.sizes, 152064) if each.role == "inference")
     assert incoming_bytes(recipe.config, plan.sizes, 152064) == terms_of(inference)["weights"]
+    assert sent_bytes(recipe.config, plan.sizes, 152064) == 0
+    changed = load_recipe("qwen2.5-32b-dapo-partitioned", ["placement.inference.transfer=changed"]).config
+    per_rank = sent_bytes(changed, plan.sizes, 152064) / (plan.sizes.replicas * plan.sizes.inference_tp)
+    assert per_rank == pytest.approx(terms_of(inference)["weights"], rel=1e-3)  # norms are whole on each rank
     together = make_plan(load_recipe("qwen2.5-32b-dapo"), profile)
     assert incoming_bytes(recipe.config, together.sizes, 152064) == 0
 

@@ -1,0 +1,71 @@
+"""Sending what has changed comes to the same as sending all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import tiny_policy
+from hypothesis import given
+from hypothesis import strategies as st
+from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas, host_memory
+
+from megatron_rl.refit import transfer_refit
+from megatron_rl.refit.changed import WHOLE, apply, difference
+from megatron_rl.refit.transfer import Sender
+from megatron_rl.refit.transfer_refit import TransferRefit
+
+
+@given(st.data(), st.sampled_from([1, 2, 4, 8]), st.integers(1, 30))
+def test_a_difference_is_smaller_than_the_whole_and_makes_one_of_the_other(
+    data: st.DataObject, element: int, units: int
+) -> None:
+    size = 16 * units
+    before = torch.frombuffer(bytearray(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
+    now = before.clone()
+    for place in data.draw(st.sets(st.integers(0, size - 1))):
+        now[place] += 1
+    count, said = difference(now, before, element)
+    if count == WHOLE:
+        assert torch.equal(said, now)
+    else:
+        assert len(said) < size
+        apply(said, count, before, element)
+        assert torch.equal(before, now)
+
+
+def test_who_has_the_version_before_is_sent_what_has_changed_and_who_comes_or_came_to_harm_all_of_it(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_refit, "WAIT_S", 0.0)
+    trained, *policies = (tiny_policy(platform) for _ in range(3))
+    one, other = (ThreadedReplica(policy, number, changed=True) for number, policy in enumerate(policies))
+    replicas = ThreadedReplicas(one)
+    sender = Sender(trained, ROUND_BYTES, host_memory)
+    refit = TransferRefit(sender, groups.control, "gloo", replicas, lambda: False, LIMIT, LIMIT)
+
+    def sent(version: int, *, every: int, to: Sequence[ThreadedReplica]) -> float:
+        """How much, in bytes of all weights, when one value in `every` has changed."""
+        for weight in trained.parameters():
+            weight.data.view(-1)[version % every :: every] += 1
+        refit.publish(version)
+        for each in to:
+            assert each.version == version
+            assert all(map(torch.equal, each.policy.parameters(), trained.parameters()))
+        return refit.moved_bytes / sum(weight.nbytes for weight in trained.parameters())
+
+    assert sent(1, every=20, to=[one]) == pytest.approx(1, rel=0.1), "there is nothing that it could differ from"
+    assert sent(2, every=20, to=[one]) == pytest.approx(2 / 20, rel=0.5)
+    assert sent(3, every=1, to=[one]) == pytest.approx(1, rel=0.1)
+    refit.publish(3)
+    assert refit.moved_bytes == 0
+    replicas.replicas[other.started] = other
+    assert sent(4, every=20, to=[one, other]) == pytest.approx(2, rel=0.1)
+    assert sent(5, every=20, to=[one, other]) == pytest.approx(4 / 20, rel=0.5)
+    one.fails_at = "transfer"
+    assert sent(6, every=20, to=[other]) == pytest.approx(1, rel=0.1)
+    assert sent(7, every=20, to=[one, other]) == pytest.approx(2, rel=0.1)
+    refit.close()
+    replicas.close()
