@@ -69,7 +69,8 @@ def test_splits_are_told_as_json_with_the_shares_in_which_each_role_waits():
     for split in apart:
         lag_0, lag_2 = split["lags"]
         assert lag_2["step_s"] < lag_0["step_s"]
-        assert lag_0["step_s"] == pytest.approx(lag_0["train_s"] / (1 - lag_0["idle_training"]))
+        busy_s = lag_0["train_s"] + lag_0["refit_s"]
+        assert lag_0["step_s"] == pytest.approx(busy_s / (1 - lag_0["idle_training"]))
     assert apart[0]["lags"][0]["idle_training"] > apart[-1]["lags"][0]["idle_training"]
 
 
