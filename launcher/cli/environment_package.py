@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
@@ -51,7 +52,7 @@ class ${cls}Config(Section):
     """Largest number that is added."""
 
 
-class $cls(RewardOnlyAgent):
+class $cls(RewardOnlyAgent, Demonstrator):
     """Sums of two numbers, to be replaced by a task of your own."""
 
     Config = ${cls}Config
@@ -67,6 +68,10 @@ class $cls(RewardOnlyAgent):
     def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
         """What an answer is worth. `golden` is what its problem was given; `async def` where scoring waits."""
         return float(response.strip() == golden["answer"])
+
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        """Prompts and right answers that a tiny model is taught first, for `model.init: supervised` alone."""
+        return [(problem.prompt, problem.golden["answer"]) for problem in self.training_problems()]
 
     def _problems(self) -> list[Problem]:
         numbers = range(self.config.largest + 1)

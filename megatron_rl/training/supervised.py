@@ -64,8 +64,8 @@ def teach(
     demonstrations = environment.demonstrations() if isinstance(environment, Demonstrator) else []
     if not demonstrations:
         raise NoDemonstrations(
-            f"model.init is supervised but environment {config.task.name!r} has no worked examples "
-            "(megatron_rl.agent.api.Demonstrator)"
+            f"model.init is supervised but environment {config.task.name!r} has no worked examples: give it "
+            "`demonstrations` (megatron_rl.agent.api.Demonstrator), or set model.init to from-scratch"
         )
     path = cache_path(config)
     state = _read(path)
