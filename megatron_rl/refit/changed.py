@@ -1,7 +1,7 @@
 """What of a package differs from the one before it: places and values, in place of the whole.
 
 A step of an optimizer moves most weights by less than the distance to the next number of 8 significant bits: of bf16
-weights one in a hundred changes where the learning rate is 1e-6.
+weights one in 250 changes where the learning rate is 1e-6 (SmolLM2-135M; tests/benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def size_of(count: int, element: int) -> int:
 
 
 def difference(now: Tensor, before: Tensor, element: int) -> tuple[int, Tensor]:
-    """How many elements of a package changed, and [bytes] what says which and to what; (WHOLE, now) where that is no
-    less.
+    """How many elements of a package changed, and [bytes] their places and values; (WHOLE, now) where that is no less.
 
     Args:
         now, before: [bytes] packages of the same parts, on one device.
@@ -44,14 +43,14 @@ def difference(now: Tensor, before: Tensor, element: int) -> tuple[int, Tensor]:
     count = len(places)
     if size_of(count, element) >= len(now):
         return WHOLE, now
-    said = torch.zeros(size_of(count, element), dtype=torch.uint8, device=now.device)
-    said[: 4 * count] = places.to(torch.int32).view(torch.uint8)
-    said[4 * count : (4 + element) * count] = values[places].view(torch.uint8)
-    return count, said
+    delta = torch.zeros(size_of(count, element), dtype=torch.uint8, device=now.device)
+    delta[: 4 * count] = places.to(torch.int32).view(torch.uint8)
+    delta[4 * count : (4 + element) * count] = values[places].view(torch.uint8)
+    return count, delta
 
 
-def apply(said: Tensor, count: int, package: Tensor, element: int) -> None:
+def apply(delta: Tensor, count: int, package: Tensor, element: int) -> None:
     """[bytes] Have a package be what the difference to it says."""
     bits = _BITS[element]
-    places = said[: 4 * count].view(torch.int32)
-    package.view(bits)[places.long()] = said[4 * count : (4 + element) * count].view(bits)
+    places = delta[: 4 * count].view(torch.int32)
+    package.view(bits)[places.long()] = delta[4 * count : (4 + element) * count].view(bits)

@@ -27,12 +27,12 @@ def test_a_difference_is_smaller_than_the_whole_and_makes_one_of_the_other(
     now = before.clone()
     for place in data.draw(st.sets(st.integers(0, size - 1))):
         now[place] += 1
-    count, said = difference(now, before, element)
+    count, delta = difference(now, before, element)
     if count == WHOLE:
-        assert torch.equal(said, now)
+        assert torch.equal(delta, now)
     else:
-        assert len(said) < size
-        apply(said, count, before, element)
+        assert len(delta) < size
+        apply(delta, count, before, element)
         assert torch.equal(before, now)
 
 
