@@ -113,7 +113,8 @@ class AgentClient:
             except ConfigurationError:
                 raise
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigurationError(f"what answers at {self._url} is no agent of mrl: {error!r}") from error
+                why = f"there is no {error} in what it says" if isinstance(error, KeyError) else str(error)
+                raise ConfigurationError(f"what answers at {self._url} is no agent of mrl: {why}") from error
 
     def _fetch(self, get: Callable[..., Any]) -> Served:
         said = get("/about")
@@ -133,8 +134,10 @@ class AgentClient:
     def _get(self, client: httpx.Client, give_up: float, path: str, **query: Any) -> Any:
         pause = FIRST_PAUSE_S
         while True:
+            left_s = max(pause, give_up - time.monotonic())
+            timeout = httpx.Timeout(min(SILENCE_S, left_s), connect=min(CONNECT_S, left_s))
             try:
-                return self._content(client.get(path, params=query))
+                return self._content(client.get(path, params=query, timeout=timeout))
             except AgentRefuses as error:
                 raise ConfigurationError(str(error)) from error
             except (AgentGone, httpx.TransportError) as error:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ from megatron_rl.agent.remote.wire import Asked, Place, decode_response, encode_
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
@@ -268,3 +272,26 @@ def test_a_result_survives_the_way_to_the_bit() -> None:
     response = run(service())
     again = json.loads(json.dumps(encode_response(response)))
     assert decode_response(again, TOKENIZER.vocab_size) == response
+
+
+def test_one_that_says_nothing_is_not_waited_for_longer_than_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match=r"is not there \(timed out\): start it"):
+            AgentClient(url, TOKEN, 60.0).fetch(0.2)
+
+
+def test_one_that_says_something_else_is_no_agent() -> None:
+    class Another(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Another) as server:
+        threading.Thread(target=server.handle_request).start()
+        with pytest.raises(ConfigurationError, match="is no agent of mrl: there is no 'protocol' in what it says"):
+            AgentClient(f"http://127.0.0.1:{server.server_port}", TOKEN, 60.0).fetch(5.0)
