@@ -30,7 +30,7 @@ def test_a_partition_that_does_not_exist(login: Login) -> None:
 def test_a_partition_for_harvested_replicas_that_does_not_exist(login: Login) -> None:
     apart = ("job.nodes=2", "placement.mode=partitioned", "placement.inference.nodes=1", "harvest.max_replicas=1")
     said = refused(login, *DEMO, *apart, "harvest.partition=lwo")
-    assert "harvest.partition lwo: this cluster has none of that name, it has high, low; did you mean low?" in said
+    assert "harvest.partition: there is none called lwo; there are: high, low; did you mean low?" in said
 
 
 def test_a_constraint_that_no_node_meets(login: Login) -> None:
