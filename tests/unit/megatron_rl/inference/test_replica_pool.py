@@ -16,8 +16,9 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.replicas.dispatch import NoReplica
 from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
-from megatron_rl.inference.replicas.pool import NoReplica, ReplicaPool
+from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
 
 SOON = Patience(poll_s=0.05, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
