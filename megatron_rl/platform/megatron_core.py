@@ -29,7 +29,7 @@ def _compiled_when_called(function: Callable[..., Any] | None = None, **options:
     """torch.compile, put off until the first call."""
     if function is None:
         return functools.partial(_compiled_when_called, **options)
-    compile_ = functools.cache(functools.partial(_compile, function, **options))
+    compile_ = functools.cache(lambda: _compile(function, **options))
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:

@@ -6,14 +6,21 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 
 def mend_router() -> None:
     """Define what the router's product asks for before it goes without: 0.16.1 knows the name only where Transformer
-    Engine is."""
+    Engine is.
+
+    Nor compile what counts tokens for an expert bias: no model here has one, but every layer asks, and torch's
+    compilers would be loaded, in two seconds of every rank, to do nothing.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if count := getattr(getattr(TopKRouter, "_apply_expert_bias", None), "__wrapped__", None):
+        TopKRouter._apply_expert_bias = count
 
 
 def mend_multi_tensor() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from core_helpers import full_forward, tiny_model, tiny_policy
 
 from megatron_rl.platform import megatron_core
 
@@ -25,3 +28,12 @@ def test_what_megatron_core_has_compiled_is_compiled_when_it_is_called(monkeypat
     assert (compiled, later.__doc__) == ([], "Adds.")
     assert [later(1, 2), later(3, 4)] == [("compiled", 3), ("compiled", 7)]
     assert compiled == [(add, options)]
+
+
+def test_a_pass_through_experts_compiles_nothing(platform: Any, groups: Any, monkeypatch) -> None:
+    def compile_(function, **_):
+        raise AssertionError(f"{function.__qualname__} would be compiled")
+
+    monkeypatch.setattr(megatron_core, "_compile", compile_)
+    model = tiny_model(num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
+    full_forward(tiny_policy(platform, model), [1, 2, 3])
