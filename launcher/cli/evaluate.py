@@ -88,7 +88,7 @@ def command(ctx: click.Context, **options: Any) -> None:
         evaluation = _evaluation(options, origin, device="cpu")
         if options["out"]:
             _make_folder_of(options["out"].absolute())
-        ctx.exit(_here(evaluation, options["as_json"]))
+        ctx.exit(_on_this_machine(evaluation, options["as_json"]))
     ctx.exit(_as_job(_evaluation(options, _pinned(origin, options), device="cuda"), origin, cluster, options))
 
 
@@ -114,7 +114,7 @@ def _make_folder_of(out: Path) -> None:
         raise BadInput(f"--out {out}: {out.parent} cannot be written to; name another file")
 
 
-def _here(evaluation: Evaluation, as_json: bool) -> int:
+def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
     from launcher.backends.evaluation import Interrupted, evaluate  # what a job needs not
     from launcher.cli.show.evaluation import ProgressLine, lines
 

@@ -19,7 +19,7 @@ from megatron_rl.inference.transcript import Transcript
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PendingRequest:
     """A request that is not answered yet."""
 
     request: GenerationRequest
@@ -32,21 +32,21 @@ class Branch:
     """Samples of a request that wait and begin with the same tokens: new ones with the prompt, one that is gone on with
     also with its own."""
 
-    job: Job
+    pending: PendingRequest
     samples: list[Transcript]
     pages: list[int] = field(default_factory=list)
     """Full ones with what it begins with, as far as that is in the cache."""
 
     @property
     def tokens(self) -> list[int]:
-        return self.job.request.prompt_tokens + self.samples[0].tokens
+        return self.pending.request.prompt_tokens + self.samples[0].tokens
 
 
 @dataclass(slots=True, eq=False)
 class Row:
     """What is decoded in one row."""
 
-    job: Job
+    pending: PendingRequest
     answer: Transcript
     """As far as the host has seen it."""
     pages: list[int]
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def followed(self) -> bool:
-        return self.job.streamed or self.answer.followed
+        return self.pending.streamed or self.answer.followed
 
     @property
     def grows(self) -> bool:
@@ -97,13 +97,13 @@ class Admission:
     def put_back(self, row: Row) -> None:
         """A row that gave way, the youngest: whatever waits came later."""
         self.give_pages_back()
-        self._waiting.appendleft(Branch(row.job, [row.answer]))
+        self._waiting.appendleft(Branch(row.pending, [row.answer]))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, pending: PendingRequest) -> None:
         """Those of a request wait no more."""
-        if self._waiting and self._waiting[0].job is job:
+        if self._waiting and self._waiting[0].pending is pending:
             self.give_pages_back()
-        self._waiting = deque(branch for branch in self._waiting if branch.job is not job)
+        self._waiting = deque(branch for branch in self._waiting if branch.pending is not pending)
 
     def give_pages_back(self) -> None:
         """Compute anew what a prompt begins with, as far as it is not found again."""
@@ -156,7 +156,7 @@ class Admission:
 
         running: rows beside those `begun`. growing: of both, those that may need another page.
         """
-        request, tokens = branch.job.request, branch.tokens
+        request, tokens = branch.pending.request, branch.tokens
         full = len(tokens) // self._pages.tokens
         most_pages = self._pages.needed(len(request.prompt_tokens) + request.sampling.max_new_tokens)
         # A page is left free for each row that may need another one, lest new rows soon give way.
@@ -170,7 +170,7 @@ class Admission:
         samples, others = branch.samples[:count], branch.samples[count:]
         made = self._prefill(branch, full, samples)
         for answer, own in zip(samples, made.own, strict=True):
-            begun.append(Row(branch.job, answer, [*made.pages, own], most_pages, self._begun, len(tokens)))
+            begun.append(Row(branch.pending, answer, [*made.pages, own], most_pages, self._begun, len(tokens)))
             self._begun += 1
         for _ in samples[1:]:
             self._pages.hold(made.pages)
@@ -183,7 +183,7 @@ class Admission:
 
     def _prefill(self, branch: Branch, full: int, samples: list[Transcript]) -> Prefill:
         """Up to the end of so many pages, or with samples to that of the sequence."""
-        request, tokens, held = branch.job.request, branch.tokens, branch.pages
+        request, tokens, held = branch.pending.request, branch.tokens, branch.pages
         start = len(held) * self._pages.tokens
         pages = held + self._pages.take(full - len(held))
         self._pages.name(tokens, pages)

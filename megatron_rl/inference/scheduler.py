@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_rl.inference.admission import Admission, Branch, Job, Row
+from megatron_rl.inference.admission import Admission, Branch, PendingRequest, Row
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.pages import Pages
@@ -39,7 +39,7 @@ class Scheduler:
         self._pages = pages
         self._end_ids = frozenset(end_ids)
         self._decode = decode
-        self._jobs: dict[str, Job] = {}
+        self._pending: dict[str, PendingRequest] = {}
         self._waiting = Admission(config, pages)
         self._rows: dict[int, Row] = {}
         self._freed: list[int] = []  # rows that ended since the last plan
@@ -78,28 +78,28 @@ class Scheduler:
         """
         end_ids = self._end_ids.union(request.sampling.stop_tokens)
         samples = [Transcript.begin(request, sample, end_ids, self._decode) for sample in range(request.num_samples)]
-        job = self._jobs[request.id] = Job(request, streamed)
+        pending = self._pending[request.id] = PendingRequest(request, streamed)
         if fresh := [answer for answer in samples if not answer.tokens]:
-            self._waiting.append(Branch(job, fresh))
+            self._waiting.append(Branch(pending, fresh))
         for answer in samples:
             if answer.finish_reason is not None:
-                self._finish(job, answer)
+                self._finish(pending, answer)
             elif answer.tokens:
-                self._waiting.append(Branch(job, [answer]))
-                self._tell(job, answer)
+                self._waiting.append(Branch(pending, [answer]))
+                self._tell(pending, answer)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request: nobody waits for it any more. One that is answered or unknown is none."""
-        job = self._jobs.pop(request_id, None)
+        pending = self._pending.pop(request_id, None)
         self.answered.pop(request_id, None)
-        if job is None:
+        if pending is None:
             return
-        self._waiting.cancel(job)
-        self._free([row for row, content in self._rows.items() if content.job is job])
+        self._waiting.cancel(pending)
+        self._free([row for row, content in self._rows.items() if content.pending is pending])
 
     def clear(self) -> None:
         """Forget everything, what the pages hold included."""
-        for request_id in list(self._jobs):
+        for request_id in list(self._pending):
             self.cancel(request_id)
         self.forget()
 
@@ -204,17 +204,17 @@ class Scheduler:
             row = self._rows[each.row]
             row.answer.extend(each, self.policy_version)
             if row.answer.finish_reason is None:
-                self._tell(row.job, row.answer)
+                self._tell(row.pending, row.answer)
             else:
-                self._finish(row.job, row.answer)
+                self._finish(row.pending, row.answer)
                 gone.append(each.row)
         self._free(gone)
 
     def partial_answers(self, answers: Iterable[RowAnswer]) -> list[PartialAnswer]:
         """All samples of unanswered requests that have tokens; `answers` is what all rows have sampled since."""
         self._take(answers)
-        begun = [(row.job.request.id, row.answer) for row in self._rows.values()]
-        finished = [(name, answer) for name, job in self._jobs.items() for answer in job.finished.values()]
+        begun = [(row.pending.request.id, row.answer) for row in self._rows.values()]
+        finished = [(name, answer) for name, pending in self._pending.items() for answer in pending.finished.values()]
         return [PartialAnswer(name, answer.sample, answer.beginning()) for name, answer in begun + finished]
 
     def publish(self, policy_version: int, answers: Iterable[RowAnswer]) -> None:
@@ -230,26 +230,26 @@ class Scheduler:
         for each in answers:
             self._rows[each.row].answer.extend(each, self.policy_version)
 
-    def _tell(self, job: Job, answer: Transcript) -> None:
-        if job.streamed and (answer.told < len(answer.tokens) or answer.finish_reason is not None):
-            self.deltas.append((job.request.id, answer.delta()))
+    def _tell(self, pending: PendingRequest, answer: Transcript) -> None:
+        if pending.streamed and (answer.told < len(answer.tokens) or answer.finish_reason is not None):
+            self.deltas.append((pending.request.id, answer.delta()))
 
-    def _finish(self, job: Job, answer: Transcript) -> None:
+    def _finish(self, pending: PendingRequest, answer: Transcript) -> None:
         """A sample has its last token. With the last sample the request is answered."""
-        self._tell(job, answer)
-        job.finished[answer.sample] = answer
-        if len(job.finished) == job.request.num_samples:
-            del self._jobs[job.request.id]
-            if not job.streamed:
-                answers = (job.finished[sample] for sample in range(job.request.num_samples))
-                self.answered[job.request.id] = [answer.completion() for answer in answers]
+        self._tell(pending, answer)
+        pending.finished[answer.sample] = answer
+        if len(pending.finished) == pending.request.num_samples:
+            del self._pending[pending.request.id]
+            if not pending.streamed:
+                answers = (pending.finished[sample] for sample in range(pending.request.num_samples))
+                self.answered[pending.request.id] = [answer.completion() for answer in answers]
 
     def _free(self, places: Iterable[int]) -> None:
         """Rows that are decoded no more. What their pages hold may be found again: all tokens but the newest."""
         for place in places:
             row = self._rows.pop(place)
             row.ended = True
-            prompt, answer = row.job.request.prompt_tokens, row.answer.tokens
+            prompt, answer = row.pending.request.prompt_tokens, row.answer.tokens
             if row.current and len(prompt) + len(answer) > self._pages.tokens:  # else no page is full
                 self._pages.name(prompt + answer[:-1], row.pages)
             self._pages.release(row.pages)

@@ -16,7 +16,7 @@ from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE, FanOut, br
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class QueryBlock:
     """Queries that attend to the same keys, each to those that it sees of them."""
 
     queries: Tensor
@@ -69,16 +69,16 @@ def part_layout(packed: PackedSequences, part: Tensor, device: torch.device) -> 
 
     Lengths are rounded up to the grid of `bucket_length`, so that there are few buckets; all short trees make one.
     """
-    by_size: dict[tuple[int, int], list[Row]] = defaultdict(list)
-    short: list[Row] = []
+    by_size: dict[tuple[int, int], list[QueryBlock]] = defaultdict(list)
+    short: list[QueryBlock] = []
     places = torch.searchsorted(part, packed.cu_seqlens.long()).tolist()
     for (first, stop), (begin, end) in zip(pairwise(packed.cu_seqlens.tolist()), pairwise(places), strict=True):
         if begin == end:
             continue
         if stop - first <= LONGEST_MASKED_TREE:
-            short.append(Row(torch.arange(begin, end), torch.arange(first, int(part[end - 1]) + 1)))
+            short.append(QueryBlock(torch.arange(begin, end), torch.arange(first, int(part[end - 1]) + 1)))
         else:
-            for row in rows(packed.subtree_ends, first, stop, part):
+            for row in query_blocks(packed.subtree_ends, first, stop, part):
                 by_size[bucket_length(len(row.queries)), bucket_length(len(row.keys))].append(row)
     sized = sorted(by_size.items())
     if short:
@@ -93,7 +93,7 @@ def part_layout(packed: PackedSequences, part: Tensor, device: torch.device) -> 
     return PartLayout(tuple(buckets), outputs.to(device, non_blocking=True), fan_out)
 
 
-def rows(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> Iterator[Row]:
+def query_blocks(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> Iterator[QueryBlock]:
     """Each of the `part` of the tree first..stop-1 once, in runs that follow one another in a branch, with the branch
     up to the last of the run: so the queries of a row are its last keys, and the mask is a causal one that ends where
     both end, which kernels for sequences of different lengths need no mask for."""
@@ -106,11 +106,11 @@ def rows(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> Iterator[
         steps = mine.nonzero()[:, 0]
         for run in steps.tensor_split((steps.diff() > 1).nonzero()[:, 0] + 1):
             if len(run):
-                yield Row(found[run], path[: run[-1] + 1])
+                yield QueryBlock(found[run], path[: run[-1] + 1])
 
 
 def _bucket(
-    members: list[Row], queries: int, keys: int, subtree_ends: Tensor, part: Tensor, device: torch.device
+    members: list[QueryBlock], queries: int, keys: int, subtree_ends: Tensor, part: Tensor, device: torch.device
 ) -> Bucket:
     """Filled up with a row's first query, whose results are not read, and with keys that nobody sees."""
     of_rows = torch.stack([_filled(row.queries, queries, int(row.queries[0])) for row in members])

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.packing import pack
 from megatron_rl.platform import part_attention
 from megatron_rl.platform.attention import PackedSequences, whole_sequences
 from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE
-from megatron_rl.platform.part_attention import part_layout, rows
+from megatron_rl.platform.part_attention import part_layout, query_blocks
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
 TREES = st.lists(
@@ -79,7 +79,7 @@ def test_no_query_of_a_long_tree_is_computed_twice_and_none_beside_keys_that_it_
     answers = [[0, 1, 1, 1], [0, 2, 2], [1, 1, 1]]  # the last of which predicts nothing
     packed = trees([([3] * 4, answers)])
     part = torch.tensor([place for place in range(len(packed.subtree_ends)) if place not in (0, 1, 7)])
-    found = [(part[row.queries].tolist(), row.keys.tolist()) for row in rows(packed.subtree_ends, 0, 10, part)]
+    found = [(part[row.queries].tolist(), row.keys.tolist()) for row in query_blocks(packed.subtree_ends, 0, 10, part)]
     assert found == [
         ([2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]),
         ([8, 9], [0, 1, 2, 3, 8, 9]),
@@ -89,6 +89,6 @@ def test_no_query_of_a_long_tree_is_computed_twice_and_none_beside_keys_that_it_
 def test_two_chunks_of_a_long_sequence_have_the_keys_up_to_the_end_of_each() -> None:
     packed = whole_sequences([400])
     part = torch.cat((torch.arange(100), torch.arange(300, 400)))
-    early, late = rows(packed.subtree_ends, 0, 400, part)
+    early, late = query_blocks(packed.subtree_ends, 0, 400, part)
     assert (len(early.keys), len(late.keys)) == (100, 400)
     assert torch.equal(torch.cat((early.queries, late.queries)), torch.arange(200))
