@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
@@ -19,6 +18,10 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import Sampling
+from megatron_rl.platform.megatron_core import not_found
+
+with not_found("wandb"):  # which it asks for its own record of metrics
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 RELEASE = importlib.metadata.version("megatron-core")
 FLASH_ATTENTION = "2.7.3"

@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -38,6 +39,19 @@ def _compiled_when_called(function: Callable[..., Any] | None = None, **options:
     return call
 
 
+@contextmanager
+def not_found(*names: str) -> Iterator[None]:
+    """Who imports these meanwhile finds none of them."""
+    found = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: as if they were not installed
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(found)
+
+
 _compile = torch.compile
 _NOT_FOUND = ("wandb", "transformer_engine", "apex", "amp_C")
 _NEVER_FOUND = "transformer_engine.pytorch.optimizers"
@@ -45,16 +59,11 @@ _NEVER_FOUND = "transformer_engine.pytorch.optimizers"
 if not sys.warnoptions:
     for module in (r"megatron\.", r"torch\.distributed\."):
         warnings.filterwarnings("ignore", module=module)
-_hidden = [name for name in (*_NOT_FOUND, _NEVER_FOUND) if name not in sys.modules or name == _NEVER_FOUND]
-_found = {name: sys.modules[name] for name in _hidden if name in sys.modules}
-sys.modules.update(dict.fromkeys(_hidden))  # type: ignore[arg-type]  # None: as if they were not installed
-try:
-    with mock.patch.object(torch, "compile", _compiled_when_called):
-        # All that asks for them.
-        import megatron.core.dist_checkpointing
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.optimizer  # noqa: F401
-finally:
-    for name in _hidden:
-        del sys.modules[name]
-    sys.modules.update(_found)
+with (
+    not_found(*(name for name in _NOT_FOUND if name not in sys.modules), _NEVER_FOUND),
+    mock.patch.object(torch, "compile", _compiled_when_called),
+):
+    # All that asks for them.
+    import megatron.core.dist_checkpointing
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # noqa: F401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -37,3 +38,9 @@ def test_a_pass_through_experts_compiles_nothing(platform: Any, groups: Any, mon
     monkeypatch.setattr(megatron_core, "_compile", compile_)
     model = tiny_model(num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
     full_forward(tiny_policy(platform, model), [1, 2, 3])
+
+
+def test_the_engine_of_megatron_core_does_not_load_wandb() -> None:
+    from megatron_rl.inference.megatron_parts import DynamicInferenceEngine
+
+    assert not sys.modules[DynamicInferenceEngine.__module__].HAVE_WANDB
