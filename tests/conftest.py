@@ -53,6 +53,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order[item.path])
 
 
+NEED_DATASETS = ("datasets", "hf_dataset", "trial", "countdown", "math_environment", "reasoning_gym", "shipped_math")
+"""Tests of environments whose packages take four seconds to import."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, one worker for all files that import the same for long: the others do without."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "datasets" if Path(file).stem.removeprefix("test_") in NEED_DATASETS else file
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from click import ClickException
@@ -28,7 +29,8 @@ def test_help_says_each_command_in_full():
     assert "..." not in within("--help").stdout.partition("Commands:")[2]
 
 
-def test_environments_as_data():
+def test_environments_as_data(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # two seconds to import; described in test_trial.py
     environments = json.loads(within("environments", "--json").stdout)["environments"]
     assert {"arithmetic", "math"} <= {one["name"] for one in environments}
 
