@@ -15,7 +15,7 @@ from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLi
 from megatron_rl.inference.replicas.links import ReplicaLinks
 from megatron_rl.inference.replicas.roster import Start
 from megatron_rl.inference.replicas.unanswered import Unanswered
-from megatron_rl.inference.replicas.wire import OTHER_VERSION, News, decode_about
+from megatron_rl.inference.replicas.wire import OTHER_VERSION, News
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,7 @@ class Dispatch:
         link = self._links.get(start)
         if link is None:
             raise ReplicaGone(f"replica {start[0]} (start {start[1]}) is gone")
-        said = await link.post(path, body, timeout_s)
-        link.about = decode_about(said)  # after a swap: the next request need not wait for news of one and ask another
-        return said
+        return await link.call(path, body, timeout_s)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See ReplicaPool.generate."""

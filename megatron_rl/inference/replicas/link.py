@@ -26,7 +26,14 @@ from megatron_rl.inference.replicas.wire import (
 
 logger = logging.getLogger(__name__)
 
-REFUSED = {400: "does not understand us", 401: "refuses the run's token", 409: "is of another start of the run"}
+REFUSED = {
+    400: "does not understand us",
+    401: "refuses the run's token",
+    409: "is of another start of the run",
+    503: "has stopped",
+}
+NOT_THERE = 424
+"""What is asked for has not come to the replica: the only failure that says nothing against it."""
 
 
 class ReplicaGone(RuntimeError):
@@ -128,9 +135,19 @@ class ReplicaLink:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         except ValueError as error:  # Garbled, or of no request of ours
-            raise ReplicaRefuses(f"{self.name} answers what it should not: {error}") from error
+            raise self._refuses(error) from error
         finally:
             await self._client.aclose()
+
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Have it do something, and take in how it is then: after a swap the next request need not wait for news of it.
+        See `post`."""
+        said = await self.post(path, body, timeout_s)
+        try:
+            self.about = decode_about(said)
+        except Garbled as error:
+            raise self._refuses(error) from error
+        return said
 
     async def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Its answer. What it is asked for is the same where it comes twice, so it is asked again where the connection
@@ -155,15 +172,21 @@ class ReplicaLink:
             return self._content(response)
 
     def _content(self, response: httpx.Response) -> dict[str, Any]:
-        if response.status_code in REFUSED:
-            raise ReplicaRefuses(f"{self.name} {REFUSED[response.status_code]}: {response.text[:200]}")
+        code, text = response.status_code, response.text[:200]
+        if code == NOT_THERE:
+            raise ReplicaGone(f"{self.name}: {text}")
+        if not response.is_success:
+            raise ReplicaRefuses(f"{self.name} {REFUSED.get(code, f'fails with HTTP {code}')}: {text}")
         try:
             content = response.json()
         except ValueError as error:
-            raise Garbled(response.text[:200]) from error
-        if not response.is_success or not isinstance(content, dict):
-            raise ReplicaGone(f"{self.name}: HTTP {response.status_code}: {response.text[:200]}")
+            raise self._refuses(error) from error
+        if not isinstance(content, dict):
+            raise self._refuses(text)
         return content
+
+    def _refuses(self, why: object) -> ReplicaRefuses:
+        return ReplicaRefuses(f"{self.name} answers what it should not: {why}")
 
     async def _speak(self) -> None:
         while True:

@@ -20,6 +20,8 @@ from megatron_rl.inference.replicas.dispatch import NoReplica
 from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
+from megatron_rl.refit.epoch import Epoch, Member
+from megatron_rl.refit.replica_control import PoolControl
 
 SOON = Patience(poll_s=0.05, silence_s=5.0, retry_s=0.01, look_s=0.01, say_s=0.05)
 
@@ -294,3 +296,17 @@ def test_what_is_asked_of_a_replica_that_is_lost_meanwhile_is_lost_with_it() -> 
                 await asked
 
     asyncio.run(ask())
+
+
+def test_a_replica_that_has_not_got_a_version_is_lost_and_the_others_have_it(attempt: Attempt, two) -> None:
+    one, other = two
+    one.weights.fails = True
+    epoch = Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1)))
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+        control = PoolControl(pool, 5.0)
+        control.begin_epoch(epoch)
+        control.receive(1)
+        assert control.swap(1) == {(1, 0)}
+        assert pool.starts().keys() == {(0, 0), (1, 0)}, "it answers, and may be given the next one"
+    assert (one.leader.version, other.leader.version) == (0, 1)
