@@ -69,7 +69,7 @@ class Dispatch:
             attempt, digest, token, driver, patience, self._spawn, self._heard, self._ask_elsewhere
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._work: dict[str, _Work] = {}
+        self._work: dict[str, _Work] = {}  # by the name under which it is asked now
         self._homes: dict[int, Start] = {}  # ordinal: where its prompt is
         self._newest_ordinal = -1  # that anything was asked about
         self._held_after: int | None = None  # while a version is on its way: the newest ordinal of before
@@ -133,10 +133,11 @@ class Dispatch:
         try:
             return await work.answer
         finally:
-            del self._work[request.id]
+            asked = work.unanswered.request.id
+            del self._work[asked]
             if work.link is not None:
                 if not work.unanswered.answered:
-                    work.link.cancel(request.id)
+                    work.link.cancel(asked)
                 self._take_away(work)
 
     def hold(self) -> None:
@@ -195,7 +196,9 @@ class Dispatch:
         for work in moved:
             link.cancel(work.unanswered.request.id)
             self._take_away(work)
+            del self._work[work.unanswered.request.id]
             work.unanswered.begin_again(with_parts=self._goes_on)
+            self._work[work.unanswered.request.id] = work
         self._repeated += len(moved)
         if moved:
             logger.warning("%d requests of %s are asked elsewhere", len(moved), link.name)

@@ -30,6 +30,8 @@ class Unanswered:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
+        """As it is asked now."""
+        self._id = request.id
         self._begin()
 
     def _begin(self) -> None:
@@ -82,14 +84,16 @@ class Unanswered:
     def partial_answers(self) -> list[PartialAnswer]:
         """See `ResumableInference.partial_answers`."""
         return [
-            PartialAnswer(self.request.id, number, Beginning([*each.tokens], [*each.logprobs], [*each.versions]))
+            PartialAnswer(self._id, number, Beginning([*each.tokens], [*each.logprobs], [*each.versions]))
             for number, each in enumerate(self._samples)
             if each.tokens
         ]
 
     def begin_again(self, *, with_parts: bool) -> None:
         """Have `request` be what another replica is to be asked: it goes on from the tokens that there are, or from
-        those that it had when it was asked first."""
+        those that it had when it was asked first. Under a name of its own: it may come to a replica that was asked
+        before, and that is still to hear that it need not answer."""
+        self.request = self.request.again()
         if with_parts:
             parts = {part.sample: part.beginning for part in self.partial_answers()}
             self.request = replace(self.request, known=parts)

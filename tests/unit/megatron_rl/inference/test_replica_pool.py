@@ -310,3 +310,29 @@ def test_a_replica_that_has_not_got_a_version_is_lost_and_the_others_have_it(att
         assert control.swap(1) == {(1, 0)}
         assert pool.starts().keys() == {(0, 0), (1, 0)}, "it answers, and may be given the next one"
     assert (one.leader.version, other.leader.version) == (0, 1)
+
+
+def test_a_request_that_comes_back_to_a_replica_is_another_one_there(attempt: Attempt, two) -> None:
+    """It is too slow, and is asked again when the others are gone, before it has heard that it need not answer."""
+    one, other = two
+    one.engine.hold_at = other.engine.hold_at = 3
+    asked = [request(key) for key in range(2)]
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+
+        async def there_and_back() -> None:
+            links = pool._dispatch._links.reached
+            links[0, 0].slow = True
+            pool._dispatch._ask_elsewhere(links[0, 0])
+            links[1, 0].slow, links[0, 0].slow = True, False
+            pool._dispatch._ask_elsewhere(links[1, 0])
+
+        def come_back() -> None:
+            until(lambda: all(len(each.beginning.tokens) == 3 for each in pool.partial_answers()), "3 tokens of each")
+            until(lambda: len(pool.partial_answers()) == 4, "all have begun")
+            pool._in_thread(there_and_back()).result(30)
+            assert {each.request_id for each in pool.partial_answers()} == {each.id for each in asked}
+            one.engine.hold_at = other.engine.hold_at = None
+
+        assert asking(pool, asked, come_back) == [answers(each) for each in asked]
+        assert pool._dispatch._work == {}
