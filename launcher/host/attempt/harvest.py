@@ -6,7 +6,7 @@ replica do; the run asks whoever is there, and misses nobody who goes. So nothin
 Slurm refuses is said, and tried again.
 """
 
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set
 
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.replicas import forget_start
@@ -23,6 +23,7 @@ LOOK_S = 5.0  # between two questions to Slurm
 SHORT_S = 60.0  # of life; a job that ends sooner did not come far
 PAUSE_S = 5.0  # after the first such, before the next; doubled with every further one
 LONGEST_PAUSE_S = 600.0
+UNCLEAR_S = 120.0  # within which a job may turn up that was submitted without an answer
 
 
 class HarvestSettings(NamedTuple):
@@ -47,6 +48,8 @@ class Harvest:
         self._all = [_Harvested(attempt.replica(first + number)) for number in range(settings.most)]
         self._next_look = 0.0
         self._clean = False  # whether those of earlier attempts are gone
+        self._known: Set[str] = set()  # jobs of the name, ours or not
+        self._unclear_until = 0.0
         self._complaint = ""
 
     def look(self, now: float) -> None:
@@ -59,10 +62,11 @@ class Harvest:
                 tell.cancel_called(self._name)  # a job whose batch host died could not
                 self._clean = True
             nodes = ask.jobs_called(self._name)
+            self._end_strays(nodes, now)
             for each in self._all:
                 each.see(nodes, now)
                 if each.job is None and now >= each.due:
-                    each.job = self._submit(each, now)
+                    self._submit(each, now)
         except SlurmSilent:
             pass  # asked again
         except (SlurmRefused, OSError) as error:
@@ -73,13 +77,20 @@ class Harvest:
 
     def stop(self) -> None:
         """End them. They would end by themselves, a minute after the run."""
-        if any(each.starts for each in self._all):
+        if self._clean:
             try:
                 tell.cancel_called(self._name)
             except SlurmRefused as error:
                 print("the jobs {} are not cancelled: {}".format(self._name, error))
 
-    def _submit(self, each: "_Harvested", now: float) -> str:
+    def _end_strays(self, nodes: Dict[str, str], now: float) -> None:
+        """End jobs that Slurm has taken and not told of: each question would leave one more. Raises SlurmRefused."""
+        if now < self._unclear_until:
+            for job in sorted(nodes.keys() - self._known):
+                tell.cancel(job)
+        self._known = set(nodes)
+
+    def _submit(self, each: "_Harvested", now: float) -> None:
         """Raises SlurmRefused, OSError."""
         forget_start(each.files)
         number, start = each.files.number, each.starts
@@ -98,10 +109,14 @@ class Harvest:
             "--no-requeue",
             *(["--cpus-per-task=" + cpus] if cpus else []),
         ]
-        job = tell.submit_command(options, command, environment)
-        each.submitted(now)
+        try:
+            job = tell.submit_command(options, command, environment)
+        except SlurmSilent:
+            self._unclear_until = now + UNCLEAR_S
+            raise
+        self._known.add(job)
         print("infer-{}: job {} is to harvest it".format(number, job))
-        return job
+        each.submitted(job, now)
 
 
 class _Harvested:
@@ -113,9 +128,11 @@ class _Harvested:
         self.starts = 0
         self.due = 0.0
         self._began: Optional[float] = None  # when its job was first seen to run
-        self._failed = 0  # jobs that ended soon, in a row
+        self._pause = 0.0  # after the newest job, which ended soon
 
-    def submitted(self, now: float) -> None:
+    def submitted(self, job: str, now: float) -> None:
+        """Raises OSError."""
+        self.job = job
         self.starts += 1
         self._began = None
         self._tell(REPLICA_WAITING, now, [])
@@ -130,8 +147,8 @@ class _Harvested:
             return
         if self.job not in nodes:
             lived = 0.0 if self._began is None else now - self._began
-            self._failed = 0 if lived >= SHORT_S else self._failed + 1
-            self.due = now + min(PAUSE_S * 2 ** max(0, self._failed - 1), LONGEST_PAUSE_S)
+            self._pause = 0.0 if lived >= SHORT_S else min(max(PAUSE_S, 2 * self._pause), LONGEST_PAUSE_S)
+            self.due = now + max(PAUSE_S, self._pause)
             self.job = None
             self._tell(REPLICA_WAITING, now, [])
         elif nodes[self.job] and self._began is None:

@@ -27,6 +27,7 @@ class Slurm:
         patch.setattr(harvest_module.ask, "jobs_called", self._called)
         patch.setattr(harvest_module.tell, "submit_command", self._submit)
         patch.setattr(harvest_module.tell, "cancel_called", self._cancel)
+        patch.setattr(harvest_module.tell, "cancel", self.jobs.pop)
 
     def _called(self, name: str) -> dict[str, str]:
         if isinstance(self.error, SlurmSilent):
@@ -105,6 +106,52 @@ def test_jobs_that_end_soon_are_submitted_less_and_less_often(tmp_path: Path, sl
         harvested.look(now)
         now += LOOK_S
     assert 5 < len(slurm.submitted) < 30
+
+
+def test_jobs_that_end_soon_for_weeks_end_no_run(tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    for effect in ("write", "forget_start"):
+        monkeypatch.setattr(harvest_module, effect, lambda *_: None)
+    harvested = harvest(tmp_path, most=1)
+    for number in range(2200):
+        slurm.jobs.clear()
+        harvested.look(number * (LONGEST_PAUSE_S + LOOK_S))
+    assert len(slurm.submitted) > 1050
+
+
+def test_a_job_that_slurm_takes_without_a_word_is_not_left_to_itself(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = iter(["77", "78"])
+
+    def silent(*_: Any) -> str:
+        if (job := next(taken, None)) is None:
+            return submit(*_)
+        slurm.jobs[job] = ""
+        raise SlurmSilent("sbatch: no answer within 30 s")
+
+    submit = slurm._submit
+    harvested = harvest(tmp_path)
+    harvested.look(0.0)
+    monkeypatch.setattr(harvest_module.tell, "submit_command", silent)
+    slurm.jobs.pop("1")
+    for number in range(1, 30):
+        harvested.look(number * LOOK_S)
+    assert slurm.jobs.keys() == {"2", "3"}
+
+
+def test_a_job_that_is_submitted_on_a_full_disk_is_not_submitted_twice(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    harvested = harvest(tmp_path)
+    with monkeypatch.context() as disk:
+        disk.setattr(harvest_module, "write", full)
+        for number in range(4):
+            harvested.look(number * LONGEST_PAUSE_S)
+    harvested.look(4 * LONGEST_PAUSE_S)
+    assert len(slurm.submitted) == 2
 
 
 def test_what_slurm_refuses_is_said_once_and_tried_again_later(
