@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import Beginning, Completion, GenerationRequest, ResumableInference
@@ -141,7 +142,8 @@ class Recording:
     def add(self, group: TrajectoryGroup) -> None:
         """A group is scored: the parts of its answers are of no more use."""
         ordinal = group.ordinal
-        self._scored(ScoredGroup(group, self.policy_version(ordinal), self._inference.policy_version))
+        newest = self._newest(chain.from_iterable(each.versions for each in group.trajectories))
+        self._scored(ScoredGroup(group, self.policy_version(ordinal), newest))
         self.forget({ordinal})
 
     def forget(self, ordinals: Collection[int]) -> None:
@@ -165,21 +167,26 @@ class Recording:
         records = []
         for request_id, sample, beginning in self._known():
             work_of = self._open.get(request_id)  # none: not a prompt of the stream
-            if work_of is None or len(beginning.tokens) <= work_of.written.get(sample, 0):
+            if work_of is None or len(beginning.tokens) <= (written := work_of.written.get(sample, 0)):
                 continue
             records.append(
                 part_record(
                     work_of.ordinal,
                     self.policy_version(work_of.ordinal),
-                    self._inference.policy_version,
+                    self._newest(beginning.versions[written:]),
                     (work_of.request.key, work_of.prompt, sample),
-                    work_of.written.get(sample, 0),
+                    written,
                     beginning,
                     self._lineage,
                 )
             )
             work_of.written[sample] = len(beginning.tokens)
         return records
+
+    def _newest(self, versions: Iterable[int]) -> int:
+        """Of the weights behind tokens of these versions: the first replicas sample by the next ones while the last
+        still get them, and until then those are not the inference's."""
+        return max(self._inference.policy_version, max(versions, default=0))
 
     def _known(self) -> list[tuple[str, int, Beginning]]:
         """By request and sample, what there is of the answers of groups that are not scored."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.inference.api import Beginning, GenerationRequest, PartialAnswer
+from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.scheduler import RowAnswer, StepPlan
 from megatron_rl.rollout.bank import bank as bank_module
@@ -260,6 +264,30 @@ def test_unfinished_answers_of_newer_weights_are_never_gone_on_with(run: Run, tm
         collect(run, bank_of(run, tmp_path, 1, version=7), stop_after=10)
         run.engine.policy_version = 5
         assert collect(run, bank_of(run, tmp_path, 2, resume, version=5)) == collect(run)
+
+
+def test_what_the_first_replica_samples_by_the_next_weights_is_newer(tmp_path: Path) -> None:
+    """It swaps before the last one has, and the version counts when all have: both may be on disk by then."""
+    request = GenerationRequest([1, 2], 1, Sampling(max_new_tokens=4), key=3, ordinal=0)
+    part = PartialAnswer(request.id, 0, Beginning([5, 6], [-1.0, -1.0], [6, 7]))
+
+    async def generate(_: GenerationRequest) -> None:
+        await asyncio.Event().wait()
+
+    inference: Any = SimpleNamespace(policy_version=6, partial_answers=lambda: [part], generate=generate)
+
+    async def flush() -> None:
+        bank = bank_in(tmp_path, 1, KEEP, 6)
+        async with bank.recording(inference) as recording:
+            asked = asyncio.ensure_future(recording.generate(request))
+            await asyncio.sleep(0)
+            bank._flush(recording)
+            asked.cancel()
+        bank.close()
+
+    asyncio.run(flush())
+    found = [entry.head for path in bank_files(tmp_path) for entry in scan(path).entries]
+    assert [head["newest"] for head in found if head["kind"] == "part"] == [7]
 
 
 def test_an_answer_goes_on_under_the_key_it_began_with(run: Run, tmp_path: Path) -> None:
