@@ -21,7 +21,7 @@ class Sampling(Section):
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
     top_p: Probability = 1.0
-    top_k: NonNegativeInt = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """0 keeps the whole vocabulary."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this fraction of the likeliest."""

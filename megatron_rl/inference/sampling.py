@@ -22,6 +22,9 @@ BLOCKS_FROM, BLOCK = 4096, 64
 
 BELOW_1 = 1 - 2.0**-53
 
+LEAST = 1e-30
+"""Of a temperature or top_p above 0: the likeliest token is all that is left long before, and fp32 has no less."""
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -105,9 +108,9 @@ class SamplingRows:
         )
 
     def set(self, rows: slice, sampling: Sampling) -> None:
-        self.temperature[rows] = sampling.temperature
+        self.temperature[rows] = sampling.temperature and max(LEAST, sampling.temperature)
         self.top_k[rows] = sampling.top_k
-        self.top_p[rows] = sampling.top_p
+        self.top_p[rows] = max(LEAST, sampling.top_p)
         self.min_p[rows] = sampling.min_p
         self.greedy[rows] = sampling.temperature == 0
         self.likeliest[rows] = sampling.top_k
@@ -181,7 +184,8 @@ def sample(
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """Where in each row of weights [rows, vocab] more than the part `uniform` of its sum is reached: [rows]. uniform
-    [rows] in [0, 1). No place without weight is one of them.
+    [rows] in [0, 1). No place without weight is one of them, unless none has any or some weight is NaN: then it is any
+    place of the row, for whoever looks it up.
 
     Sums are in fp64, as fp32 would lose the tail of 150k tokens. To make them of every token would take longer than
     all else that is done to the logits, so of many tokens the block is found first.
@@ -199,7 +203,7 @@ def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     places = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     of_block = weights.gather(1, places.clamp(max=vocab - 1)).masked_fill(places >= vocab, 0.0)
     within = _reached(of_block.cumsum(-1, dtype=torch.float64), left.squeeze(1).clamp(0, BELOW_1))
-    return block.squeeze(1) * BLOCK + within
+    return (block.squeeze(1) * BLOCK + within).clamp_(max=vocab - 1)
 
 
 def _reached(sums: Tensor, part: Tensor) -> Tensor:

@@ -114,6 +114,15 @@ def test_a_token_of_many_is_drawn_as_the_running_sum_of_all_draws_it(seed: int, 
         assert sums[place] > uniform - 1e-6 and sums[place] - row[place] / row.sum() <= uniform + 1e-6
 
 
+@pytest.mark.parametrize("vocab", [BLOCKS_FROM - 1, BLOCKS_FROM, BLOCKS_FROM + 1])
+@pytest.mark.parametrize("nothing", [torch.nan, -torch.inf])
+def test_a_model_that_computes_nothing_draws_tokens_that_there_are(vocab: int, nothing: float) -> None:
+    """A GPU that looks up one that is not there is lost, and with it the word of what has happened to the weights."""
+    logits = torch.full((1, vocab), nothing)
+    (token,), (logprob,) = draw(logits, rows_of(params()), torch.tensor([0.5], dtype=torch.float64))
+    assert 0 <= token < vocab and logprob.isnan()
+
+
 # Of the chi-square distribution with 1 to 7 degrees of freedom, the values exceeded with probability 1e-4
 CHI_SQUARE_1E4 = {1: 15.1, 2: 18.4, 3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
 
@@ -151,6 +160,14 @@ def test_temperature_zero_takes_the_likeliest_and_counts_as_one() -> None:
     tokens, logprobs = draw(LOGITS.expand(3, -1), rows_of(*[params(temperature=0.0)] * 3), uniform)
     assert tokens.tolist() == [0, 0, 0]
     torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS, -1)[:1].expand(3))
+
+
+@pytest.mark.parametrize("least", [{"temperature": 1e-39}, {"temperature": 1e-46}, {"top_p": 1e-46}])
+def test_what_fp32_has_no_number_for_takes_the_likeliest_too(least: dict[str, float]) -> None:
+    """Not what is left where it is taken for 0, or for the inverse of infinity."""
+    tokens, logprobs = draw(LOGITS[None], rows_of(params(**least)), torch.tensor([0.99], dtype=torch.float64))
+    wanted = torch.log_softmax(LOGITS / max(1e-9, least.get("temperature", 1.0)), -1)[0]
+    assert (tokens.item(), logprobs.item()) == (0, pytest.approx(wanted.item()))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

@@ -32,7 +32,8 @@ def refused(route: str, body: Any, status: int = 400, **options: Any) -> dict[st
     ("param", "value"),
     [
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "3"), ("temperature", -0.1),
-        ("temperature", "hot"), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("min_p", 1), ("n", 0), ("n", 129),
+        ("temperature", "hot"), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("top_k", 2**63),
+        ("min_p", 1), ("n", 0), ("n", 129),
         ("stop", "x" * 10_000), ("stop", ["x"] * 17), ("stop", ""), ("stop_token_ids", [-1]),
         ("stop_token_ids", [NO_TOKEN]), ("prompt", [NO_TOKEN]), ("prompt", [-1]), ("prompt", []), ("prompt", ""),
         ("prompt", [[]]), ("prompt", None), ("logprobs", 21), ("logprobs", True), ("seed", "x"), ("stream", 1),
