@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
-from megatron_rl.agent.scoring import Patience, scored, within
+from megatron_rl.agent.scoring import Patience, its_own, scored, within
 from megatron_rl.agent.trajectories import Conversation, Problem, Trajectory
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 
@@ -79,8 +79,8 @@ class MultiTurnAgent(RewardOnlyAgent):
                 if observation is None:
                     break
                 conversation.add_observation(self.tokenizer.encode(observation))
-            except Exception as error:  # noqa: BLE001 - a task's own code may raise anything; one conversation ends no run
-                return self._reason("get_observation", error, problem, responses[-1])
+            except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
+                return self._reason("get_observation", its_own(error), problem, responses[-1])
             key = turn_key(request.key, sample, len(responses))
             asked = GenerationRequest(list(conversation.tokens), 1, request.sampling, key, request.ordinal)
             try:

@@ -3,7 +3,6 @@ rollout as a whole."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from inspect import isawaitable
 from typing import TypeVar
 
 from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.trajectories import check_reward
 
 Waited = TypeVar("Waited")
 
@@ -36,20 +36,43 @@ class OverLimit(Exception):
 
 
 async def scored(score: Callable[[], float | Awaitable[float]], patience: Patience) -> float | Exception:
-    """The finite score, or what scoring raised in the last try."""
+    """The score, or what scoring raised in the last try."""
     began, tries = time.monotonic(), 0
     while True:
         left_s = patience.timeout_s - (time.monotonic() - began)
         try:
             given = score()
             reward = float(await within(left_s, given, patience) if isawaitable(given) else given)
-            if not math.isfinite(reward):
-                raise ValueError(f"the reward is {reward}")
+            check_reward(reward)
             return reward
-        except Exception as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
+        except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
+            failure = its_own(error)
             tries += 1
             if tries > patience.retries or time.monotonic() - began >= patience.timeout_s:
-                return error
+                return failure
+
+
+def its_own(error: BaseException) -> Exception:
+    """What a task's code has raised, as an error that can be told: libraries call sys.exit, panics of those in Rust are
+    no Exception, and of some errors there is no text.
+
+    Raises it again where it is not the task's: Ctrl-C, or that whoever waits for the task is cancelled.
+    """
+    if isinstance(error, KeyboardInterrupt | GeneratorExit) or _cancelled(error):
+        raise error
+    try:
+        text = str(error)
+    except Exception as why:  # noqa: BLE001 - as above
+        return RuntimeError(f"{type(error).__name__}, whose text raises {type(why).__name__}")
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {text}")
+
+
+def _cancelled(error: BaseException) -> bool:
+    """Whether it is the cancelling of the task that runs, and not of something else that was waited for."""
+    import asyncio  # slow, and the launcher imports this module to check a recipe
+
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def within(left_s: float, waited: Awaitable[Waited], patience: Patience) -> Waited:

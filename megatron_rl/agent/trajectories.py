@@ -8,6 +8,9 @@ from typing import Any
 
 from megatron_rl.inference.api import Completion, FinishReason
 
+LARGEST_REWARD = 1e18
+"""Advantages are computed in fp32, from squares of rewards too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -57,7 +60,9 @@ class Trajectory:
         )
 
     def __post_init__(self) -> None:
-        """Raises ValueError for lists that do not fit together, which an agent's author may make."""
+        """Raises ValueError for lists that do not fit together and for a reward that nothing can be learned from, which
+        an agent's author may make."""
+        check_reward(self.reward)
         if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} in its loss mask, "
@@ -77,6 +82,12 @@ class Trajectory:
     def answer_length(self) -> int:
         """Tokens the model sampled, in all turns together."""
         return sum(map(len, self.turns))
+
+
+def check_reward(reward: float) -> None:
+    """Raises ValueError for one that is no number, or too large to be computed with."""
+    if not abs(reward) <= LARGEST_REWARD:  # so that NaN is none
+        raise ValueError(f"the reward is {reward:g}, no number up to {LARGEST_REWARD:g}")
 
 
 @dataclass(frozen=True, slots=True)

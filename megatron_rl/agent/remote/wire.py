@@ -183,8 +183,8 @@ def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
         raise ValueError("tokens, versions or loss mask of another type")
     if not all(0 <= token < vocab_size for token in tokens):
         raise ValueError("a token outside the vocabulary")
-    if not (_all_are(float, logprobs) and all(map(math.isfinite, logprobs)) and math.isfinite(reward)):
-        raise ValueError("a log-prob or reward that is no finite number")
+    if not (_all_are(float, logprobs) and all(map(math.isfinite, logprobs))):
+        raise ValueError("a log-prob that is no finite number")
     spans = [range(start, stop) for start, stop in turns]
     if not all(0 <= span.start <= span.stop <= len(tokens) for span in spans):
         raise ValueError("a turn outside the tokens")

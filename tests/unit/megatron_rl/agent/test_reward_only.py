@@ -128,10 +128,43 @@ def test_scoring_that_fails_is_tried_again_before_the_answer_is_lost(failures: i
     assert group.failures == lost
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high"])
-def test_reward_that_is_no_finite_number_is_a_failure(value: Any) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, None, "high"])
+def test_reward_that_is_no_number_to_compute_with_is_a_failure(value: Any) -> None:
     group = rollout_group(Scored(lambda text: value), Scripted(["1"]), 3)
     assert group.trajectories == [] and sum(group.failures.values()) == 3
+
+
+class Panic(BaseException):
+    """As those of a library in Rust."""
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SystemExit(3), "SystemExit: 3"), (Panic("at 7"), "Panic: at 7"), (Mute(), "Mute, whose text raises KeyError"),
+        (asyncio.CancelledError(), "CancelledError: "),
+    ],
+)  # fmt: skip
+def test_whatever_else_a_reward_raises_costs_its_answer_too(error: BaseException, said: str) -> None:
+    """Such as the cancelling of something that it waits for; its own ends it."""
+
+    def score(text: str) -> float:
+        raise error
+
+    assert rollout_group(Scored(score), Scripted(["1"]), 2).failures == {f"get_reward: RuntimeError: {said}": 2}
+
+
+def test_ctrl_c_while_an_answer_is_scored_is_ctrl_c() -> None:
+    def score(text: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rollout_group(Scored(score), Scripted(["1"]), 2)
 
 
 def test_first_failure_of_each_type_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +234,7 @@ def test_scores_that_wait_are_waited_for_together_and_stay_in_order() -> None:
         ("2", 2.0),
         ("4", 4.0),
     ]
-    assert group.failures == {"get_reward: ValueError: the reward is nan": 1}
+    assert group.failures == {"get_reward: ValueError: the reward is nan, no number up to 1e+18": 1}
 
 
 def test_a_reward_that_takes_too_long_costs_its_answer() -> None:

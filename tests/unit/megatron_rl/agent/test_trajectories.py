@@ -28,8 +28,9 @@ def conversation(**changed: Any) -> Trajectory:
         "logprobs": [0.0, -1.0, -1.0, 0.0, -1.0, -1.0],
         "versions": [-1, 3, 3, -1, 4, 4],
         "turns": [range(1, 3), range(4, 6)],
+        "reward": 0.0,
     }
-    return Trajectory(**(fields | changed), text="45", reward=0.0, finish_reason="stop")
+    return Trajectory(**(fields | changed), text="45", finish_reason="stop")
 
 
 def test_answers_are_as_long_as_all_their_turns() -> None:
@@ -42,6 +43,7 @@ def test_answers_are_as_long_as_all_their_turns() -> None:
         ({"versions": [-1, 3, 3]}, "a trajectory of 6 tokens has .* 3 versions"),
         ({"loss_mask": [True] * 7}, "7 in its loss mask"),
         ({"turns": []}, "at least one turn"),
+        ({"reward": float("nan")}, "the reward is nan, no number up to 1e.18"),
         ({"loss_mask": [True] * 6}, "the first token of a trajectory cannot be trained on"),
     ],
 )

@@ -13,7 +13,7 @@ from core_helpers import tiny_run, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import LARGEST_REWARD, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import Beginning, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rollout.bank.file import Record
@@ -51,7 +51,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         versions=versions,
         turns=turns,
         text=draw(st.text(st.characters())),
-        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        reward=draw(st.floats(-LARGEST_REWARD, LARGEST_REWARD)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         tool_calls=draw(st.none() | st.integers(0, 9)),
     )
