@@ -149,4 +149,9 @@ def _read_call(text: str, key: str) -> Call | None:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not isinstance(found.get(key), dict):
         return None
-    return Call(found["name"], json.dumps(found[key], ensure_ascii=False))
+    try:
+        arguments = json.dumps(found[key], ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
+        f"{found['name']}{arguments}".encode()
+    except ValueError:  # half a surrogate pair can be written in JSON, but is no text
+        return None
+    return Call(found["name"], arguments)

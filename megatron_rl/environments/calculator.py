@@ -85,7 +85,10 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
         if self.tokenizer.chat_template is None and not NUMBER.fullmatch(response):
             return None
         said = last_number(response)
-        return None if said is None else str(Fraction(said))
+        try:
+            return None if said is None else str(Fraction(said))
+        except ValueError:
+            return None  # more digits than Python writes, and than any answer has
 
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         """Of a model without a chat template: of two problems one is done by a call, which the result follows, and one

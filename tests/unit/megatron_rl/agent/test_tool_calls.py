@@ -13,6 +13,8 @@ from megatron_rl.agent.tool_calls import Call, CallReader, TaggedCalls, WholeCal
 ADD = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "of": ["é", null]}}\n</tool_call>'
 ADDED = Call("add", '{"x": 1, "of": ["é", null]}')
 BROKEN = '<tool_call>{"name": "add", "arguments": {"x": }}</tool_call>'
+HALF = '<tool_call>{"name": "add", "arguments": {"x": "\\ud800"}}</tool_call>'  # of a surrogate pair
+ENDLESS = '<tool_call>{"name": "add", "arguments": {"x": 1e999}}</tool_call>'
 NAMELESS = '<tool_call>{"name": 1, "arguments": {}}</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"x": 1}}'
 
@@ -35,6 +37,8 @@ def read(reader: CallReader, *pieces: str) -> tuple[str, list[Call]]:
         (f"{ADD} done", " done", [ADDED]),
         (f"a {BROKEN} b", f"a {BROKEN} b", []),
         (f"{BROKEN}{ADD}", BROKEN, [ADDED]),
+        (HALF, HALF, []),
+        (ENDLESS, ENDLESS, []),
         (ADD.removesuffix("</tool_call>"), "", [ADDED]),
         ("<tool_call>{", "<tool_call>{", []),
         (

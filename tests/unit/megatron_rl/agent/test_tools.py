@@ -105,6 +105,13 @@ def test_a_response_without_a_call_is_the_answer() -> None:
     assert (len(one.turns), one.reward, one.tool_calls) == (1, 1.0, 0)
 
 
+def test_a_number_that_never_ends_is_wrong_and_nobodys_vote() -> None:
+    agent = Calculator(CalculatorConfig(draws=1, held_out=0.0), CHAT)
+    [problem] = agent.training_problems()
+    assert agent.get_reward("9" * 5000, problem.golden, "stop") == 0.0
+    assert agent.final_answer("9" * 5000) is None
+
+
 def test_a_model_without_a_chat_template_calls_in_brackets() -> None:
     group = converse(Plain(), {"=": "hm [{expression}]", "": "{answer}"}, stop=("]",))
     [one] = group.trajectories
