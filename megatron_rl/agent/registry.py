@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -137,7 +138,8 @@ def entry_points_of(config: EnvironmentConfig) -> list[EntryPoint]:
 
 def _load(entry: EntryPoint) -> type[Environment]:
     try:
-        cls = entry.load()
+        with redirect_stdout(sys.stderr):  # what a package prints is no answer of a command's
+            cls = entry.load()
     except Exception as error:  # importing a plug-in runs its author's code, which may raise anything
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}"

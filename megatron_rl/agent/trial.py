@@ -53,10 +53,11 @@ def main() -> int:
     die_with_parent()
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
     asked = json.loads(sys.stdin.read())
+    told, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is none of what it was asked
     try:
         for found in tried(EnvironmentConfig(**asked["environment"]), asked["problems"]):
-            sys.stdout.write(json.dumps(found) + "\n")
-            sys.stdout.flush()
+            told.write(json.dumps(found) + "\n")
+            told.flush()
     except ValueError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return EXIT_USAGE

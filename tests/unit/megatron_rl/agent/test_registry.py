@@ -64,6 +64,13 @@ def test_another_packages_environment_is_found_configured_and_built(site: Path) 
     assert len(environment.training_problems()) == 3
 
 
+def test_what_a_package_prints_as_it_is_imported_is_no_output(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that was asked for JSON writes nothing else."""
+    install(site, "plugin_loud", "riddles", "plugin_loud:Riddles", f'{dedent(PLUGIN)}\nprint("welcome")\n')
+    assert environment_class("riddles").__name__ == "Riddles"
+    assert capsys.readouterr() == ("", "welcome\n")
+
+
 def test_bad_arguments_are_refused_by_the_environments_own_config(site: Path) -> None:
     install(site, "plugin_args", "riddles_args", "plugin_args:Riddles", PLUGIN)
     with pytest.raises(ValidationError, match="coutn"):

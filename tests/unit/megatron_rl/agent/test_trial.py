@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -75,6 +78,24 @@ def test_countdown_and_arithmetic_can_be_tried_as_they_are() -> None:
     for name in ("countdown", "arithmetic"):
         for one in tried(EnvironmentConfig(name=name, args={"draws": 9}), 2):
             assert (one["gold_reward"], one["wrong_reward"]) == (1.0, 0.0)
+
+
+def test_what_an_environment_prints_is_no_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Chatty(Riddles):
+        def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+            sys.stdout.write('{"scoring": 1}')
+            return super().get_reward(response, golden, finish_reason)
+
+    monkeypatch.setattr(trial, "with_samples", lambda config: config)
+    monkeypatch.setattr(trial, "build_environment", lambda config, tokenizer: Chatty(Chatty.Config(), tokenizer))
+    monkeypatch.setattr(sys, "stdin", StringIO('{"environment": {"name": "chatty"}, "problems": 2}'))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # main gives it away
+    assert trial.main() == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["What is 0?", "What is 1?"]
+    assert "scoring" in err
 
 
 def test_all_that_is_installed_is_described() -> None:
