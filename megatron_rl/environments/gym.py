@@ -15,6 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pydantic import field_validator
+
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.multi_turn import MultiTurnAgent
@@ -48,6 +50,15 @@ class GymConfig(Section):
     """Added where a response names no action, which ends the episode. Choose less than the worst episode is paid: else
     saying nothing is how to avoid it."""
 
+    @field_validator("actions")
+    @classmethod
+    def _can_be_told_apart(cls, actions: dict[str, int]) -> dict[str, int]:
+        if "" in actions:
+            raise ValueError("an action without a name is in every response")
+        if len({name.lower() for name in actions}) < len(actions):
+            raise ValueError(f"capitals do not count in {', '.join(actions)}: name each action otherwise")
+        return actions
+
 
 class Played(NamedTuple):
     """How far an episode has come."""
@@ -78,7 +89,8 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
             raise ValueError(f"environment.args.actions: {config.id} has {numbered.start} to {numbered.stop - 1}")
         self._words = config.actions or {str(action): action for action in numbered}
         longest_first = sorted(self._words, key=len, reverse=True)
-        self._action = re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b", re.IGNORECASE)
+        self._action = re.compile("|".join(map(_named, longest_first)), re.IGNORECASE)
+        self._meant = [self._words[word] for word in longest_first]
         self.prompt_format = "chat template" if in_chat(tokenizer, config.chat) else ""
 
     def training_problems(self) -> Sequence[Problem]:
@@ -127,15 +139,18 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         observation, _ = episode.reset(seed=seed)
         paid, over = 0.0, False
         for response in responses:
-            found = self._action.findall(response)
+            found = [*self._action.finditer(response)]
             if not found:
                 return Played("", paid + self.config.invalid_action_reward, True)
-            observation, reward, ended, cut_off, _ = episode.step(self._meant(found[-1]))
+            observation, reward, ended, cut_off, _ = episode.step(self._meant[(found[-1].lastindex or 0) - 1])
             paid, over = paid + float(reward), ended or cut_off
         return Played(_seen(episode, observation), paid, over)
 
-    def _meant(self, word: str) -> int:
-        return next(action for name, action in self._words.items() if name.lower() == word.lower())
+
+def _named(word: str) -> str:
+    """The pattern of an action's name, a group: where it begins or ends as words do, no longer word has it."""
+    before, after = (r"\b" if re.match(r"\w", edge) else "" for edge in (word[0], word[-1]))
+    return f"({before}{re.escape(word)}{after})"
 
 
 def _make(config: GymConfig) -> Any:

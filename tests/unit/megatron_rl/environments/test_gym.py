@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ def test_the_way_to_the_goal_is_paid() -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("<v>^", ["v", "I go v", ">", "v>", "not < but v", "3>2"]),
+        ("←↓→↑", ["↓", "go↓", "→", "→", "↓", "→"]),
+        (["-1", "0", "1", "2"], ["-1", "0", "0.", "1", "not -1 but 1", "0", "1"]),
+    ],
+)
+def test_actions_may_have_signs_for_names(names: Sequence[str], said: list[str]) -> None:
+    assert play(build(actions=dict(zip(names, range(4), strict=True))), *said).reward == 1.0
+
+
+@pytest.mark.parametrize(
     ("moves", "reward", "turns"),
     [(["down", "right", "up"], 0.0, 2), (["left", "swim", "down"], -2.5, 2), (["left"] * 9, 0.0, 5)],
 )
@@ -81,6 +94,8 @@ def test_the_same_seed_and_actions_are_the_same_episode_and_no_seed_is_in_both_s
     [
         ({"id": "FrozenPond-v1"}, "environment.args.id: .*FrozenPond"),
         ({"kwargs": {"slippery": True}}, "gymnasium cannot make FrozenLake-v1: .*slippery"),
+        ({"actions": {"up": 3, "Up": 1}}, "capitals do not count in up, Up"),
+        ({"actions": {"": 0, "up": 3}}, "an action without a name"),
         ({"actions": {"jump": 4}}, "environment.args.actions: FrozenLake-v1 has 0 to 3"),
         ({"id": "Pendulum-v1", "kwargs": {}, "actions": {}}, "the actions of Pendulum-v1 are not numbered"),
     ],
