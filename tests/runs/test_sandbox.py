@@ -64,6 +64,9 @@ HOSTILE = {
     "network": ("import socket; socket.create_connection(('127.0.0.1', 1))", Ending.ERROR, "Operation not permitted"),
     "kills its owner": ("import os; os.kill(os.getppid(), 0)", Ending.ERROR, "Operation not permitted"),
     "kills everybody": ("import os; os.kill(-1, 0)", Ending.ERROR, "Operation not permitted"),
+    "outlives its owner": (
+        "import ctypes; assert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0, 'refused'", Ending.ERROR, "refused"
+    ),
     "leaves its group": ("import os; os.setsid()", Ending.ERROR, "Operation not permitted"),
     "writes a file": ("open('/tmp/mrl-was-here', 'w')", Ending.ERROR, "Operation not permitted"),
     "removes its owner's files": ("import os; os.unlink('/tmp/mrl-was-here')", Ending.ERROR, "Operation not permitted"),
@@ -88,7 +91,9 @@ def test_what_a_function_returns_is_never_unpickled(programs: ProgramPool) -> No
     assert outcome == Outcome(Ending.WRONG_FORMAT, detail="E is no JSON: Object of type E is not JSON serializable")
 
 
-@pytest.mark.parametrize("reply", [b"\x80\x04cos\nsystem\n", b"[" * 50_000, b'["king", 1]', b"7", b""])
+@pytest.mark.parametrize(
+    "reply", [b"\x80\x04cos\nsystem\n", b"[" * 50_000, b'["king", 1]', b'["killed", ""]', b"7", b""]
+)
 def test_what_a_program_puts_in_the_place_of_a_reply_is_taken_as_json_or_not_at_all(
     programs: ProgramPool, reply: bytes
 ) -> None:

@@ -111,6 +111,7 @@ def _program(machine: Machine) -> bytes:
     for call, argument, test in (
         (machine.clone, 0, (_ANY_BIT, 1, 0, _CLONE_THREAD)),  # a thread, and no process
         (machine.prlimit, 0, (_EQUAL, 1, 0, 0)),  # its own limits
+        (machine.prctl, 0, (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)),  # it ends with its parent
         (machine.socketpair, 1, (_ANY_BIT, 0, 1, _DATAGRAMS)),
         (machine.openat, 2, (_ANY_BIT, 0, 1, _WRITES)),
         (machine.open, 1, (_ANY_BIT, 0, 1, _WRITES)),

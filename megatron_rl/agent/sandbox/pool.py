@@ -183,6 +183,8 @@ def _read(line: bytes) -> Outcome:
         ending = Ending(ending)
     except (ValueError, TypeError, RecursionError):
         return Outcome(Ending.WRONG_FORMAT, detail="its answer is none")
+    if ending not in (Ending.OK, Ending.ERROR, Ending.WRONG_FORMAT):  # a program may write what it likes
+        return Outcome(Ending.WRONG_FORMAT, detail=f"it says {ending} of itself")
     return Outcome(ending, content) if ending is Ending.OK else Outcome(ending, detail=str(content)[:200])
 
 

@@ -18,14 +18,15 @@ class Machine(NamedTuple):
     clone: int
     clone3: int
     prlimit: int
+    prctl: int
     socketpair: int
     other_numbers: int | None
     """Bit of the numbers of another calling convention, through which the table could be passed by."""
 
 
 MACHINES = {
-    "x86_64": Machine(0, 0xC000003E, 2, 257, 56, 435, 302, 53, 0x40000000),
-    "aarch64": Machine(1, 0xC00000B7, None, 56, 220, 435, 261, 199, None),
+    "x86_64": Machine(0, 0xC000003E, 2, 257, 56, 435, 302, 157, 53, 0x40000000),
+    "aarch64": Machine(1, 0xC00000B7, None, 56, 220, 435, 261, 167, 199, None),
 }
 """By what `uname -m` calls it."""
 
