@@ -14,6 +14,10 @@ from megatron_rl.metrics.names import PROMPT_TOO_LONG, TIMED, StepReport, metric
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.metrics.timeline import Timeline
 
+MOST_REASONS = 20
+"""Of lost answers, told in the line of a step: an error that quotes an answer is a reason of its own for each."""
+OTHER_REASONS = "other reasons"
+
 
 class AllAnswersLost(RuntimeError):
     """Nothing of a step could be scored: the environment is broken, and going on would train on nothing."""
@@ -57,4 +61,11 @@ def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[
     for of_rank in gathered:
         failures.update(of_rank[0])
         dropped |= of_rank[1]
-    return dict(sorted(failures.items())), dict(sorted(dropped.items()))
+    return dict(sorted(_most_frequent(failures).items())), dict(sorted(dropped.items()))
+
+
+def _most_frequent(failures: Counter[str]) -> Counter[str]:
+    most = Counter(dict(failures.most_common(MOST_REASONS)))
+    if others := failures.total() - most.total():
+        most[OTHER_REASONS] += others
+    return most

@@ -23,7 +23,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics import writer as writer_module
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.names import STEP_METRICS, TIMED, StepReport, check_name, metrics_of
-from megatron_rl.metrics.report import AllAnswersLost, step_lines
+from megatron_rl.metrics.report import MOST_REASONS, AllAnswersLost, step_lines
 from megatron_rl.metrics.stats import BatchStats, DeviceStats, LossStats, StepStats, UpdateStats, reductions
 from megatron_rl.metrics.tally import Reduction, Tally
 from megatron_rl.metrics.timeline import Timeline
@@ -337,6 +337,17 @@ def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:
     found, _ = step_lines(report(replace(BATCH, dropped=1), dropped, failures), timeline, groups.control)
     assert found["dropped_ordinals"] == {"9": "prompt too long"}
     assert found["failed_rollouts_by_reason"] == failures
+
+
+def test_reasons_that_quote_the_answers_make_no_line_of_their_own_length(groups: Any) -> None:
+    failures = {"timeout": 9} | {f"could not convert {answer}": 1 for answer in range(2 * MOST_REASONS)}
+    timeline = Timeline()
+    with timeline.phase("train"):
+        time.sleep(0.01)
+    found, _ = step_lines(report(replace(BATCH, failed=49), {}, failures), timeline, groups.control)
+    told = found["failed_rollouts_by_reason"]
+    assert len(told) == MOST_REASONS + 1 and sum(told.values()) == sum(failures.values())
+    assert (told["timeout"], told["other reasons"]) == (9, MOST_REASONS + 1)
 
 
 @pytest.mark.parametrize(
