@@ -140,7 +140,7 @@ class AgentClient:
                 return self._content(client.get(path, params=query, timeout=timeout))
             except AgentRefuses as error:
                 raise ConfigurationError(str(error)) from error
-            except (AgentGone, httpx.TransportError) as error:
+            except (AgentGone, httpx.RequestError) as error:
                 if time.monotonic() >= give_up:
                     why = str(error) or type(error).__name__
                     raise ConfigurationError(
@@ -237,7 +237,7 @@ class AgentClient:
             self._client, self._loop = httpx.AsyncClient(transport=self._transport, **self._options), loop
         try:
             return self._content(await self._client.request(method, path, json=body))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # what cannot be decoded is none of transport
             raise AgentGone(f"{self._url}: {error!r}") from error
 
     async def close(self) -> None:

@@ -28,6 +28,8 @@ class Session:
         self._clock = clock
         self._asked: dict[str, tuple[GenerationRequest, asyncio.Future[list[Completion]]]] = {}
         self._withdrawn: set[str] = set()
+        self._refusals: list[Exception] = []
+        """What the engine has said of requests that it cannot answer."""
         self._changed = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(work(self))
         self._task.add_done_callback(lambda _: self._changed.set())
@@ -67,7 +69,7 @@ class Session:
         error = None if self._task.cancelled() else self._task.exception()
         if error is None:
             return {"result": encode_response(self._task.result())}
-        if isinstance(error, REFUSED):
+        if isinstance(error, REFUSED) and any(error is refusal for refusal in self._refusals):
             return {"error": encode_refusal(error)}
         return {"error": {"kind": "error", "message": f"{type(error).__name__}: {error}"[:300]}}
 
@@ -82,7 +84,8 @@ class Session:
             if waiting is None or waiting.done():
                 continue
             if isinstance(said, Mapping):
-                waiting.set_exception(decode_refusal(said))
+                self._refusals.append(decode_refusal(said))
+                waiting.set_exception(self._refusals[-1])
             else:
                 waiting.set_result(decode_completions(said))
 

@@ -19,7 +19,7 @@ from megatron_rl.agent.remote.client import BEGINNINGS, AgentClient, AgentFailed
 from megatron_rl.agent.remote.wire import Asked, Place, decode_response, encode_response
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import Patience
-from megatron_rl.agent.trajectories import Problem
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
@@ -126,6 +126,16 @@ def test_what_the_engine_refuses_reaches_the_agent_and_comes_back() -> None:
         run(service(), engine=ScriptedInference(TOKENIZER, ["5"], max_length=3))
 
 
+def test_what_the_agent_itself_raises_is_its_failure_whatever_kind_of_error_it_is() -> None:
+    class Careless(Digits):
+        async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
+            await super().group_rollout(request)
+            raise json.JSONDecodeError("no rows", "", 0)
+
+    with pytest.raises(AgentFailed, match="JSONDecodeError: no rows"):
+        run(AgentService("digits", Careless(Digits.Config(), TOKENIZER)))
+
+
 def test_what_the_agent_gives_up_is_generated_no_further() -> None:
     """Its rollout is over its limit, and begun anew."""
     cancelled: list[str] = []
@@ -191,10 +201,13 @@ def test_an_agent_that_forgets_is_told_what_was_generated_and_generates_nothing_
     assert len(told) == 3 and len(engine.requests) == 1
 
 
-@pytest.mark.parametrize("status", [401, 409, 500, 502])
-def test_one_that_is_away_or_another_one_is_asked_until_patience_ends(status: int) -> None:
+@pytest.mark.parametrize(("status", "coding"), [(401, "identity"), (409, "identity"), (502, "identity"), (200, "gzip")])
+def test_one_that_is_away_or_another_one_is_asked_until_patience_ends(status: int, coding: str) -> None:
+    """Or has somebody before it who says in gzip what is none."""
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": []})
+        headers = [(b"content-encoding", coding.encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"no"})
 
     with pytest.raises(AgentGone):
