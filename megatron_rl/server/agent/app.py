@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -235,7 +235,8 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
 def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
-            return JSONResponse(await handler(request))
+            said = json.dumps(await handler(request), allow_nan=False)  # in ASCII: an error may quote what is no text
+            return Response(said, media_type="application/json")
         except Conflict as error:
             return PlainTextResponse(str(error), 409)
         except Unknown as error:

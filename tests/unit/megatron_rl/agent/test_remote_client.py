@@ -136,6 +136,18 @@ def test_what_the_agent_itself_raises_is_its_failure_whatever_kind_of_error_it_i
         run(AgentService("digits", Careless(Digits.Config(), TOKENIZER)))
 
 
+def test_a_reason_may_quote_what_is_no_text() -> None:
+    """Half a surrogate pair, which a model can write in JSON."""
+
+    class Quoting(Digits):
+        def get_reward(self, response: str, golden: Any, finish_reason: Any) -> float:
+            raise ValueError("\ud800")
+
+    assert run(AgentService("digits", Quoting(Digits.Config(), TOKENIZER))).failures == {
+        "get_reward: ValueError: \ud800": 2
+    }
+
+
 def test_what_the_agent_gives_up_is_generated_no_further() -> None:
     """Its rollout is over its limit, and begun anew."""
     cancelled: list[str] = []
