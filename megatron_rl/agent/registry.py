@@ -9,7 +9,7 @@ The launcher validates recipes through this module, so it imports neither torch 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import lru_cache
@@ -45,13 +45,21 @@ def described() -> list[Described]:
     for entry in registered():
         try:
             cls = environment_class(entry.name)
+            of_its = _variants(cls)
         except ValueError as error:
             found.append(Described(entry.name, f"cannot be used: {error}", _origin(entry)))
             continue
-        variants = {f"{entry.name}/{name}": about for name, about in cls.variants().items()}
+        variants = {f"{entry.name}/{name}": about for name, about in of_its.items()}
         described_as = {entry.name: _first_sentence(cls), **variants}
         found += [Described(name, about, _origin(entry)) for name, about in described_as.items()]
     return sorted(found)
+
+
+def _variants(cls: type[Environment]) -> Mapping[str, str]:
+    try:
+        return cls.variants()
+    except Exception as error:  # as what is imported
+        raise ValueError(f"its variants cannot be told: {type(error).__name__}: {error}") from error
 
 
 def _first_sentence(cls: type[Environment]) -> str:
@@ -140,7 +148,7 @@ def _load(entry: EntryPoint) -> type[Environment]:
     try:
         with redirect_stdout(sys.stderr):  # what a package prints is no answer of a command's
             cls = entry.load()
-    except Exception as error:  # importing a plug-in runs its author's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing a plug-in runs its author's code, which may raise anything
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}"
         ) from error

@@ -8,8 +8,9 @@ from textwrap import dedent
 import pytest
 from pydantic import ValidationError
 
+from megatron_rl.agent import registry
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import build_environment, environment_class, environment_names
+from megatron_rl.agent.registry import build_environment, described, environment_class, environment_names
 from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
@@ -92,6 +93,7 @@ def test_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ("plugin_bad:Riddles", "import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("plugin_bad:Riddles", "", "has no attribute 'Riddles'"),
         ("plugin_bad:Riddles", "1 / 0", "ZeroDivisionError: division by zero"),
+        ("plugin_bad:Riddles", "raise SystemExit('no GPU')", "SystemExit: no GPU"),
         ("plugin_bad:Riddles", "class Riddles: pass", "no subclass of megatron_rl.agent.api.Environment"),
         ("plugin_bad:Riddles", PLUGIN.replace("Config(Section)", "Config"), "has no Config"),
     ],
@@ -101,6 +103,15 @@ def test_broken_plugin_is_one_error_that_names_its_package(site: Path, value: st
     sys.modules.pop("plugin_bad", None)
     with pytest.raises(ValueError, match=rf"'riddles_bad' of plugin_bad 2.1 \(plugin_bad:Riddles\) .*{complaint}"):
         environment_class("riddles_bad")
+
+
+def test_one_that_cannot_tell_its_variants_hides_no_other(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = "    @classmethod\n    def variants(cls):\n        raise KeyError('cache')\n"
+    install(site, "plugin_many", "riddles_many", "plugin_many:Riddles", f"{dedent(PLUGIN)}\n{broken}")
+    registered = registry.registered
+    monkeypatch.setattr(registry, "registered", lambda name=None: registered("riddles_many"))
+    [one] = described()
+    assert one.description == "cannot be used: its variants cannot be told: KeyError: 'cache'"
 
 
 def test_two_packages_with_one_name_are_both_named(site: Path) -> None:
