@@ -10,10 +10,13 @@ environment:
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import math
+import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -21,10 +24,12 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from megatron_rl.agent.prompts import Chat, asked, in_chat, template_fields
+from megatron_rl.agent.sandbox.api import Ending, Limits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import PositiveFloat, PositiveInt
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,12 @@ class ReasoningGymConfig(DrawnProblemsConfig):
     scoring: Literal["dataset", "last_number"] = "dataset"
     """dataset: its own score of the whole answer, in parts for some. last_number: 1 where the last number in the answer
     is the right one, else 0."""
+    scorers: PositiveInt = 2
+    """Processes that score answers by the dataset's own score, on each rank that generates."""
+    score_timeout_s: PositiveFloat = 10.0
+    """Longest scoring of an answer so. One that takes longer loses the answer: it is neither right nor wrong."""
+    score_memory_gib: PositiveFloat = 4.0
+    """Largest process that scores."""
 
     @field_validator("dataset_args")
     @classmethod
@@ -65,6 +76,10 @@ class ReasoningGymConfig(DrawnProblemsConfig):
         if "answer" in fields:
             raise ValueError("the prompt must not contain {answer}: there would be nothing left to find out")
         return prompt
+
+
+class NoScore(Exception):
+    """An answer could not be scored."""
 
 
 class ReasoningGymEnvironment(DrawnProblems):
@@ -89,27 +104,47 @@ class ReasoningGymEnvironment(DrawnProblems):
 
     def __init__(self, config: ReasoningGymConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a dataset or arguments that reasoning-gym does not have."""
-        self._dataset = _dataset(config)
-        self._scoring = config.scoring
+        from megatron_rl.agent.sandbox.pool import WorkerPool  # the launcher checks a recipe without it
+
         self.compares_answers = config.scoring == "last_number"
-        super().__init__(config, tokenizer, _problems(self._dataset, config, tokenizer))
+        self._told = False  # that there is an answer that cannot be read
+        super().__init__(config, tokenizer, _problems(_dataset(config), config, tokenizer))
+        limits = Limits(
+            wall_s=config.score_timeout_s,
+            cpu_s=math.ceil(config.score_timeout_s),
+            memory_bytes=int(config.score_memory_gib * 2**30),
+        )
+        self._scorers = WorkerPool("megatron_rl.environments.reasoning_scores:score", config.scorers, limits)
         if in_chat(tokenizer, config.chat):
             self.prompt_format = "chat template"
 
-    def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
-        if self._scoring == "dataset":
+    def get_reward(
+        self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
+    ) -> float | Awaitable[float]:
+        if self._waits():
             return self._score(response.strip(), golden)
         said = last_number(response)
         return float(said is not None and said == last_number(golden["answer"]))
 
-    def _score(self, answer: str, golden: Mapping[str, Any]) -> float:
-        try:
-            return float(self._dataset.score_answer(answer, golden))
-        except Exception as error:  # noqa: BLE001 - some tasks raise anything on text they cannot read: no right answer
-            if not self._explained:
-                self._explained.add(type(error))
-                logger.warning("%s counts an answer as wrong that it cannot read: %r", self.config.dataset, error)
-            return 0.0
+    def _waits(self) -> bool:
+        return self.config.scoring == "dataset"
+
+    def _asked(self, answer: str, task: Mapping[str, Any]) -> dict[str, Any]:
+        """What a scorer is asked. Tasks have more than JSON knows; what comes back is JSON."""
+        of_dataset = self.config.model_dump(include={"dataset", "dataset_args", "seed", "draws"})
+        return {**of_dataset, "task": base64.b64encode(pickle.dumps(task)).decode(), "answer": answer}
+
+    async def _score(self, answer: str, task: Mapping[str, Any]) -> float:
+        """By the dataset. Raises NoScore."""
+        outcome = await self._scorers.ask(self._asked(answer, task))
+        if outcome.ending is not Ending.OK:
+            key = "score_timeout_s" if outcome.ending is Ending.TIME_OUT else "score_memory_gib"
+            raise NoScore(f"{outcome} (environment.args.{key})")
+        score, unread = outcome.value
+        if unread and not self._told:
+            self._told = True
+            logger.warning("%s counts an answer as wrong that it cannot read: %s", self.config.dataset, unread)
+        return float(score)
 
     def gold_response(self, problem: Problem) -> str:
         """Its answer, or of a task with many an example, where it gives one."""

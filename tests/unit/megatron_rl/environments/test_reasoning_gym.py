@@ -14,6 +14,7 @@ from optional import needs
 from pydantic import ValidationError
 from words import Words
 
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.reasoning_gym import ReasoningGymConfig, ReasoningGymEnvironment, last_number
 
 pytestmark = needs("reasoning_gym")
@@ -25,6 +26,13 @@ EVERY_SUM = {f"{a} {sign} {b}" for a in range(10) for b in range(10) for sign in
 def build(tokenizer: Words | None = None, **arguments: Any) -> ReasoningGymEnvironment:
     values = {"dataset": "chain_sum", "dataset_args": ONE_DIGIT, "prompt": "{expression}", **arguments}
     return ReasoningGymEnvironment(ReasoningGymConfig.model_validate(values), tokenizer or Words())
+
+
+def own_score(environment: ReasoningGymEnvironment, answer: str, problem: Problem) -> float:
+    """As a scorer says it, without the process around it."""
+    from megatron_rl.environments.reasoning_scores import score
+
+    return score(environment._asked(answer, problem.golden))[0]
 
 
 def prompts(environment: ReasoningGymEnvironment, name: str) -> list[str]:
@@ -84,23 +92,23 @@ def test_the_last_number_scores_each_problem() -> None:
 def test_the_datasets_own_score_is_given_in_parts() -> None:
     environment = build()
     problem = next(each for each in environment.training_problems() if each.golden["answer"] == "12")
-    assert environment.get_reward(" +12.0\n", problem.golden, "stop") == 1.0
-    assert environment.get_reward("It is 12", problem.golden, "stop") == 0.25
-    assert environment.get_reward("13", problem.golden, "stop") == 0.0
+    assert own_score(environment, "+12.0", problem) == 1.0
+    assert own_score(environment, "It is 12", problem) == 0.25
+    assert own_score(environment, "13", problem) == 0.0
 
 
 def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_lost() -> None:
     environment = build(dataset="prime_factorization", dataset_args={}, prompt="{question}", draws=3)
     problem = environment.training_problems()[0]
-    assert environment.get_reward("two times three", problem.golden, "stop") == 0.0
-    assert environment.get_reward(environment.gold_response(problem), problem.golden, "stop") == 1.0
+    assert own_score(environment, "two times three", problem) == 0.0
+    assert own_score(environment, environment.gold_response(problem), problem) == 1.0
 
 
 @pytest.mark.parametrize("dataset", ["graph_color", "propositional_logic", "rubiks_cube"])
 def test_a_task_with_many_right_answers_has_an_example(dataset: str) -> None:
     environment = build(dataset=dataset, dataset_args={}, prompt="{question}", draws=2)
     for problem in environment.training_problems():
-        assert environment.get_reward(environment.gold_response(problem), problem.golden, "stop") == 1.0
+        assert own_score(environment, environment.gold_response(problem), problem) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""What is an answer to a task of reasoning-gym worth? What a worker of reasoning_gym.py says, by the task's own score.
+
+Some tasks have sympy read the answer, which evaluates it as Python and may take for ever, in code that no exception
+interrupts; others call eval. So nothing but such a worker imports this: it has limits of time and memory, no network,
+and changes no file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from reasoning_gym.factory import DATASETS
+
+
+def score(asked: Mapping[str, Any]) -> tuple[float, str | None]:
+    """The score, and what the task raised of an answer that it cannot read: that is no right one. Raises MemoryError.
+
+    asked: dataset, dataset_args, seed and draws of the environment; task, pickled; answer.
+    """
+    dataset = _dataset(asked["dataset"], json.dumps(asked["dataset_args"]), asked["seed"], asked["draws"])
+    task = pickle.loads(base64.b64decode(asked["task"]))  # of a rank, which is trusted
+    try:
+        return float(dataset.score_answer(asked["answer"], task)), None
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - some tasks raise anything
+        return 0.0, repr(error)[:200]
+
+
+@lru_cache(maxsize=1)
+def _dataset(name: str, arguments: str, seed: int, size: int) -> Any:
+    dataset, config = DATASETS[name]
+    return dataset(config(**json.loads(arguments), seed=seed, size=size))
