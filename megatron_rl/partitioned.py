@@ -181,7 +181,7 @@ def generate_elsewhere(
         Sender(policy, host_memory=platform.host_memory if keeps else None),
         dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
         platform.backend,
-        PoolControl(pool, timeout.total_seconds()) if dist.get_rank() == 0 else None,
+        PoolControl(pool, timeout) if dist.get_rank() == 0 else None,
         safe_points.poll,
         min(timeout, TRANSFER_TIMEOUT),
         patience=timedelta(seconds=config.job.silence_limit_s),

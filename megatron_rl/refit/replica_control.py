@@ -18,9 +18,9 @@ the longest."""
 class PoolControl:
     """Implements `ReplicaControl` over the replicas that a pool is in touch with."""
 
-    def __init__(self, pool: ReplicaPool, timeout_s: float) -> None:
-        """timeout_s: that a version may be on its way."""
-        self._pool, self._timeout_s = pool, timeout_s
+    def __init__(self, pool: ReplicaPool, timeout: timedelta) -> None:
+        """timeout: of a collective of the ranks that train: they wait for what is asked here."""
+        self._pool, self._timeout_s = pool, min(timeout, TRANSFER_TIMEOUT).total_seconds()
         self._members: frozenset[ReplicaStart] = frozenset()
 
     def live(self) -> list[tuple[int, int, int]]:

@@ -276,7 +276,9 @@ class Dispatch:
     def _watch_the_wait(self) -> None:
         """While requests wait for a replica: say so, and give up in the end."""
         waiting = [work for work in self._work.values() if work.link is None and not work.answer.done()]
-        if not waiting or self._nobody_since is None:
+        if not waiting:
+            self._nobody_since = None  # who waited has gone away
+        if self._nobody_since is None:
             return
         now = time.monotonic()
         self._count_busy(now)

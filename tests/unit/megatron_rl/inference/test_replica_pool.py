@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from megatron_rl.inference.replicas.dispatch import NoReplica
 from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
+from megatron_rl.refit import replica_control
 from megatron_rl.refit.epoch import Epoch, Member
 from megatron_rl.refit.replica_control import PoolControl
 
@@ -304,12 +307,43 @@ def test_a_replica_that_has_not_got_a_version_is_lost_and_the_others_have_it(att
     epoch = Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1)))
     with pool_of(attempt) as pool:
         there(pool, 2)
-        control = PoolControl(pool, 5.0)
+        control = PoolControl(pool, timedelta(seconds=5))
         control.begin_epoch(epoch)
         control.receive(1)
         assert control.swap(1) == {(1, 0)}
         assert pool.starts().keys() == {(0, 0), (1, 0)}, "it answers, and may be given the next one"
     assert (one.leader.version, other.leader.version) == (0, 1)
+
+
+def test_a_replica_that_hangs_as_it_swaps_does_not_have_the_run_hang(
+    attempt: Attempt, two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = threading.Event()
+    two[0].weights.swap = lambda version: hung.wait(60)
+    monkeypatch.setattr(replica_control, "TRANSFER_TIMEOUT", timedelta(seconds=1))
+    impatient = Patience(poll_s=0.05, silence_s=1.0, retry_s=0.01, look_s=0.01)
+    with pool_of(attempt, patience=impatient) as pool:
+        there(pool, 2)
+        control = PoolControl(pool, timedelta(hours=1))
+        control.begin_epoch(Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1))))
+        control.receive(1)
+        try:
+            assert control.swap(1) == {(1, 0)}
+        finally:
+            hung.set()
+
+
+def test_a_wait_that_was_given_up_is_not_added_to_the_next_one(attempt: Attempt) -> None:
+    with pool_of(attempt, limit_s=2.0) as pool:
+
+        async def given_up() -> None:
+            asked = asyncio.create_task(pool.generate(request(1)))
+            await asyncio.to_thread(until, lambda: pool._dispatch._nobody_since is not None, "it waits")
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+        asyncio.run(given_up())
+        until(lambda: pool._dispatch._nobody_since is None, "nobody waits", 10)
 
 
 def test_a_request_that_comes_back_to_a_replica_is_another_one_there(attempt: Attempt, two) -> None:
