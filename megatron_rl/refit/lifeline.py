@@ -124,7 +124,7 @@ class Lifeline:
         try:
             connection = socket.create_connection((epoch.host, epoch.port), timeout)
             _send(connection, {"epoch": epoch.number, "rank": rank, "secret": epoch.secret})
-            port = int(_receive(connection)["port"])
+            port = int(_receive(connection, timeout)["port"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             if connection is not None:
                 connection.close()
@@ -205,8 +205,7 @@ def _beat(connection: socket.socket) -> None:
 def _who(connection: socket.socket, epoch: Epoch) -> int | None:
     """The rank of who connects; None of one who does not belong here."""
     try:
-        connection.settimeout(HELLO_S)
-        hello = _receive(connection)
+        hello = _receive(connection, HELLO_S)
         known = hmac.compare_digest(str(hello["secret"]).encode(), epoch.secret.encode())
         return int(hello["rank"]) if known and hello["epoch"] == epoch.number else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -217,10 +216,15 @@ def _send(connection: socket.socket, content: dict[str, Any]) -> None:
     connection.sendall(json.dumps(content).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """One line, byte by byte: nothing is read that comes after it. Raises OSError and ValueError."""
+def _receive(connection: socket.socket, timeout: float) -> dict[str, Any]:
+    """One line, byte by byte: nothing is read that comes after it. Raises OSError and ValueError.
+
+    timeout: seconds for all of it.
+    """
     line = b""
+    give_up = time.monotonic() + timeout
     while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, give_up - time.monotonic()))
         byte = connection.recv(1)
         if not byte or len(line) >= LONGEST_LINE:
             raise ConnectionError("the connection ended before it said anything")

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -94,6 +95,26 @@ def test_one_who_was_not_told_of_the_epoch_is_turned_away() -> None:
             stranger.sendall(content)
     groups = [join() for join in all_join(epoch, listener)]
     assert all(group.intact for group in groups)
+    for group in groups:
+        group.close()
+
+
+def test_one_who_takes_for_ever_to_say_who_it_is_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline_module, "HELLO_S", 0.5)
+    epoch, listener = begin(1, (0, 0, 1))
+    over = threading.Event()
+
+    def say_slowly(stranger: socket.socket) -> None:
+        with suppress(OSError):  # it has been hung up on
+            while not over.wait(0.05):
+                stranger.send(b"x")
+
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(listener.address) as stranger:
+        pool.submit(say_slowly, stranger)
+        try:
+            groups = [join() for join in all_join(epoch, listener, timedelta(seconds=20))]
+        finally:
+            over.set()
     for group in groups:
         group.close()
 
