@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -331,6 +332,11 @@ def test_a_replica_that_hangs_as_it_swaps_does_not_have_the_run_hang(
             assert control.swap(1) == {(1, 0)}
         finally:
             hung.set()
+
+
+def test_looking_for_one_that_is_gone_reads_no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: pytest.fail("it is not for TLS"))
+    ReplicaLink(ReplicaAddress(0, 0, "127.0.0.1", 1, 1, DIGEST, PROTOCOL, 0.0), TOKEN, DIGEST, 0, SOON, lambda *_: None)
 
 
 def test_a_wait_that_was_given_up_is_not_added_to_the_next_one(attempt: Attempt) -> None:
