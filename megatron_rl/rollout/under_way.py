@@ -100,7 +100,7 @@ class UnderWay:
         gone = [ordinal for ordinal in self._tasks if ordinal < below]
         unfinished = {ordinal for ordinal in gone if not self._tasks[ordinal].done()}
         tokens = self._recording.tokens_of(unfinished) if unfinished else 0
-        self._recording.forget(unfinished)
+        self._recording.forget(gone)
         for ordinal in gone:
             del self._begun[ordinal]
             self._finished.pop(ordinal, None)

@@ -19,7 +19,7 @@ from scripted_replica import until
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
-from megatron_rl.inference.api import PromptTooLong
+from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.partitioned import AgentThread
 from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.rollout import ahead as ahead_module
@@ -58,7 +58,7 @@ class Agent(GroupedRolloutGenerator):
             self.cancelled.append(request.ordinal)
             raise
         if request.ordinal in self.long:
-            raise PromptTooLong("a prompt of 99 tokens")
+            await request.inference.generate(GenerationRequest([1] * 99, 1, request.sampling, 5, request.ordinal))
         rewards = [0.0 if request.ordinal in self.dull else float(index % 2) for index in range(request.group_size)]
         return TrajectoryGroup(request.ordinal, request.problem, [trajectory([1], [2], each) for each in rewards], {})
 
@@ -84,12 +84,16 @@ def ahead(max_lag: int, dynamic: bool = False, **more: Any) -> RunConfig:
     return tiny_run(grpo=grpo, training={"steps": 50}, **{"async": {"max_lag": max_lag, **more}})
 
 
+async def refuse(request: GenerationRequest) -> None:
+    raise PromptTooLong(f"a prompt of {len(request.prompt_tokens)} tokens")
+
+
 @contextmanager
 def driver_of(
     agent: Agent, config: RunConfig, folder: Path, rank: int = 0, ranks: int = 1, attempt: int = 1
 ) -> Iterator[AheadDriver]:
     place: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
-    inference: Any = SimpleNamespace(policy_version=0, busy_s=0.0, starved=False, partial_answers=list)
+    inference: Any = SimpleNamespace(policy_version=0, busy_s=0.0, starved=False, partial_answers=list, generate=refuse)
     groups: Any = SimpleNamespace(control=rank)
     bank = bank_in(folder, attempt, driver=rank, drivers=ranks)
     loop = AgentThread(place, inference)
@@ -143,6 +147,7 @@ def test_groups_without_signal_and_prompts_too_long_are_settled_with_their_reaso
     agent = Agent(dull=[0, 4], long=[2])
     with driver_of(agent, ahead(1, dynamic=True), tmp_path) as driver:
         batch = driver.collect(0)
+        assert driver._under_way._recording._open == {}, "what is settled is kept for ever"
     assert (ordinals(batch), batch.next_ordinal) == ([1, 3, 5], 6)
     assert batch.dropped == {0: "no signal", 2: "prompt too long", 4: "no signal"}
 
