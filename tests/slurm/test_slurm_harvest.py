@@ -23,7 +23,8 @@ def replicas(run: Run) -> int:
 
 
 def jobs(run: Run, what: str) -> str:
-    return run.lab.run("squeue", "--noheader", f"--name={run.dir.root.name}-harvest", f"--format={what}").strip()
+    name = f"{run.dir.root.name}-harvest-{json.loads(run.dir.identity.read_text())['id'][:8]}"
+    return run.lab.run("squeue", "--noheader", f"--name={name}", f"--format={what}").strip()
 
 
 def submit(login: Login, most: int, *words: str) -> Run:

@@ -11,13 +11,15 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Set
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.replicas import forget_start
 from launcher.host.attempt.slurm_steps import SlurmSteps
+from launcher.host.record.reading import read_or_raise
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from launcher.host.slurm.formats import expand_hosts
 from megatron_rl.contract.attempt_records import ReplicaState
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE, REPLICA_RUNNING, REPLICA_WAITING, START_VARIABLE
-from megatron_rl.contract.paths import Attempt, Replica
+from megatron_rl.contract.paths import Attempt, Replica, RunDir
 from megatron_rl.contract.records import write
+from megatron_rl.contract.run_records import RunIdentity
 
 LOOK_S = 5.0  # between two questions to Slurm
 SHORT_S = 60.0  # of life; a job that ends sooner did not come far
@@ -44,7 +46,7 @@ class Harvest:
         self, context: JobContext, steps: SlurmSteps, attempt: Attempt, first: int, settings: HarvestSettings
     ) -> None:
         self._context, self._steps, self._attempt, self._settings = context, steps, attempt, settings
-        self._name = "{}-harvest".format(context.run.root.name)
+        self._name = ""  # of all its jobs; empty: not known yet
         self._all = [_Harvested(attempt.replica(first + number)) for number in range(settings.most)]
         self._next_look = 0.0
         self._clean = False  # whether those of earlier attempts are gone
@@ -59,6 +61,7 @@ class Harvest:
         self._next_look = now + LOOK_S
         try:
             if not self._clean:
+                self._name = _name_of(self._context.run)
                 tell.cancel_called(self._name)  # a job whose batch host died could not
                 self._clean = True
             nodes = ask.jobs_called(self._name)
@@ -117,6 +120,12 @@ class Harvest:
         self._known.add(job)
         print("infer-{}: job {} is to harvest it".format(number, job))
         each.submitted(job, now)
+
+
+def _name_of(run: RunDir) -> str:
+    """With the run's id: directories of two runs may have one name, and jobs are ended by theirs. Raises OSError."""
+    identity = read_or_raise(RunIdentity, run.identity)
+    return "{}-harvest-{}".format(run.root.name, identity.id[:8] if identity is not None else "")
 
 
 class _Harvested:

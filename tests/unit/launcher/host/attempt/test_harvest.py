@@ -12,6 +12,7 @@ from launcher.host.attempt.harvest import LONGEST_PAUSE_S, LOOK_S, PAUSE_S, SHOR
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_steps import Script, SlurmSteps
 from launcher.host.record.evidence import read_replicas
+from launcher.host.record.identity import identify
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.paths import RunDir
 
@@ -82,6 +83,15 @@ def test_as_many_jobs_as_asked_for_are_submitted_once_those_of_earlier_attempts_
     assert (first["environment"]["MRL_ATTEMPT"], first["environment"]["MRL_START"]) == ("3", "0")
     assert not [name for name in first["environment"] if name.startswith("SLURM_")], "it describes another job"
     assert states(tmp_path) == {1: ("waiting", []), 2: ("waiting", [])}
+
+
+def test_jobs_are_those_of_one_run_also_where_another_directory_has_its_name(tmp_path: Path, slurm: Slurm) -> None:
+    for folder in ("a", "b"):
+        harvested = harvest(tmp_path / folder, most=1)
+        identify(RunDir(tmp_path / folder / "run"))
+        harvested.look(0.0)
+    of_a, of_b = ({*job["options"]} for job in slurm.submitted)
+    assert len({each for each in of_a ^ of_b if each.startswith("--job-name=run-harvest-")}) == 2
 
 
 def test_one_that_is_preempted_is_submitted_again_with_another_start(tmp_path: Path, slurm: Slurm) -> None:
