@@ -10,7 +10,7 @@ its connections and buffers, and waits on the host. Operations of NCCL occupy a 
 device (an allocation that frees memory) waits for those of all groups: so two groups can wait for one another where
 ranks reach them in different orders. Where the platform says so (`Platform.transfers_beside_collectives`) all ranks
 therefore come to them in one order: those that train end a transfer before they use the device together, and those of a
-replica, if they are several, sample nothing from the moment they join it until they swap (`replica/orders.py`).
+replica, if they are several, sample nothing from the moment they join it until they swap (`replica/leader.py`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
 from megatron_rl.replica.desk import Desk
-from megatron_rl.replica.orders import Leader
+from megatron_rl.replica.leader import Leader
 from megatron_rl.server.bearer import MISSING, token_of
 from megatron_rl.server.engine_thread import EngineGone, EngineThread
 

@@ -35,7 +35,8 @@ from megatron_rl.rank.world import World
 from megatron_rl.refit.engine import build_apart
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService, application
-from megatron_rl.replica.orders import Leader, follow, orders_over
+from megatron_rl.replica.commands import commands_over, follow
+from megatron_rl.replica.leader import Leader
 from megatron_rl.replica.weights import ReceivedWeights
 from megatron_rl.supported import check_supported
 
@@ -97,18 +98,18 @@ def run_replica(
         recompute_cache=config.asynchronous.recompute_cache,
         changed=config.placement.inference.transfer == "changed",
     )
-    orders = orders_over(ranks)
+    commands = commands_over(ranks)
     activity.enter("serving", 0)
     if ranks.drives:
         holds = not (ranks.alone or platform.transfers_beside_collectives)
-        leader = Leader(engine, weights, orders, activity, holds=holds)
+        leader = Leader(engine, weights, commands, activity, holds=holds)
         address = ReplicaAddress(replica.number, start, "", 0, world.size, digest, PROTOCOL, time.time())
         outcome = asyncio.run(_serve(config, replica, address, leader, token, drain))
         with suppress(OSError):  # nothing is decided by it
             once_there_is_room(replica.outcome, lambda: write(replica.outcome, Outcome(outcome)))
     else:
-        assert orders is not None, "who does not drive follows"
-        follow(orders, engine, weights, activity)
+        assert commands is not None, "who does not drive follows"
+        follow(commands, engine, weights, activity)
         outcome = DRAINED if drain.asked else FINISHED
     weights.close()
     disconnect()

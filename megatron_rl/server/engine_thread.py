@@ -123,7 +123,7 @@ class EngineThread:
         self._submitted = 0  # samples
         self._begun = 0  # of these, by the engine
         self._counted = 0  # of these, in its load
-        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._asked: dict[str, Subscription] = {}  # for the engine's thread
         self._outbox: deque[_News] = deque()
         self._told = False  # whether the HTTP loop knows that there is something in the outbox
@@ -153,7 +153,7 @@ class EngineThread:
         subscription = Subscription(self, request, streamed, news)
         self._open.add(subscription)
         self._submitted += request.num_samples
-        self._orders.put(partial(self._begin, subscription))
+        self._calls.put(partial(self._begin, subscription))
         return subscription
 
     def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
@@ -161,14 +161,14 @@ class EngineThread:
         if not self.alive:
             raise EngineGone(self._stopped or "the engine has stopped")
         done: Future[T] = Future()
-        self._orders.put(partial(_do, work, done))
+        self._calls.put(partial(_do, work, done))
         return asyncio.wrap_future(done)
 
     def forget(self, subscription: Subscription) -> None:
         """See Subscription.close."""
         if subscription in self._open:
             self._open.discard(subscription)
-            self._orders.put(partial(self._cancel, subscription.request.id))
+            self._calls.put(partial(self._cancel, subscription.request.id))
 
     def stop(self, why: str) -> None:
         """Tell all who wait that there will be no answer, and have the thread end."""
@@ -178,7 +178,7 @@ class EngineThread:
         for subscription in list(self._open):
             subscription.take(EngineGone(why))
             self.forget(subscription)
-        self._orders.put(None)
+        self._calls.put(None)
 
     def join(self) -> bool:
         """Wait for the end of the thread after `stop`, in any other thread; whether it has come."""
@@ -195,22 +195,22 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._follow_orders():
+            while self._follow_calls():
                 failed = self._step()
                 self._tell(failed or self._news())
         finally:  # whatever has ended it, nobody waits for it any more
             with suppress(RuntimeError):  # the HTTP loop may be closed
                 self._http.call_soon_threadsafe(self.stop, "the engine has stopped")
 
-    def _follow_orders(self) -> bool:
+    def _follow_calls(self) -> bool:
         """Do what was asked meanwhile; wait for it where there is nothing else to do. Returns whether to go on."""
         wait = not self._engine.busy
         with suppress(Empty):
             while True:
-                order = self._orders.get(block=wait)
-                if order is None:
+                call = self._calls.get(block=wait)
+                if call is None:
                     return False
-                order()
+                call()
                 wait = False
         self.load = self._engine.load
         self._counted = self._begun

@@ -167,7 +167,7 @@ def ahead(max_lag: int) -> dict[str, Any]:
 
 def die_at(version: int, rank: int) -> None:
     """Have a replica kill itself while it generates by weights of a version, or of a later one."""
-    from megatron_rl.replica.orders import Leader
+    from megatron_rl.replica.leader import Leader
 
     step = Leader.step
 
@@ -181,7 +181,7 @@ def die_at(version: int, rank: int) -> None:
 
 def hold_at(version: int, reached: Path, rank: int) -> None:
     """Have a replica stop in the middle of a generation by weights of a version, and say so."""
-    from megatron_rl.replica.orders import Leader
+    from megatron_rl.replica.leader import Leader
 
     step = Leader.step
 
@@ -198,7 +198,7 @@ def hold_at(version: int, reached: Path, rank: int) -> None:
 def stop_until_cancelled(version: int, told: Path, rank: int) -> None:
     """Have a replica stop in the middle of a generation, by weights of a version or of a later one, until nobody waits
     for its answers, and tell of its load before and after."""
-    from megatron_rl.replica.orders import Leader
+    from megatron_rl.replica.leader import Leader
 
     step, cancel = Leader.step, Leader.cancel
     stopped: list[EngineLoad] = []

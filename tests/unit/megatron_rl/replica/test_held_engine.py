@@ -11,8 +11,8 @@ import pytest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.epoch import TransferFailed
-from megatron_rl.replica import orders
-from megatron_rl.replica.orders import Leader
+from megatron_rl.replica import leader as leader_module
+from megatron_rl.replica.leader import Leader
 
 
 class Replica:
@@ -50,7 +50,7 @@ def test_not_for_weights_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> No
     failed.leader.receive(1)
     failed.steps[1].set_exception(TransferFailed("a member is gone"))
     assert failed.leader.busy
-    monkeypatch.setattr(orders, "NEXT_S", 0.0)
+    monkeypatch.setattr(leader_module, "NEXT_S", 0.0)
     given_up.leader.join({})
     assert not given_up.leader.busy
     given_up.steps[0].set_result(None)

@@ -1,143 +1,33 @@
-"""What the ranks of a replica do together: the first one is asked, and tells the others what to do next."""
+"""The first rank of a replica: it is asked, and tells the others what to do next."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.rank.activity import Activity
-from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
-
-logger = logging.getLogger(__name__)
+from megatron_rl.replica.commands import (
+    Command,
+    End,
+    Generate,
+    Join,
+    LedEngine,
+    Receive,
+    Swap,
+    Wait,
+    Weights,
+    carry_out,
+)
 
 NEXT_S = TRANSFER_TIMEOUT.total_seconds()
 """That what follows a step of a transfer may take to be asked for; after that it is taken to be given up."""
 TELL_EVERY_S = 1.0
 """Seconds between two looks at what unfinished answers have: it synchronises the device with the host."""
-
-
-class LedEngine(Protocol):
-    """What a replica asks of its engine. See `inference.engine.Engine`."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def busy_s(self) -> float: ...
-
-    @property
-    def answered(self) -> Sequence[str]: ...
-
-    def submit(self, request: GenerationRequest) -> str: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def step(self) -> None: ...
-
-    def take(self, request_id: str) -> list[Completion] | None: ...
-
-    def partial_answers(self) -> list[PartialAnswer]: ...
-
-    def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None: ...
-
-    def let_go(self) -> None: ...
-
-
-class Weights(Protocol):
-    """This rank's end of the way from the ranks that train. Each call is collective over the replica."""
-
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
-        """Begin to join the transfer group of an epoch, and leave the one before. It may fail with a RuntimeError."""
-        ...
-
-    def receive(self, version: int) -> Future[None]:
-        """Begin to receive the weights of a version beside those that are in use, while the engine goes on. It may fail
-        with a RuntimeError."""
-        ...
-
-    def swap(self, version: int) -> None:
-        """Have the engine sample by what was received, once it is. Raises RuntimeError."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Generate:
-    """Follow the engine until it lets go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    epoch: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Receive:
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing: that there is nothing to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Leave."""
-
-
-Order = Generate | Join | Receive | Swap | Wait | End
-
-
-def orders_over(ranks: EngineRanks) -> PlanBroadcast[Order] | None:
-    """From the first rank of a replica to the others; None where there are none."""
-    return None if ranks.alone else PlanBroadcast[Order](ranks.control)
-
-
-def follow(orders: PlanBroadcast[Order], engine: LedEngine, weights: Weights, activity: Activity) -> None:
-    """Do what the first rank says, until it says that it is the end. Raises RuntimeError where it is gone."""
-    while True:
-        with activity.waits():
-            order = orders.receive()
-        match order:
-            case End():
-                return
-            case Generate():
-                engine.follow(activity.waits)
-            case Join() | Receive() | Swap():
-                try:
-                    carry_out(order, weights)
-                except RuntimeError as error:  # the first rank has met the same, and tells who has to know
-                    logger.warning("%s", error)
-
-
-def carry_out(order: Join | Receive | Swap, weights: Weights) -> Future[None]:
-    """Do one's part of what concerns the weights. Raises RuntimeError."""
-    match order:
-        case Join(epoch):
-            return weights.join(epoch)
-        case Receive(version):
-            return weights.receive(version)
-        case Swap(version):
-            done: Future[None] = Future()
-            weights.swap(version)
-            done.set_result(None)
-            return done
 
 
 class Leader:
@@ -150,7 +40,7 @@ class Leader:
         self,
         engine: LedEngine,
         weights: Weights,
-        orders: PlanBroadcast[Order] | None,
+        commands: PlanBroadcast[Command] | None,
         activity: Activity,
         tell_every_s: float = TELL_EVERY_S,
         *,
@@ -161,7 +51,7 @@ class Leader:
         """Policy version of the weights; None: there are none yet."""
         self.failure: Exception | None = None
         """What has ended the engine, and with it the replica."""
-        self._engine, self._weights, self._orders, self._activity = engine, weights, orders, activity
+        self._engine, self._weights, self._commands, self._activity = engine, weights, commands, activity
         self._tell_every_s = tell_every_s
         self._holds = holds
         self._transfer: Future[None] | None = None  # that the engine is held for: its newest step ...
@@ -272,12 +162,12 @@ class Leader:
         self._have_follow(False)
         self._tell(End())
 
-    def _carry_out(self, order: Join | Receive | Swap) -> Future[None]:
+    def _carry_out(self, command: Join | Receive | Swap) -> Future[None]:
         self._have_follow(False)
-        self._tell(order)
+        self._tell(command)
         self._transfer = None
-        begun = carry_out(order, self._weights)
-        if self._holds and not isinstance(order, Swap):
+        begun = carry_out(command, self._weights)
+        if self._holds and not isinstance(command, Swap):
             self._transfer, self._next_by = begun, time.monotonic() + NEXT_S
         self._activity.beat()
         return begun
@@ -289,6 +179,6 @@ class Leader:
             self._engine.let_go()
         self._followed = follows
 
-    def _tell(self, order: Order) -> None:
-        if self._orders is not None:
-            self._orders.send(order)
+    def _tell(self, command: Command) -> None:
+        if self._commands is not None:
+            self._commands.send(command)

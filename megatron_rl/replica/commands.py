@@ -1,0 +1,133 @@
+"""What the ranks of a replica do together, as its first one says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
+from megatron_rl.inference.broadcast import PlanBroadcast
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.engine_ranks import EngineRanks
+
+logger = logging.getLogger(__name__)
+
+
+class LedEngine(Protocol):
+    """What a replica asks of its engine. See `inference.engine.Engine`."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def busy_s(self) -> float: ...
+
+    @property
+    def answered(self) -> Sequence[str]: ...
+
+    def submit(self, request: GenerationRequest) -> str: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> None: ...
+
+    def take(self, request_id: str) -> list[Completion] | None: ...
+
+    def partial_answers(self) -> list[PartialAnswer]: ...
+
+    def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+class Weights(Protocol):
+    """This rank's end of the way from the ranks that train. Each call is collective over the replica."""
+
+    def join(self, epoch: dict[str, Any]) -> Future[None]:
+        """Begin to join the transfer group of an epoch, and leave the one before. It may fail with a RuntimeError."""
+        ...
+
+    def receive(self, version: int) -> Future[None]:
+        """Begin to receive the weights of a version beside those that are in use, while the engine goes on. It may fail
+        with a RuntimeError."""
+        ...
+
+    def swap(self, version: int) -> None:
+        """Have the engine sample by what was received, once it is. Raises RuntimeError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Follow the engine until it lets go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    epoch: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing: that there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Leave."""
+
+
+Command = Generate | Join | Receive | Swap | Wait | End
+
+
+def commands_over(ranks: EngineRanks) -> PlanBroadcast[Command] | None:
+    """From the first rank of a replica to the others; None where there are none."""
+    return None if ranks.alone else PlanBroadcast[Command](ranks.control)
+
+
+def follow(commands: PlanBroadcast[Command], engine: LedEngine, weights: Weights, activity: Activity) -> None:
+    """Do what the first rank says, until it says that it is the end. Raises RuntimeError where it is gone."""
+    while True:
+        with activity.waits():
+            command = commands.receive()
+        match command:
+            case End():
+                return
+            case Generate():
+                engine.follow(activity.waits)
+            case Join() | Receive() | Swap():
+                try:
+                    carry_out(command, weights)
+                except RuntimeError as error:  # the first rank has met the same, and tells who has to know
+                    logger.warning("%s", error)
+
+
+def carry_out(command: Join | Receive | Swap, weights: Weights) -> Future[None]:
+    """Do one's part of what concerns the weights. Raises RuntimeError."""
+    match command:
+        case Join(epoch):
+            return weights.join(epoch)
+        case Receive(version):
+            return weights.receive(version)
+        case Swap(version):
+            done: Future[None] = Future()
+            weights.swap(version)
+            done.set_result(None)
+            return done
