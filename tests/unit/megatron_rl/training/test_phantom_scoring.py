@@ -42,11 +42,9 @@ def test_scoring_keeps_to_the_gpu_and_looks_at_no_number(platform: Any, groups: 
     assert scores.shape == batch.inference_logprobs.shape
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_training_goes_through_at_the_shapes_of_the_largest_recipe(
-    platform: Any, groups: Any, recompute: Recompute
-) -> None:
-    """One of its layers, all are alike, on one rank: a sequence of full length and eight answers to one prompt."""
+def test_training_goes_through_at_the_shapes_of_the_largest_recipe(platform: Any, groups: Any) -> None:
+    """One of its layers, all are alike, on one rank: a sequence of full length and eight answers to one prompt. Other
+    ways of recomputing are rehearsed in tests/runs/test_shipped_recipes_rehearsed.py."""
     config = load_recipe("qwen2.5-32b-dapo").config
     rows = vocabulary(config)
     assert rows is not None
@@ -71,7 +69,7 @@ def test_training_goes_through_at_the_shapes_of_the_largest_recipe(
         return -logprobs.sum()
 
     with PhantomDevice() as device:
-        policy = build_policy(model, rows, PhantomPlatform(device), recompute)
+        policy = build_policy(model, rows, PhantomPlatform(device), config.training.recompute)
         inputs = [ModelInput.of(policy, micro) for micro in microbatches]
         forward_backward(policy, inputs, loss, Pipeline(), stop=lambda: False)
     assert seen == [
