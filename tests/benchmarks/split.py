@@ -53,7 +53,7 @@ from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.replica.app import ReplicaService, application
-from megatron_rl.replica.orders import Leader
+from megatron_rl.replica.leader import Leader
 from megatron_rl.rollout.window import begun_below
 
 WORK = Work(prompts=12, group_size=4, prompt_tokens=20, lengths=Lognormal.with_mean(100, 300))

@@ -22,7 +22,7 @@ from megatron_rl.inference.replicas.wire import PROTOCOL
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.rank.activity import Activity
 from megatron_rl.replica.app import ReplicaService, application
-from megatron_rl.replica.orders import Leader
+from megatron_rl.replica.leader import Leader
 
 DIGEST = "0123456789abcdef"
 TOKEN = "a-token-of-a-run-with-32-characters-or-more"
