@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -136,8 +137,9 @@ def test_what_the_agent_itself_raises_is_its_failure_whatever_kind_of_error_it_i
         run(AgentService("digits", Careless(Digits.Config(), TOKENIZER)))
 
 
-def test_a_reason_may_quote_what_is_no_text() -> None:
+def test_a_reason_may_quote_what_is_no_text(caplog: pytest.LogCaptureFixture) -> None:
     """Half a surrogate pair, which a model can write in JSON."""
+    caplog.set_level(logging.CRITICAL)  # pytest's workers could not send what is logged of it
 
     class Quoting(Digits):
         def get_reward(self, response: str, golden: Any, finish_reason: Any) -> float:
