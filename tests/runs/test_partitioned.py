@@ -118,6 +118,8 @@ def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_
     killed = first.start_replica(0, sabotage=partial(die_at, 3))
     first.start_replica(1, sabotage=partial(stop_until_cancelled, 1, tmp_path / "told"))
     first.wait_for_step(5)
+    # of the answers that the other one never gave; the line of that step may be of no more use after the kill
+    until(lambda: any(line["failed_rollouts"] for line in lines_of(run_dir.metrics)), "answers are given up")
     assert killed[0].exitcode == -signal.SIGKILL
     first.kill()
 
@@ -135,7 +137,6 @@ def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_
     assert [line["step"] for line in steps] == [*range(1, AHEAD_STEPS + 1)]
     assert [line["first_ordinal"] for line in steps] == [PROMPTS * index for index in range(AHEAD_STEPS)]
     assert max(line["staleness_max"] for line in steps) == max_lag
-    assert max(line["failed_rollouts"] for line in steps) > 0
     busy = [line["system/replica_busy_mean"] for line in steps if "system/replica_busy_mean" in line]
     assert max(busy) > 0
     assert all(0 <= share <= 1.05 for share in busy)

@@ -19,6 +19,8 @@ from megatron_rl.contract.paths import RunDir
 
 STUB = HERE / "stub_rank.py"
 SECONDS = 120.0
+ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING"}
+"""What Slurm says of a job that waits, runs or is requeued; SIGNALING for a moment, as it is preempted."""
 """A job of stub ranks ends in a few; the machine may be busy."""
 
 
@@ -159,7 +161,7 @@ class Run:
 
     def wait_for_step(self, step: int, limit: float = SECONDS) -> None:
         def reached() -> bool:
-            assert self.state() in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}, self.log()
+            assert (state := self.state()) in ALIVE, f"{state}\n{self.log()}"
             return len(self.metrics()) >= step
 
         wait_until(f"{self.dir.root} reaches step {step}", reached, limit)

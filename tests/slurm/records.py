@@ -12,7 +12,7 @@ from typing import Any
 
 from json_files import read_json, read_json_lines
 from lab import HERE, wait_until
-from login import Login, Run
+from login import ALIVE, Login, Run
 
 from megatron_rl.contract.paths import RunDir
 
@@ -50,7 +50,7 @@ def wait_until_held(run: Run, attempt: int = 1, *ranks: int) -> None:
     folder = run.dir.attempt(attempt).folder
 
     def there() -> bool:
-        assert run.state() in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}, run.log()
+        assert (state := run.state()) in ALIVE, f"{state}\n{run.log()}"
         return all((folder / f"held.{rank}").exists() for rank in ranks or range(2))
 
     wait_until(f"the ranks of {run.dir.root} are held in attempt {attempt}", there, WAIT)
