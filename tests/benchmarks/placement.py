@@ -25,7 +25,7 @@ from login import Login
 from records import record
 
 APART = ("job.nodes=4", "placement.mode=partitioned", "placement.inference.nodes=1")
-AHEAD = (*APART, "grpo.importance.cap=2.0", "resume.partial=keep")
+AHEAD = (*APART, "grpo.importance.mode=sequence", "grpo.importance.cap=2.0", "resume.partial=keep")
 CASES = {
     "co-located": ("job.nodes=3",),
     "lag0": APART,
