@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.generation import Generation
+from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import digest_of, read_token
 from megatron_rl.model.policy import Policy
@@ -150,7 +151,7 @@ def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Grou
     Raises ConfigurationError where the run has no token.
     """
     place = TrainingDriver.of(groups)
-    pool = ReplicaPool(
+    dispatch = Dispatch(
         attempt,
         digest_of(run_dir.resolved),
         read_token(run_dir.token),
@@ -158,6 +159,7 @@ def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Grou
         goes_on=config.resume.partial == "keep",
         limit_s=config.job.silence_limit_s,
     )
+    pool = ReplicaPool(dispatch)
     if place.drives:
         pool.start()
     return pool

@@ -58,7 +58,7 @@ def described() -> list[Described]:
 def _variants(cls: type[Environment]) -> Mapping[str, str]:
     try:
         return cls.variants()
-    except Exception as error:  # as what is imported
+    except Exception as error:  # its author's code too, which may raise anything
         raise ValueError(f"its variants cannot be told: {type(error).__name__}: {error}") from error
 
 

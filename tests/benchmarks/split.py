@@ -44,6 +44,7 @@ from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest,
 from megatron_rl.inference.config import InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
+from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
@@ -272,7 +273,7 @@ class Run:
         """attempts: of each the replicas have a pool of their own."""
         self._scenario, self._attempts = scenario, attempts
         self.measured = Measured()
-        self._pools = [ReplicaPool(one, DIGEST, TOKEN, 0, goes_on=True, limit_s=LIMIT_S) for one in attempts]
+        self._pools = [ReplicaPool(Dispatch(one, DIGEST, TOKEN, 0, goes_on=True, limit_s=LIMIT_S)) for one in attempts]
         refit_s = 0.0 if scenario.split.colocated else scenario.costs.refit_s
         self._refits: list[OverlappedRefit] = []
         for pool in self._pools:

@@ -52,9 +52,16 @@ class Dispatch:
         *,
         goes_on: bool,
         limit_s: float,
-        patience: Patience,
+        patience: Patience | None = None,
     ) -> None:
-        """For the arguments see ReplicaPool."""
+        """
+        digest: see `wire.digest_of`.
+        token: the run's.
+        driver: number of this one; the first one keeps the replicas alive.
+        goes_on: whether an answer whose replica is lost goes on from its tokens, or is sampled again: see
+            `resume.partial`.
+        limit_s: that it may take until any replica can be asked, or one that is asked has a token.
+        """
         self.policy_version = -1
         """Requests are for replicas with weights of this version or a newer one. May be set from elsewhere, before
         `begin_version`."""
@@ -64,9 +71,9 @@ class Dispatch:
         """See ReplicaPool.busy_s."""
         self.given_up: str | None = None
         """See ReplicaPool.given_up."""
-        self._goes_on, self._limit_s, self._patience = goes_on, limit_s, patience
+        self._goes_on, self._limit_s, self._patience = goes_on, limit_s, patience or Patience()
         self._links = ReplicaLinks(
-            attempt, digest, token, driver, patience, self._spawn, self._heard, self._ask_elsewhere
+            attempt, digest, token, driver, self._patience, self._spawn, self._heard, self._ask_elsewhere
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: dict[str, _Work] = {}  # by the name under which it is asked now

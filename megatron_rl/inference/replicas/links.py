@@ -33,7 +33,7 @@ class ReplicaLinks:
         lost: Callable[[ReplicaLink], None],
     ) -> None:
         """
-        digest, token, driver: see ReplicaPool.
+        digest, token, driver: see Dispatch.
         spawn: makes a task of the loop.
         heard: told all news of each, in their order, and once.
         lost: told of each that is no longer there.

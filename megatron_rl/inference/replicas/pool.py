@@ -19,10 +19,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.replicas.dispatch import Dispatch
-from megatron_rl.inference.replicas.link import Patience
 from megatron_rl.inference.replicas.roster import Start
 
 STOP_S = 10.0
@@ -35,28 +33,9 @@ class ReplicaPool:
     """Implements `ResumableInference` over the replicas of an attempt. A rank that follows a driver has one that was
     never started."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        digest: str,
-        token: str,
-        driver: int,
-        *,
-        goes_on: bool,
-        limit_s: float,
-        patience: Patience | None = None,
-    ) -> None:
-        """
-        digest: see `wire.digest_of`.
-        token: the run's.
-        driver: number of this one; the first one keeps the replicas alive.
-        goes_on: whether an answer whose replica is lost goes on from its tokens, or is sampled again: see
-            `resume.partial`.
-        limit_s: that it may take until any replica can be asked, or one that is asked has a token.
-        """
-        self._dispatch = Dispatch(
-            attempt, digest, token, driver, goes_on=goes_on, limit_s=limit_s, patience=patience or Patience()
-        )
+    def __init__(self, dispatch: Dispatch) -> None:
+        """dispatch: for this pool's thread alone, from here on."""
+        self._dispatch = dispatch
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
 

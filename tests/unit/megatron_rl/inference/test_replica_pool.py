@@ -19,7 +19,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.replicas.dispatch import NoReplica
+from megatron_rl.inference.replicas.dispatch import Dispatch, NoReplica
 from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
@@ -41,7 +41,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def pool_of(
     attempt: Attempt, *, goes_on: bool = True, limit_s: float = 60.0, patience: Patience = SOON
 ) -> Iterator[ReplicaPool]:
-    pool = ReplicaPool(attempt, DIGEST, TOKEN, 0, goes_on=goes_on, limit_s=limit_s, patience=patience)
+    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, 0, goes_on=goes_on, limit_s=limit_s, patience=patience))
     pool.start()
     pool.policy_version = 0
     try:
