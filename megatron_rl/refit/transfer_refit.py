@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.refit.lifeline import Listener
+from megatron_rl.refit.refusals import Refusals
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -81,6 +82,7 @@ class TransferRefit:
         self._moved_bytes = 0
         self._group: TransferGroup | None = None
         self._left_out: set[ReplicaStart] = set()  # of this publication
+        self._refusals = Refusals()  # of those before, of rank 0
         self._listener: Listener | None = None  # of rank 0, between the beginning of an epoch and its own joining
         self._given_up = threading.Event()
 
@@ -147,7 +149,7 @@ class TransferRefit:
         assert self._replicas is not None
         if self._given_up.is_set():
             return None
-        while live := sorted(Member(*each) for each in self._replicas.live() if each[:2] not in self._left_out):
+        while live := self._live():
             if self._group is not None and self._group.intact and self._group.epoch.replicas == (*live,):
                 return self._group.epoch
             self._leave()
@@ -163,6 +165,12 @@ class TransferRefit:
                 continue
             return epoch
         return None
+
+    def _live(self) -> list[Member]:
+        """Who may still take this version; those that it is not offered to where there is nobody else."""
+        assert self._replicas is not None
+        live = sorted(Member(*each) for each in self._replicas.live() if each[:2] not in self._left_out)
+        return [member for member in live if member.started not in self._refusals.skipped] or live
 
     def _join(self, epoch: Epoch) -> None:
         listener, self._listener = self._listener, None
@@ -195,6 +203,8 @@ class TransferRefit:
         swapped = frozenset(self._replicas.swap(version))
         if lost := self._group.epoch.started - swapped:
             self._leave_out(lost, ReplicaLost(lost, f"did not take version {version}"))
+        if swapped:
+            self._refusals.note(swapped, self._left_out)
         return bool(swapped)
 
     def _leave_out(self, who: Collection[ReplicaStart], why: ReplicaLost) -> None:
