@@ -30,9 +30,9 @@ REQUESTS = st.builds(
     lambda prompt, samples, limit, temperature, top_k, key: GenerationRequest(
         prompt, samples, Sampling(max_new_tokens=limit, temperature=temperature, top_k=top_k), key
     ),
-    prompt=st.lists(st.integers(0, 12), min_size=1, max_size=30),
+    prompt=st.lists(st.integers(0, 12), min_size=1, max_size=20),
     samples=st.integers(1, SAMPLES),
-    limit=st.integers(1, 30),
+    limit=st.integers(1, 12),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     top_k=st.sampled_from([0, 3]),
     key=st.integers(0, 1000),
@@ -60,7 +60,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
 @examples(5)
 @given(
     request=REQUESTS,
-    others=st.lists(REQUESTS, max_size=6),
+    others=st.lists(REQUESTS, max_size=4),
     arriving=st.lists(st.integers(0, 4), max_size=6),
     max_batch=st.integers(SAMPLES, 12),
     threads=st.sampled_from([1, 2]),

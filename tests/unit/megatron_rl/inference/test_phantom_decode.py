@@ -30,10 +30,10 @@ LONGEST = 400
 PAGE_TOKENS = 64
 TOKENIZER = CharacterTokenizer(ALPHABET)
 SAMPLINGS = [
-    Sampling(max_new_tokens=72),
-    Sampling(max_new_tokens=72, temperature=0.0),
-    Sampling(max_new_tokens=72, top_k=4, top_p=0.9, min_p=0.05, min_new_tokens=30),
-    Sampling(max_new_tokens=72, stop_tokens=(1, 2), stop=("77",)),
+    Sampling(max_new_tokens=40),
+    Sampling(max_new_tokens=40, temperature=0.0),
+    Sampling(max_new_tokens=40, top_k=4, top_p=0.9, min_p=0.05, min_new_tokens=16),
+    Sampling(max_new_tokens=40, stop_tokens=(1, 2), stop=("77",)),
 ]
 
 
@@ -53,7 +53,7 @@ class Reads:
         return read
 
 
-@pytest.mark.parametrize("page_tokens", [PAGE_TOKENS, 256], ids=["gathered", "recorded"])
+@pytest.mark.parametrize("page_tokens", [32, 256], ids=["gathered", "recorded"])
 def test_the_host_waits_at_most_once_in_eight_tokens(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch, page_tokens: int
 ) -> None:
@@ -85,8 +85,8 @@ def test_the_host_waits_at_most_once_in_eight_tokens(
                 execute(scheduler, runner, admission)
     assert len(scheduler.answered) == len(SAMPLINGS) - 1
     assert scheduler.deltas[-1][1].finish_reason
-    assert decoded > 40 and moved
-    assert 5 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
+    assert decoded > 3 * TOKENS_PER_WAIT and moved
+    assert 3 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # one look may just have come due
 
 
 def test_pieces_of_prompts_and_beginnings_that_are_found_are_computed_on_the_device(platform: Any, groups: Any) -> None:
