@@ -1,6 +1,7 @@
 """What the demo learns on a real Slurm where its ranks generate themselves, and where another node does, also ahead.
 
     python tests/benchmarks/placement.py [--steps 400] [--seeds 0 1 2] [--cases co-located lag0 lag1 lag2]
+                                         [--recipe optimizer.learning_rate=5e-4 ...]
 
 Three nodes train in every case, and one more generates in those with a lag: a rank a node. Brings up the cluster of
 tests/slurm, which shares this machine's cores, so the seconds say little. With lags of 1 and 2 older weights are
@@ -37,8 +38,8 @@ LAST = 20
 """Steps at the end over which a reward is the mean."""
 
 
-def learn(login: Login, case: str, seed: int, steps: int) -> str:
-    words = (*CASES[case], "job.gpus_per_node=1", f"training.seed={seed}", f"training.steps={steps}")
+def learn(login: Login, case: str, seed: int, steps: int, recipe: list[str]) -> str:
+    words = (*CASES[case], *recipe, "job.gpus_per_node=1", f"training.seed={seed}", f"training.steps={steps}")
     run = login.submit("demo", "--cluster", "real", *words)
     run.wait("COMPLETED", limit=LIMIT_S)
     assert run.dir.done.exists(), run.log()
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cases", choices=CASES, nargs="+", default=[*CASES])
+    parser.add_argument("--recipe", nargs="+", default=[], metavar="KEY=VALUE", help="keys of every case")
     options = parser.parse_args()
     cluster = Cluster()
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +71,7 @@ def main() -> None:
             )
             for seed in options.seeds:
                 for case in options.cases:
-                    print(learn(login, case, seed, options.steps), flush=True)
+                    print(learn(login, case, seed, options.steps, options.recipe), flush=True)
         finally:
             cluster.down()
 
