@@ -114,6 +114,9 @@ def _seconds(step: StepReport) -> float:
 
 STEP_METRICS: dict[str, Metric] = {
     "mean_reward": Metric("mean reward of the step's answers, as scored", _of_answers(lambda s: s.batch.reward)),
+    "right_ratio": Metric(
+        "share of the answers whose reward is 1, as evaluation counts right ones", _of_answers(lambda s: s.batch.right)
+    ),
     "reward_std": Metric("standard deviation of those rewards", _reward_std),
     "nonzero_groups_ratio": Metric(
         "share of groups whose rewards differ, the only ones with a gradient",

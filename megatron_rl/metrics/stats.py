@@ -32,6 +32,8 @@ class BatchStats:
     reward: Total
     """As scored, summed over answers."""
     reward_squared: Total
+    right: Total
+    """Answers with reward 1, as evaluation counts them."""
     answer_tokens: Total
     """That the model sampled."""
     answer_length_max: Largest

@@ -105,6 +105,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         groups_with_signal=int(batch.signal.sum()),
         reward=float(rewards.sum()),
         reward_squared=float(rewards.square().sum()),
+        right=int((rewards == 1.0).sum()),
         answer_tokens=sum(answer_lengths),
         answer_length_max=max(answer_lengths, default=0),
         answer_length_min=min(answer_lengths, default=float("inf")),

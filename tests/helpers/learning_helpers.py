@@ -72,9 +72,9 @@ def train(recipe: str, root: Path, *overrides: str, environment: str | None = No
     return run_dir
 
 
-def mean_rewards(run_dir: RunDir, first: int, last: int) -> tuple[float, float]:
-    """Mean reward of the first and of the last steps, that many."""
-    curve = [line["mean_reward"] for line in lines_of(run_dir.metrics)]
+def mean_rewards(run_dir: RunDir, first: int, last: int, metric: str = "mean_reward") -> tuple[float, float]:
+    """Mean reward, or share of right answers, of the first and of the last steps, that many."""
+    curve = [line[metric] for line in lines_of(run_dir.metrics)]
     return sum(curve[:first]) / first, sum(curve[-last:]) / last
 
 

@@ -438,6 +438,7 @@ class _Trainer:
             groups_with_signal=sum(len({a.reward for a in group.trajectories}) > 1 for group in batch.groups),
             reward=sum(answer.reward for answer in answers),
             reward_squared=sum(answer.reward**2 for answer in answers),
+            right=sum(answer.reward == 1.0 for answer in answers),
             answer_tokens=sum(answer.answer_length for answer in answers),
             answer_length_max=ANSWER_TOKENS,
             answer_length_min=ANSWER_TOKENS,

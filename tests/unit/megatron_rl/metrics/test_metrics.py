@@ -196,6 +196,7 @@ BATCH = BatchStats(
     groups_with_signal=1,
     reward=3.0,
     reward_squared=3.0,
+    right=3,
     answer_tokens=10,
     answer_length_max=4,
     answer_length_min=1,
@@ -241,6 +242,7 @@ def metrics(
 def test_batch_metrics_are_means_over_the_answers() -> None:
     found = metrics()
     assert found["mean_reward"] == 0.75
+    assert found["right_ratio"] == 0.75
     assert found["reward_std"] == pytest.approx(math.sqrt(3) / 4)
     assert found["nonzero_groups_ratio"] == 0.5
     assert found["answer_length"] == 2.5
