@@ -64,8 +64,9 @@ def command(ctx: click.Context, **options: Any) -> None:
     name in the cache of the hub, or package:NAME.
 
     pass@1, pass@2, ... pass@K without bias (Chen et al. 2021), avg@K, maj@K where the environment can tell that two
-    answers say the same (arithmetic; math, as text; reasoning-gym with scoring: last_number), greedy accuracy, mean
-    reward and length, each with its standard error over the problems. A lost answer counts nowhere but among the lost.
+    answers say the same (arithmetic; math, as text; reasoning-gym scored by last_number or distance), greedy accuracy,
+    mean reward and length, each with its standard error over the problems. A lost answer counts nowhere but among the
+    lost.
 
     Answers are kept as they come: the same command goes on where one was interrupted, and with --out refuses to mix
     settings. On a CPU the result is then the same bit for bit.

@@ -49,9 +49,10 @@ class ReasoningGymConfig(DrawnProblemsConfig):
     {expression}."""
     chat: Chat = "auto"
     """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
-    scoring: Literal["dataset", "last_number"] = "dataset"
+    scoring: Literal["dataset", "last_number", "distance"] = "dataset"
     """dataset: its own score of the whole answer, in parts for some. last_number: 1 where the last number in the answer
-    is the right one, else 0."""
+    is the right one, else 0. distance: 1 / (1 + its distance from the right one), 0 where there is no number: where no
+    answer to a problem is right, some are better than others still."""
     scorers: PositiveInt = 2
     """Processes that score answers by the dataset's own score, on each rank that generates."""
     score_timeout_s: PositiveFloat = 10.0
@@ -106,7 +107,7 @@ class ReasoningGymEnvironment(DrawnProblems):
         """Raises ValueError for a dataset or arguments that reasoning-gym does not have."""
         from megatron_rl.agent.sandbox.pool import WorkerPool  # the launcher checks a recipe without it
 
-        self.compares_answers = config.scoring == "last_number"
+        self.compares_answers = config.scoring != "dataset"
         self._told = False  # that there is an answer that cannot be read
         super().__init__(config, tokenizer, _problems(_dataset(config), config, tokenizer))
         limits = Limits(
@@ -123,8 +124,10 @@ class ReasoningGymEnvironment(DrawnProblems):
     ) -> float | Awaitable[float]:
         if self._waits():
             return self._score(response.strip(), golden)
-        said = last_number(response)
-        return float(said is not None and said == last_number(golden["answer"]))
+        said, right = last_number(response), last_number(golden["answer"])
+        if said is None or right is None or (self.config.scoring == "last_number" and said != right):
+            return 0.0
+        return float(1 / (1 + abs(said - right)))
 
     def _waits(self) -> bool:
         return self.config.scoring == "dataset"

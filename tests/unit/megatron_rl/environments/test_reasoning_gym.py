@@ -89,6 +89,21 @@ def test_the_last_number_scores_each_problem() -> None:
             assert environment.get_reward(text, problem.golden, "stop") == 0.0
 
 
+def test_by_distance_a_wrong_number_earns_less_the_further_it_is_from_the_right_one() -> None:
+    environment = build(scoring="distance")
+    assert environment.compares_answers
+    for text, reward in {
+        "-3": 1.0,
+        "2 or -3.": 1.0,
+        "-2": 0.5,
+        "-4": 0.5,
+        "1": 0.2,
+        "-2.5": 2 / 3,
+        "none": 0.0,
+    }.items():
+        assert environment.get_reward(text, {"answer": "-3"}, "stop") == pytest.approx(reward), text
+
+
 def test_the_datasets_own_score_is_given_in_parts() -> None:
     environment = build()
     problem = next(each for each in environment.training_problems() if each.golden["answer"] == "12")
