@@ -53,7 +53,8 @@ class ModelRunner:
         spare_page = pages[0] if self._graphs else None
         self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids, spare_page)
         attention = policy.decoder.layers[0].self_attention
-        self._heads = attention.num_attention_heads_per_partition
+        # megatron-core's attention counts those of other ranks too, where they share a key/value head.
+        self._heads = model.num_attention_heads // policy.pg_collection.tp.size()
         self._kv_heads = attention.num_query_groups_per_partition
         self._make_cache = partial(
             KeyValueCache,

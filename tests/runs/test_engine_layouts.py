@@ -68,6 +68,7 @@ LAYOUTS = {
         Layout(engine=2, tp=2, pp=2),
         Layout(engine=1, tp=2, pp=2),
         Layout(engine=2, tp=2, ep=2),
+        Layout(engine=4, tp=4),  # each key/value head is on two ranks
     ],
 }
 """By number of ranks."""
