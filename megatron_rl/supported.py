@@ -11,13 +11,10 @@ from megatron_rl.errors import ConfigurationError
 
 def not_yet(config: RunConfig) -> list[str]:
     """What is missing to run this recipe, one sentence each with key and value; empty where nothing is."""
-    model, training, inference = config.model, config.placement.training, config.placement.inference
+    inference = config.placement.inference
     missing: list[tuple[str, object, object, str]] = [
         ("placement.inference.pp", inference.pp, 1, "a rank generates with its part of every layer; only 1 runs"),
     ]
-    if inference.tp not in (None, training.tp) and inference.tp > model.num_query_groups:
-        why = f"more ranks than model.num_query_groups {model.num_query_groups} share heads as those of training only"
-        missing.append(("placement.inference.tp", inference.tp, training.tp, why))
     return [f"{key} {value} is not supported yet: {why}" for key, value, can, why in missing if value != can]
 
 

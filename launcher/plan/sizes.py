@@ -186,8 +186,9 @@ def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
         return
     training, inference = "placement.training", "placement.inference"
     yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep))
-    inference_tp = 1 if s.inference_tp == s.tp else s.inference_tp  # said once
-    yield from (f"{inference}.{problem}" for problem in model.undivided(inference_tp, s.inference_pp, 1))
+    if s.inference_tp != s.tp:  # else it is said
+        problems = model.undivided(s.inference_tp, s.inference_pp, training_tp=s.tp)
+        yield from (f"{inference}.{problem}" for problem in problems)
     if model.num_experts and s.tp > 1 and not s.sequence_parallel:
         yield (
             f"{training}.tp {s.tp} with model.num_experts {model.num_experts} needs {training}.sequence_parallel: else "

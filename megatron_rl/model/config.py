@@ -153,8 +153,11 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    def undivided(self, tp: int, pp: int, ep: int) -> Iterator[str]:
-        """What cannot be shared out evenly, as megatron-core has to, over so many ranks: a sentence for each."""
+    def undivided(self, tp: int, pp: int = 1, ep: int = 1, training_tp: int | None = None) -> Iterator[str]:
+        """What cannot be shared out evenly, as megatron-core has to, over so many ranks: a sentence for each.
+
+        training_tp: of an engine, the tensor parallel size of the training.
+        """
         sizes = [("tp", tp, name) for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple")]
         if self.num_experts is not None:
             sizes += [("tp", tp, "expert_ffn_hidden_size"), ("ep", ep, "num_experts")]
@@ -162,6 +165,11 @@ class ModelConfig(Section):
             yield f"ep {ep} needs model.num_experts: there are no experts to share"
         if tp % self.num_query_groups:  # more ranks than key/value heads: each is on several
             sizes.append(("tp", tp, "num_query_groups"))
+        elif tp > self.num_query_groups and training_tp not in (None, tp):
+            yield (
+                f"tp {tp} is more than model.num_query_groups {self.num_query_groups}: ranks share a key/value head "
+                f"only as in training, where tp is {training_tp}"
+            )
         for key, size, name in (*sizes, ("pp", pp, "num_layers")):
             if (value := getattr(self, name)) % size:
                 remainder = f"{value} = {value // size} x {size} + {value % size}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_rl.config import RunConfig
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import RankEngine
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.stops import Decode
@@ -48,7 +49,10 @@ def build_engine(
 
 def build_apart(config: RunConfig, vocab_size: int, platform: Platform, ranks: EngineRanks) -> Policy:
     """A model that only generates, cut over the ranks of an engine, whose weights are still to come. Collective over
-    all ranks."""
+    all ranks. Raises ConfigurationError where it cannot be cut so."""
+    training_tp = config.placement.training.tp
+    if undivided := next(config.model.undivided(ranks.tensor.size(), training_tp=training_tp), None):
+        raise ConfigurationError(f"placement.inference.{undivided}")
     policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
     policy.requires_grad_(False).eval()
     if config.model.num_experts is not None and not ranks.alone:

@@ -68,7 +68,7 @@ def to_megatron(
     wanted = weights(model)
     files.check(sources(wanted).values(), tied=model.tied_embeddings)
     check_tokenizer(source, files.config.vocab_size)
-    if undivided := next(model.undivided(tp, 1, 1), None):
+    if undivided := next(model.undivided(tp), None):
         raise ConfigurationError(f"{undivided}: choose a --tp that does")
     notes = {"output_layer_stored": model.tied_embeddings and _has_equal_output(files)}
     size = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in files.tensors.values())

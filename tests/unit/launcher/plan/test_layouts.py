@@ -135,6 +135,16 @@ def test_sizes_must_divide_the_model(keys, complaint):
     assert any(problem.startswith(complaint) for problem in refused(1, keys.pop("gpus"), None, QWEN, **keys))
 
 
+def test_an_engine_of_more_ranks_than_key_value_heads_is_cut_as_training():
+    model = QWEN.model_copy(update={"num_query_groups": 2})
+    (problem,) = refused(1, 8, model=model, inference={"tp": 4})
+    assert problem == (
+        "placement.inference.tp 4 is more than model.num_query_groups 2: ranks share a key/value head only as in "
+        "training, where tp is 1; nearest that work: placement.inference.tp=2 (dp 8, 4 inference replicas), or "
+        "placement.inference.tp=1 (dp 8, 8 inference replicas), or placement.training.tp=4 (dp 2, 2 inference replicas)"
+    )
+
+
 def test_experts_must_divide_and_exist():
     moe = QWEN.model_copy(update={"num_experts": 12, "experts_per_token": 2, "expert_ffn_hidden_size": 768})
     assert refused(1, 8, model=moe, ep=8)[0].startswith("placement.training.ep 8 does not divide model.num_experts 12")

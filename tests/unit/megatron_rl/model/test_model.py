@@ -249,17 +249,17 @@ def test_the_same_seed_gives_the_same_weights(platform: Any, groups: Any) -> Non
         ((1, 1, 4), EXPERTS, "ep 4 does not divide model.num_experts 6 (6 = 1 x 4 + 2)"),
         ((4, 1, 1), EXPERTS | {"expert_ffn_hidden_size": 6}, "tp 4 does not divide model.expert_ffn_hidden_size 6"),
         ((1, 1, 2), {}, "ep 2 needs model.num_experts: there are no experts to share"),
+        ((4, 1, 1, 2), {}, "tp 4 is more than model.num_query_groups 2: ranks share a key/value head only as in train"),
     ],
 )
-def test_what_cannot_be_shared_out_evenly_is_named(
-    sizes: tuple[int, int, int], shape: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_shared_out_evenly_is_named(sizes: tuple[int, ...], shape: dict[str, Any], said: str) -> None:
     problem, *_ = tiny_model(**shape).undivided(*sizes)
     assert problem.startswith(said)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (4, 1, 1)])  # two key/value heads on four ranks: each on two
-def test_what_can_is_not(sizes: tuple[int, int, int]) -> None:
+# Two key/value heads on four ranks: each on two.
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 1, 1, 4), (2, 1, 1, 1)])
+def test_what_can_is_not(sizes: tuple[int, ...]) -> None:
     assert not [*tiny_model().undivided(*sizes)]
 
 

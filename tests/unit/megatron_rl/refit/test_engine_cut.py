@@ -1,0 +1,18 @@
+"""The model of an engine is cut as its ranks can be, or not built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from core_helpers import VOCAB, tiny_run
+
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.refit.engine import build_apart
+
+
+def test_ranks_that_cannot_share_heads_refuse_by_key_and_value(platform: Any) -> None:
+    four: Any = SimpleNamespace(tensor=SimpleNamespace(size=lambda: 4))
+    with pytest.raises(ConfigurationError, match=r"^placement\.inference\.tp 4 is more than model\.num_query_groups 2"):
+        build_apart(tiny_run(), VOCAB, platform, four)
