@@ -34,7 +34,6 @@ from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.run import Run, set_up
-from megatron_rl.supported import check_supported
 from megatron_rl.train_rl import begin_save, save_metrics, train
 
 logger = logging.getLogger("megatron_rl")
@@ -45,7 +44,6 @@ def run_attempt(
 ) -> str:
     """Everything between start and exit of a rank. Returns FINISHED or DRAINED, once rank 0 has written so."""
     config = read_config(run_dir)
-    check_supported(config)
     check_installed(config.logging)
     made_of = choose_implementation(config)
     platform = select(config.job, world.local_rank, made_of)

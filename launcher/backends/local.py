@@ -86,7 +86,7 @@ def supervisor_command(
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
     supervisor += ["--ranks", str(sizes.training_world), "--threads", str(job.threads_per_rank), "--device", job.device]
     if sizes.partitioned:
-        supervisor += ["--replicas", str(sizes.replicas), "--replica-ranks", str(sizes.replica_size)]
+        supervisor += ["--replicas", str(sizes.replicas), "--replica-ranks", str(sizes.inference_tp)]
         supervisor += ["--replica-command", shlex.join(REPLICA_COMMAND)]
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
     if owner is not None:

@@ -33,7 +33,6 @@ from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
-from megatron_rl.supported import not_yet
 
 STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -118,12 +117,11 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
 
 def refusals(recipe: Recipe, profile: Profile) -> list[str]:
     """What mrl-submit would say instead of submitting."""
-    missing = not_yet(recipe.config)
     try:
         make_plan(recipe, profile)
     except BadInput as refused:
-        return [*refused.problems, *missing]
-    return missing
+        return [*refused.problems]
+    return []
 
 
 def checkpoint_size(config: RunConfig | None) -> int | None:

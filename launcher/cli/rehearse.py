@@ -18,7 +18,6 @@ from launcher.plan.parameters import tokens_known
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.codes import EXIT_CRASHED
-from megatron_rl.supported import not_yet
 
 
 @click.command("rehearse", short_help="Run a recipe at its true size without a node: shapes, devices, memory.")
@@ -46,8 +45,6 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
-    if missing := not_yet(config):
-        raise BadInput("; ".join(missing))
     if config.inference.engine != "native":
         raise BadInput(
             f"inference.engine {config.inference.engine} cannot be rehearsed, because it computes with what it reads "
@@ -58,7 +55,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     vocab = config.model.padded_vocab_size(tokens)
     done = rehearse(config, tokens, rank_kinds(sizes))
     ours = as_rehearsed(config)
-    ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done]
+    ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.stage).fullest.tensors) for one in done]
     fits = all(one.failure is None and (limit is None or one.peak_bytes + CONTEXT_BYTES <= limit) for one in done)
     if as_json:
         click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))

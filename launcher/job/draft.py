@@ -24,7 +24,6 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource, PlanRecord
 from megatron_rl.contract.shapes import from_json, to_json
-from megatron_rl.supported import not_yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
 
 
 def _obstacles(job: PlannedJob) -> list[str]:
-    found = not_yet(job.recipe.config)
+    found = []
     config, profile = job.recipe.config.job, job.profile
     limit = time_limit_s(config.time_limit or profile.time_limit)
     if limit is not None and limit <= profile.signal_s:

@@ -32,7 +32,6 @@ from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import CodeSource
-from megatron_rl.supported import not_yet
 
 UNPACK_S = 1800  # that a node has to unpack an image
 END_S = 30  # seconds that an srun has to leave in order
@@ -71,7 +70,6 @@ def render(job: PlannedJob) -> str:
         templates()
         .get_template("job.sbatch.j2")
         .render(
-            unsupported=not_yet(config),
             header=[Shell(option) for option in header(job)],
             title=Shell(f"mrl {job.version}: {config.name} on {job.cluster}"),
             run_dir=str(job.run_dir),
@@ -119,7 +117,7 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
 def _harvest_options(job: PlannedJob) -> list[str]:
     """Options of sbatch for the job of one harvested replica."""
     config, profile = job.recipe.config, job.profile
-    harvest, ranks = config.harvest, job.plan.sizes.replica_size
+    harvest, ranks = config.harvest, job.plan.sizes.inference_tp
     assert harvest is not None
     asked = {
         "partition": harvest.partition,
@@ -240,7 +238,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         )
 
     if config.harvest is not None:
-        ranks = plan.sizes.replica_size
+        ranks = plan.sizes.inference_tp
         gpus = {} if config.job.device == "cpu" else job.profile.gpus(ranks)
         counts = {"nodes": 1, "ntasks": ranks, "ntasks-per-node": ranks, **gpus}
         (bound,) = shell_lines([binding(job.profile)])

@@ -47,8 +47,8 @@ class Memory:
 
     role: str
     """colocated, training or inference."""
-    stage: int
-    """Its pipeline stage."""
+    stage: int | None
+    """Of training's pipeline; None where it only generates."""
     phases: tuple[Phase, ...]
     """Of each name the fullest."""
 
@@ -65,16 +65,13 @@ class Memory:
 
 def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
     """The memory of the fullest rank of each role that the layout has."""
-    found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
-    if sizes.partitioned:
-        stages = (_inference(config, sizes, vocab, stage) for stage in range(sizes.inference_pp))
-        found.append(max(stages, key=lambda one: one.total))
-    return found
+    fullest = max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)
+    return [fullest, _inference(config, sizes, vocab)] if sizes.partitioned else [fullest]
 
 
-def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: int) -> Memory:
-    """The memory of the ranks of one role and pipeline stage."""
-    return (_inference if role == "inference" else _training)(config, sizes, vocab, stage)
+def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, stage: int | None) -> Memory:
+    """The memory of the ranks of one stage of training's pipeline; None: of those that only generate."""
+    return _inference(config, sizes, vocab) if stage is None else _training(config, sizes, vocab, stage)
 
 
 def as_rehearsed(config: RunConfig) -> RunConfig:
@@ -96,12 +93,10 @@ def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
 
 
 def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
-    """Bytes of the host's memory in which the fullest rank of a replica puts new weights aside until all have come."""
+    """Bytes of the host's memory in which a rank of a replica puts new weights aside until all have come."""
     if not sizes.partitioned:
         return 0
-    stages = range(sizes.inference_pp)
-    held = (weights(config.model, vocab, sizes.inference_tp, sizes.inference_pp, 1, stage) for stage in stages)
-    return max(WEIGHT_BYTES[config.model.dtype] * each.all for each in held)
+    return WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab, sizes.inference_tp).all
 
 
 def sent_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
@@ -157,8 +152,8 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     return Memory(role, stage, tuple(_fullest(name, config, phases[name]) for name in PHASES if name in phases))
 
 
-def _inference(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
-    held = weights(config.model, vocab, sizes.inference_tp, sizes.inference_pp, 1, stage)
+def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> Memory:
+    held = weights(config.model, vocab, sizes.inference_tp)
     size = WEIGHT_BYTES[config.model.dtype]
     terms = (
         Term("weights", size * held.all, f"{size} bytes x {in_words(held.all)} parameters"),
@@ -166,7 +161,7 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memor
         *memory_terms.decode_graphs(config, vocab),
         memory_terms.prefill(config, sizes),
     )
-    return Memory("inference", stage, (_fullest("generate", config, [terms]),))
+    return Memory("inference", None, (_fullest("generate", config, [terms]),))
 
 
 def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) -> Phase:

@@ -13,8 +13,8 @@ class RankKind:
     """Ranks that hold parts of the same shapes and do the same."""
 
     role: Role
-    stage: int
-    """Pipeline stage."""
+    stage: int | None
+    """Of training's pipeline; None where it only generates."""
     rank: int
     """The first of them, in its own world: that of training, or a replica's."""
     world: int
@@ -28,4 +28,4 @@ def rank_kinds(sizes: Sizes) -> list[RankKind]:
     role: Role = "training" if sizes.partitioned else "colocated"
     stages = sorted({0, min(1, sizes.pp - 1), sizes.pp - 1})
     kinds = [RankKind(role, stage, stage * (world // sizes.pp), world) for stage in stages]
-    return [*kinds, RankKind("inference", 0, 0, sizes.replica_size)] if sizes.partitioned else kinds
+    return [*kinds, RankKind("inference", None, 0, sizes.inference_tp)] if sizes.partitioned else kinds

@@ -145,9 +145,8 @@ def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
 def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> Iterator[Term]:
     """What a rank generates by and does not train: cut alike, all that it trains is among what it generates by."""
     size = WEIGHT_BYTES[config.model.dtype]
-    needed = weights(config.model, vocab, sizes.inference_tp, sizes.inference_pp).all
-    same = sizes.inference_tp == sizes.tp and sizes.inference_pp in (1, sizes.pp)
-    if missing := needed - held.all * same:
+    needed = weights(config.model, vocab, sizes.inference_tp).all
+    if missing := needed - held.all * (sizes.inference_tp == sizes.tp):
         formula = f"{size} bytes x {in_words(missing)} parameters: another layout"
         yield Term("inference weights", size * missing, formula)
 
@@ -155,7 +154,7 @@ def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -
 def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
     """Keys and values of all sequences that a rank generates at once."""
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
-    layers, heads = model.num_layers // sizes.inference_pp, -(-model.num_query_groups // sizes.inference_tp)
+    layers, heads = model.num_layers, -(-model.num_query_groups // sizes.inference_tp)
     pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     return Term(
         "KV cache",

@@ -24,7 +24,6 @@ _KEYS = {
     "sequence_parallel": "placement.training.sequence_parallel",
     "inference_nodes": "placement.inference.nodes",
     "asked_inference_tp": "placement.inference.tp",
-    "inference_pp": "placement.inference.pp",
     "tp_across_nodes": "placement.tp_across_nodes",
 }
 
@@ -92,7 +91,7 @@ def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
 
 def _simplest(sizes: Sizes, node_gpus: int | None) -> dict[str, Any]:
     """Everything that differs from data parallelism alone, which always works."""
-    plain: dict[str, Any] = dict.fromkeys(("tp", "pp", "cp", "ep", "inference_pp"), 1)
+    plain: dict[str, Any] = dict.fromkeys(("tp", "pp", "cp", "ep"), 1)
     plain |= {"sequence_parallel": False, "partitioned": False, "inference_nodes": 0}
     plain["gpus_per_node"] = min(sizes.gpus_per_node, node_gpus or sizes.gpus_per_node)
     plain["asked_inference_tp"] = sizes.asked_inference_tp and 1

@@ -1,11 +1,10 @@
 """Pure: nodes x GPUs x {colocated, partitioned} -> role, node, GPU and parallel coordinates of every rank.
 
-Ranks are numbered node by node. Within the training world, and within the worlds that generate, coordinates are
-those that megatron-core gives (its rank order tp-cp-ep-dp-pp): tensor parallel neighbours are adjacent ranks, pipeline
-stages are furthest apart.
+Ranks are numbered node by node. Within the training world coordinates are those that megatron-core gives (its rank
+order tp-cp-ep-dp-pp): tensor parallel neighbours are adjacent ranks, pipeline stages are furthest apart. An inference
+replica is `placement.inference.tp` adjacent ranks.
 
-    colocated     all ranks train, and generate in between with the layout `placement.inference`: replica k is the k-th
-                  data-parallel rank of that layout over the same world. One step.
+    colocated     all ranks train, and generate in between. One step.
     partitioned   the first nodes train, the last `placement.inference.nodes` generate. Each inference replica is a
                   world of its own and a step of its own, so that losing one takes no other along. A replica is whole
                   nodes, or one of several that share a node (`Step.gpu_offset`).
@@ -50,8 +49,6 @@ class Infer:
     replica: int
     rank: int
     """Within the replica."""
-    tp: int
-    pp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +156,9 @@ def _training_step(sizes: Sizes) -> Step:
 def _inference_steps(sizes: Sizes) -> Iterator[Step]:
     first = sizes.training_nodes * sizes.gpus_per_node
     for replica in range(sizes.replicas):
-        node, gpu = divmod(first + replica * sizes.replica_size, sizes.gpus_per_node)
-        tasks = min(sizes.replica_size, sizes.gpus_per_node)
-        nodes = tuple(range(node, node + sizes.replica_size // tasks))
+        node, gpu = divmod(first + replica * sizes.inference_tp, sizes.gpus_per_node)
+        tasks = min(sizes.inference_tp, sizes.gpus_per_node)
+        nodes = tuple(range(node, node + sizes.inference_tp // tasks))
         yield Step(f"infer-{replica}", "inference", nodes, tasks, gpu, replica)
 
 
@@ -170,11 +167,11 @@ def _ranks(sizes: Sizes) -> Iterator[Rank]:
     for rank in range(sizes.nodes * sizes.gpus_per_node):
         node, gpu = divmod(rank, sizes.gpus_per_node)
         if rank >= training:
-            yield Rank(rank, node, gpu, "inference", None, _infer_apart(rank - training, sizes))
+            yield Rank(rank, node, gpu, "inference", None, _infer(rank - training, sizes))
         elif sizes.inference_nodes:
             yield Rank(rank, node, gpu, "training", _train(rank, sizes), None)
         else:
-            yield Rank(rank, node, gpu, "colocated", _train(rank, sizes), _infer_colocated(rank, sizes))
+            yield Rank(rank, node, gpu, "colocated", _train(rank, sizes), _infer(rank, sizes))
 
 
 def _train(rank: int, sizes: Sizes) -> Train:
@@ -190,17 +187,10 @@ def _train(rank: int, sizes: Sizes) -> Train:
     )
 
 
-def _infer_colocated(rank: int, sizes: Sizes) -> Infer:
-    tp, replicas = sizes.inference_tp, sizes.replicas
-    tp_rank, pp_rank = rank % tp, rank // (tp * replicas)
-    return Infer(replica=rank // tp % replicas, rank=pp_rank * tp + tp_rank, tp=tp_rank, pp=pp_rank)
-
-
-def _infer_apart(rank: int, sizes: Sizes) -> Infer:
+def _infer(rank: int, sizes: Sizes) -> Infer:
     """The place of a rank, counted among those that generate."""
-    replica, within = divmod(rank, sizes.replica_size)
-    pp_rank, tp_rank = divmod(within, sizes.inference_tp)
-    return Infer(replica=replica, rank=within, tp=tp_rank, pp=pp_rank)
+    replica, within = divmod(rank, sizes.inference_tp)
+    return Infer(replica, within)
 
 
 def rank_rows(plan: Plan) -> list[dict[str, Any]]:

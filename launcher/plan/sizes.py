@@ -33,7 +33,6 @@ class Sizes:
     inference_nodes: int
     """Nodes that only generate; 0 where all ranks do both."""
     asked_inference_tp: int | None
-    inference_pp: int
     tp_across_nodes: bool
 
     @classmethod
@@ -51,13 +50,12 @@ class Sizes:
             sequence_parallel=training.sequence_parallel,
             inference_nodes=inference.nodes or 0,
             asked_inference_tp=inference.tp,
-            inference_pp=inference.pp,
             tp_across_nodes=placement.tp_across_nodes,
         )
 
     @property
     def inference_tp(self) -> int:
-        """That of the training where none was asked for."""
+        """Ranks of one inference replica: training's `tp` where none was asked for."""
         return self.asked_inference_tp or self.tp
 
     @property
@@ -95,14 +93,9 @@ class Sizes:
         return self.training_world // (self.tp * self.ep * self.pp)
 
     @property
-    def replica_size(self) -> int:
-        """Ranks of one inference replica."""
-        return self.inference_tp * self.inference_pp
-
-    @property
     def replicas(self) -> int:
         """Inference replicas."""
-        return self.generating // self.replica_size
+        return self.generating // self.inference_tp
 
 
 def check(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> tuple[str, ...]:
@@ -157,19 +150,19 @@ def _training(s: Sizes) -> Iterator[str]:
 
 
 def _generating(s: Sizes) -> Iterator[str]:
-    key, size = "placement.inference", s.replica_size
-    if s.generating % size:
+    key, tp = "placement.inference.tp", s.inference_tp
+    if s.generating % tp:
         nodes = s.inference_nodes or s.nodes
         yield (
-            f"{key}.tp {s.inference_tp} x pp {s.inference_pp} = {size} does not divide the "
-            f"{nodes} x {s.gpus_per_node} = {s.generating} ranks that generate ({_remainder(s.generating, size)})"
+            f"{key} {tp} does not divide the {nodes} x {s.gpus_per_node} = {s.generating} ranks that generate "
+            f"({_remainder(s.generating, tp)})"
         )
-    elif s.partitioned and s.gpus_per_node % size and size % s.gpus_per_node:
+    elif s.partitioned and s.gpus_per_node % tp and tp % s.gpus_per_node:
         yield (
-            f"{key}.tp {s.inference_tp} x pp {s.inference_pp} = {size} is neither whole nodes nor an equal share of "
-            f"one, of {s.gpus_per_node} GPUs ({_remainder(max(size, s.gpus_per_node), min(size, s.gpus_per_node))})"
+            f"{key} {tp} is neither whole nodes nor an equal share of one, of {s.gpus_per_node} GPUs "
+            f"({_remainder(max(tp, s.gpus_per_node), min(tp, s.gpus_per_node))})"
         )
-    yield from _across_nodes(f"{key}.tp", s.inference_tp, s)
+    yield from _across_nodes(key, tp, s)
 
 
 def _across_nodes(key: str, tp: int, s: Sizes) -> Iterator[str]:
@@ -187,8 +180,7 @@ def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
     training, inference = "placement.training", "placement.inference"
     yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep))
     if s.inference_tp != s.tp:  # else it is said
-        problems = model.undivided(s.inference_tp, s.inference_pp, training_tp=s.tp)
-        yield from (f"{inference}.{problem}" for problem in problems)
+        yield from (f"{inference}.{problem}" for problem in model.undivided(s.inference_tp, training_tp=s.tp))
     if model.num_experts and s.tp > 1 and not s.sequence_parallel:
         yield (
             f"{training}.tp {s.tp} with model.num_experts {model.num_experts} needs {training}.sequence_parallel: else "

@@ -158,7 +158,6 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
             "ranks": sizes.generating,
             "replicas": sizes.replicas,
             "tp": sizes.inference_tp,
-            "pp": sizes.inference_pp,
         },
         "steps": [asdict(step) for step in plan.steps],
         "batch": asdict(batch(config, plan)),

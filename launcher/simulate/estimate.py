@@ -82,7 +82,7 @@ def estimate_costs(
     """
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep)
-    engine = weights(model, vocab, sizes.inference_tp, sizes.inference_pp)
+    engine = weights(model, vocab, sizes.inference_tp)
     flops = sizes.training_world * card.bf16_flops * TRAINING_MFU
     passes = _passes(config) * _bubble(config, sizes, work)
     per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1) * passes / flops
@@ -91,14 +91,14 @@ def estimate_costs(
     return Costs(
         decode=_decode_speed(config, sizes, engine, card),
         rows=_rows(config, work),
-        prefill_token_s=_forward_flops(model, vocab) / (sizes.replica_size * card.bf16_flops * PREFILL_MFU),
+        prefill_token_s=_forward_flops(model, vocab) / (sizes.inference_tp * card.bf16_flops * PREFILL_MFU),
         train_token_s=per_token,
         train_square_s=per_square,
         training_replicas=sizes.dp,
         step_s=_update_s(config, sizes, vocab, held) + work.prompts * work.prompt_tokens * per_token,
         refit_s=_refit_s(sizes, size * weights(model, vocab).all),
         trains_beside_refit=config.job.device == "cpu",
-        generates_beside_refit=config.job.device == "cpu" or sizes.replica_size == 1,
+        generates_beside_refit=config.job.device == "cpu" or sizes.inference_tp == 1,
         swap_s=size * engine.all / card.memory_bytes_per_s if sizes.partitioned else 0.0,
         save_blocked_s=saved / sizes.training_world / HOST_BYTES_PER_S,
         save_s=saved / (fs_bytes_per_s or FILE_SYSTEM_BYTES_PER_S),
@@ -125,7 +125,7 @@ def corrected(costs: Costs, by: Correction) -> Costs:
 def _decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card) -> DecodeSpeed:
     """A token of all rows reads the weights once, of the experts those that are asked, and the caches."""
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
-    layers, heads = model.num_layers // sizes.inference_pp, -(-model.num_query_groups // sizes.inference_tp)
+    layers, heads = model.num_layers, -(-model.num_query_groups // sizes.inference_tp)
     sync = 2 * layers * ALL_REDUCE_S * (sizes.inference_tp > 1)
     share = (model.experts_per_token or 0) / (model.num_experts or 1)
 
@@ -138,11 +138,7 @@ def _decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card) 
     most = config.inference.max_batch
     counts = sorted({1, most, *(2**power for power in range(1, most.bit_length()))})
     cached = 2 * size * layers * heads * model.head_size / card.memory_bytes_per_s
-    # Stages of a pipeline take turns.
-    return DecodeSpeed(
-        tuple((rows, sizes.inference_pp * seconds(rows)) for rows in counts),
-        sizes.inference_pp * DECODE_OVERHEAD * cached,
-    )
+    return DecodeSpeed(tuple((rows, seconds(rows)) for rows in counts), DECODE_OVERHEAD * cached)
 
 
 def _rows(config: RunConfig, work: Work) -> int:
@@ -188,7 +184,7 @@ def _refit_s(sizes: Sizes, whole: int) -> float:
     Args:
         whole: bytes of all weights.
     """
-    if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.inference_pp in (1, sizes.pp):
+    if not sizes.partitioned and sizes.inference_tp == sizes.tp:
         return 0.0
-    senders = min(sizes.tp * sizes.pp, sizes.replica_size)
+    senders = min(sizes.tp * sizes.pp, sizes.inference_tp)
     return whole / senders / (NETWORK_BYTES_PER_S * NETWORK_SHARE)

@@ -115,8 +115,6 @@ class InferenceLayout(Section):
     """Nodes that only generate (`mode: partitioned`); they are the last ones."""
     tp: PositiveInt | None = None
     """Tensor parallel size of a replica; default: that of training."""
-    pp: PositiveInt = 1
-    """Pipeline stages of a replica."""
     transfer: Literal["whole", "changed"] = "whole"
     """What replicas are sent with each version (`mode: partitioned`). changed: the values that are others than before,
     of bf16 weights few where the learning rate is small; for slow networks: those that train keep a copy of what they

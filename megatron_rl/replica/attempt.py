@@ -38,7 +38,6 @@ from megatron_rl.replica.app import ReplicaService, application
 from megatron_rl.replica.commands import commands_over, follow
 from megatron_rl.replica.leader import Leader
 from megatron_rl.replica.weights import ReceivedWeights
-from megatron_rl.supported import check_supported
 
 logger = logging.getLogger("megatron_rl")
 
@@ -65,7 +64,6 @@ def run_replica(
     start: how often this replica was started in this attempt before.
     """
     config = read_config(run_dir)
-    check_supported(config)
     layout = TrainingLayout(tp=config.placement.inference.tp or config.placement.training.tp)
     if world.size != layout.tp:
         raise ConfigurationError(f"placement.inference.tp is {layout.tp}, and this replica has {world.size} ranks")

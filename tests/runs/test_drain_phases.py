@@ -140,15 +140,15 @@ def slow_second_rank(folder: Path, rank: int) -> None:
     if rank == 1:
         from megatron_rl import attempt
 
-        original = attempt.check_supported
+        original = attempt.connect
 
-        def slowly(config: Any) -> None:
+        def slowly(*args: Any) -> Any:
             time.sleep(1)  # until the other is there
             for pause in slices(folder):
                 time.sleep(pause)
-            original(config)
+            return original(*args)
 
-        attempt.check_supported = slowly
+        attempt.connect = slowly
 
 
 PHASES: dict[str, tuple[Callable[..., None], int | None]] = {

@@ -54,9 +54,8 @@ def rehearsed() -> Iterator[Rehearse]:
             for kind in rank_kinds(sizes):
                 ask.write(request(config, tokens, kind))
                 ask.flush()
-                memory = rank_memory(
-                    as_rehearsed(config), sizes, config.model.padded_vocab_size(tokens), kind.role, kind.stage
-                )
+                vocab = config.model.padded_vocab_size(tokens)
+                memory = rank_memory(as_rehearsed(config), sizes, vocab, kind.stage)
                 found.append((answer(kind, answers.readline()), memory))
             return found
 

@@ -209,16 +209,6 @@ def test_bad_input_is_one_message_a_problem_and_code_2(submit, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_the_ranks_cannot_do_yet_is_refused_before_anything_is_made(submit, tmp_path):
-    code, output = finish(submit("crash", "demo", "placement.inference.pp=2"))
-    assert code == 2
-    assert output.startswith("error: placement.inference.pp 2 is not supported yet: ")
-    assert not (tmp_path / "runs").exists()
-    code, output = finish(submit("crash", "demo", "placement.inference.pp=2", "--dry-run"))
-    assert code == 0
-    assert "would be refused: placement.inference.pp 2 is not supported yet: " in output
-
-
 def test_an_unknown_cluster_is_refused(submit):
     code, output = finish(submit("crash", "demo", "--cluster", "moon"))
     assert (code, "--cluster: no cluster is called 'moon'" in output) == (2, True)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up: a room imports from itself and from those before it. An entry is a room, a room in one, or a file.
 ORDER = {
     "megatron_rl": """
-        contract errors section CONFIG config supported
+        contract errors section CONFIG config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
         standalone server replica evaluate chat fabric rehearse models generation partitioned run train_rl attempt
         rank_main replica_main
@@ -35,7 +35,6 @@ LIGHT = (
     "megatron_rl.model.flops",
     "megatron_rl.model.hf_config",
     "megatron_rl.platform.cards",
-    "megatron_rl.supported",
 )
 """What the launcher may import of the other side, beside every room's `config`."""
 

@@ -15,7 +15,6 @@ from rich.text import Text
 from launcher.plan.placement import Plan, Rank
 from launcher.plan.summary import TIGHT
 from megatron_rl.config import RunConfig
-from megatron_rl.supported import not_yet
 
 FOLD = 8
 """Equal rows in a run beyond which most are left out."""
@@ -56,7 +55,7 @@ def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -
     for memory in summary["memory"]:
         console.print()
         console.print(_memory(config, plan, memory))
-    for warning in (*warnings(summary), *not_yet(config)):
+    for warning in warnings(summary):
         console.print(Text(f"warning: {warning}", style="bold yellow"))
 
 
@@ -82,12 +81,11 @@ def _blocks(plan: Plan, ranks: Iterator[Rank]) -> Iterator[Block]:
     sizes = plan.sizes
 
     def key(rank: Rank) -> tuple[str, int, tuple[tuple[str, int], ...]]:
-        if rank.train is not None:
-            group, parts = rank.train.dp, [("p", rank.train.pp, sizes.pp), ("c", rank.train.cp, sizes.cp)]
-        else:
+        if rank.train is None:
             assert rank.infer is not None  # every rank trains or generates
-            group, parts = rank.infer.replica, [("p", rank.infer.pp, sizes.inference_pp)]
-        return rank.role, group, tuple((letter, number) for letter, number, of in parts if of > 1)
+            return rank.role, rank.infer.replica, ()
+        parts = [("p", rank.train.pp, sizes.pp), ("c", rank.train.cp, sizes.cp)]
+        return rank.role, rank.train.dp, tuple((letter, number) for letter, number, of in parts if of > 1)
 
     for (role, group, parts), members in groupby(ranks, key=key):
         yield Block(role, group, parts, len(list(members)))
@@ -129,7 +127,7 @@ def _legend(plan: Plan) -> str:
     what = ["dp: data-parallel replica"]
     if sizes.partitioned:
         what.append("r: inference replica")
-    if max(sizes.pp, sizes.inference_pp if sizes.partitioned else 1) > 1:
+    if sizes.pp > 1:
         what.append("p: pipeline stage")
     if sizes.cp > 1:
         what.append("c: context-parallel part")
@@ -171,7 +169,7 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         ("experts", f"{sizes.ep} ranks share those of a layer" if sizes.ep > 1 else ""),
         (
             "inference",
-            _product({"tp": sizes.inference_tp, "pp": sizes.inference_pp, "replicas": sizes.replicas}, sizes.generating)
+            _product({"tp": sizes.inference_tp, "replicas": sizes.replicas}, sizes.generating)
             + ("" if sizes.partitioned else ": the same ranks, in turn"),
         ),
         *_batch(config, summary["batch"]),
@@ -243,8 +241,7 @@ def _memory(config: RunConfig, plan: Plan, memory: dict[str, Any]) -> Table:
     table.add_column(style="dim", justify="right", min_width=MARGIN - 1)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
-    stages = plan.sizes.inference_pp if memory["role"] == "inference" else plan.sizes.pp
-    where = f", stage {memory['stage']}, the fullest" if stages > 1 else ""
+    where = f", stage {memory['stage']}, the fullest" if memory["stage"] is not None and plan.sizes.pp > 1 else ""
     unit = "GPU" if config.job.device == "cuda" else "process"
     table.add_row(
         "", "", f"memory of one {memory['role']} {unit}{where}, in its fullest phase ({memory['phase']}), estimated"

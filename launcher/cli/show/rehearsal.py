@@ -39,8 +39,9 @@ def _table(rank: dict[str, Any], limit: int | None) -> Table:
     table.add_column(style="dim", justify="right", min_width=10)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
-    article = "an" if rank["role"] == "inference" else "a"
-    table.add_row("", "", f"{article} {rank['role']} rank, stage {rank['stage']}: {rank['parameters']:,} parameters")
+    stage = rank["stage"]
+    kind = "an inference rank" if stage is None else f"a {rank['role']} rank, stage {stage}"
+    table.add_row("", "", f"{kind}: {rank['parameters']:,} parameters")
     for name, phase in rank["phases"].items():
         largest = sorted(phase["held_by"].items(), key=lambda item: -item[1])
         named = [f"{holder} {size(held)}" for holder, held in largest if held > TRIFLE * phase["bytes"]]

@@ -25,7 +25,6 @@ from launcher.recipe.load import Recipe, dump_resolved, refusal
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CRASHED, EXIT_CRASHED, EXIT_FINISHED, MISCONFIGURED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.supported import not_yet
 
 if TYPE_CHECKING:  # slow to import, and a dry run needs neither
     from launcher.cli.submit.follow import Follower
@@ -56,8 +55,6 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     if request.dry_run:
         _show(recipe, sizes, planned.given, request)
         return EXIT_FINISHED
-    if missing := not_yet(recipe.config):
-        raise BadInput(missing)
     export_packages(recipe.config, None)
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:
         prepared = prepare(recipe, root, request.change)
@@ -73,12 +70,10 @@ def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> 
     place = root or Path(RUNS) / f"{config.name}-DATE-TIME"
     if request.as_json:
         values = {"cluster": LOCAL, "run_dir": str(place), "resolved": config.model_dump(mode="json")}
-        click.echo(json.dumps({**values, "changes": as_json(changed), "obstacles": not_yet(config)}))
+        click.echo(json.dumps({**values, "changes": as_json(changed)}))
         return
     for one in changed:
         click.echo(f"change: {one}", err=True)
-    for obstacle in not_yet(config):
-        click.echo(f"would be refused: {obstacle}", err=True)
     click.echo(f"would start {_in_brief(config, sizes)} in {place}; its resolved recipe:", err=True)
     click.echo(dump_resolved(config), nl=False)
 

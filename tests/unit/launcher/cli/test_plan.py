@@ -17,7 +17,6 @@ from launcher.plan.placement import Plan, place
 from launcher.plan.summary import batch, make_plan, plan_json
 from launcher.recipe.load import load_recipe
 from megatron_rl.rank.config import JobConfig, PlacementConfig
-from megatron_rl.supported import not_yet
 
 RECIPE = "qwen2.5-32b-dapo"
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
@@ -135,12 +134,6 @@ def test_context_parallel_groups_that_cross_nodes_are_warned_about():
     assert not any("cross nodes" in warning for warning in warnings(within))
 
 
-def test_what_the_ranks_cannot_do_yet_is_said():
-    config = load_recipe(RECIPE).config
-    said = " ".join(mrl_plan(RECIPE).output.split())
-    assert all(f"warning: {sentence}" in said for sentence in not_yet(config))
-
-
 def test_the_json_has_one_row_a_gpu():
     asked = load_recipe(RECIPE, ["placement.mode=partitioned", "placement.inference.nodes=5"])
     profile = load_clusters().profile("h100")
@@ -162,8 +155,8 @@ def test_the_json_has_one_row_a_gpu():
         "infer": None,
     }
     assert (last["role"], last["train"]) == ("inference", None)
-    assert last["infer"] == {"replica": 4, "rank": 7, "tp": 7, "pp": 0}
-    assert [each["role"] for each in record["memory"]] == ["training", "inference"]
+    assert last["infer"] == {"replica": 4, "rank": 7}
+    assert [(each["role"], each["stage"]) for each in record["memory"]] == [("training", 0), ("inference", None)]
 
 
 def test_the_vocabulary_is_assumed_only_where_nobody_says():

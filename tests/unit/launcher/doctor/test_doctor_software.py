@@ -199,7 +199,7 @@ def test_what_was_not_fetched(need, words):
 
 
 def test_what_mrl_submit_would_refuse_is_an_error():
-    assert told("recipe", refusals=("placement.training.tp 8 is not supported yet",)).startswith("error: placement")
+    assert told("recipe", refusals=("placement.training.tp 3 does not divide",)).startswith("error: placement")
 
 
 @pytest.mark.parametrize(

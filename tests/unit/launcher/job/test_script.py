@@ -258,15 +258,6 @@ def test_secrets_are_named_to_the_container_and_nothing_else(monkeypatch):
     assert "--export" not in script, "the default hands the whole environment on"
 
 
-def test_what_the_ranks_cannot_do_yet_takes_no_nodes(tmp_path):
-    script = tmp_path / "job.sbatch"
-    script.write_text(render(a_job("demo", "placement.inference.pp=2", run_dir=str(tmp_path / "run"))))
-    run = subprocess.run(["bash", script], capture_output=True, text=True, timeout=10, check=False)
-    assert run.returncode == 2
-    assert "error: placement.inference.pp 2 is not supported yet" in run.stderr
-    assert not (tmp_path / "run").exists()
-
-
 class TestElsewhere:
     """A host on which the script cannot become Python is left by bash alone."""
 

@@ -110,8 +110,7 @@ def test_nodes_must_be_split_as_the_mode_says():
             {"sequence_parallel": True},
             "placement.training.sequence_parallel splits activations between tensor-parallel",
         ),
-        ({"inference": {"tp": 3}}, "placement.inference.tp 3 x pp 1 = 3 does not divide the 2 x 8 = 16 ranks that gen"),
-        ({"inference": {"pp": 3}}, "placement.inference.tp 1 x pp 3 = 3 does not divide"),
+        ({"inference": {"tp": 3}}, "placement.inference.tp 3 does not divide the 2 x 8 = 16 ranks that generate"),
     ],
 )
 def test_other_sizes_that_do_not_divide(keys, complaint):
@@ -119,8 +118,8 @@ def test_other_sizes_that_do_not_divide(keys, complaint):
 
 
 def test_a_replica_is_whole_nodes_or_an_equal_share_of_one():
-    (problem,) = refused(4, 6, 6, mode="partitioned", inference={"nodes": 2, "tp": 2, "pp": 2})
-    assert "= 4 is neither whole nodes nor an equal share of one, of 6 GPUs (6 = 1 x 4 + 2)" in problem
+    (problem,) = refused(4, 6, 6, mode="partitioned", inference={"nodes": 2, "tp": 4}, tp_across_nodes=True)
+    assert "tp 4 is neither whole nodes nor an equal share of one, of 6 GPUs (6 = 1 x 4 + 2)" in problem
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_eight_nodes_of_eight_hold_eight_replicas_of_eight():
     assert (rank.node, rank.gpu, rank.role) == (2, 3, "colocated")
     assert rank.train is not None
     assert rank.infer is not None
-    assert (rank.train.tp, rank.train.dp, rank.infer.replica, rank.infer.tp) == (3, 2, 2, 3)
+    assert (rank.train.tp, rank.train.dp, rank.infer.replica, rank.infer.rank) == (3, 2, 2, 3)
 
 
 def test_three_nodes_train_and_five_generate():
@@ -70,7 +70,7 @@ def test_replicas_smaller_than_a_node_share_it():
 
 
 def test_replicas_larger_than_a_node_take_whole_ones():
-    plan = planned(5, 8, {"tp": 8}, {"nodes": 4, "pp": 2})
+    plan = planned(5, 8, {"tp": 8}, {"nodes": 4, "tp": 16}, tp_across_nodes=True)
     assert [(step.name, step.nodes, step.tasks_per_node) for step in plan.steps[1:]] == [
         ("infer-0", (1, 2), 8),
         ("infer-1", (3, 4), 8),
@@ -132,13 +132,13 @@ def test_coordinates_are_those_of_megatron_core(layout):
         assert [getattr(rank.train, name) for rank in plan.ranks] == [found[rank] for rank in range(world)], name
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(8, 1), (2, 2), (1, 4), (4, 1)])
-def test_colocated_replicas_are_the_data_parallel_ranks_of_their_own_layout(tp, pp):
+@pytest.mark.parametrize("tp", [1, 4, 8])
+def test_colocated_replicas_are_the_data_parallel_ranks_of_their_own_layout(tp):
     from megatron.core.parallel_state import RankGenerator
 
-    generator = RankGenerator(tp=tp, ep=1, dp=32 // (tp * pp), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
-    plan = planned(4, 8, {"tp": 4, "cp": 2}, {"tp": tp, "pp": pp})
-    for name, coordinate in (("dp", "replica"), ("tp", "tp"), ("pp", "pp")):
+    generator = RankGenerator(tp=tp, ep=1, dp=32 // tp, pp=1, cp=1, order="tp-cp-ep-dp-pp")
+    plan = planned(4, 8, {"tp": 4, "cp": 2}, {"tp": tp})
+    for name, coordinate in (("dp", "replica"), ("tp", "rank")):
         found = {rank: place for group in generator.get_ranks(name) for place, rank in enumerate(group)}
         assert [getattr(rank.infer, coordinate) for rank in plan.ranks] == [found[rank] for rank in range(32)]
 
@@ -158,11 +158,9 @@ def plans(draw: st.DrawFn) -> Plan:
     cp = draw(divisors(training // (tp * pp)))
     ep = draw(divisors(training // (tp * pp)))
     generating = (apart or nodes) * gpus
-    replica_tp = draw(divisors(generating if across else gpus))
-    replica_pp = draw(divisors(generating // replica_tp))
-    size = replica_tp * replica_pp
-    assume(not apart or gpus % size == 0 or size % gpus == 0)
-    inference = {"tp": replica_tp, "pp": replica_pp} | ({"nodes": apart} if apart else {})
+    replica = draw(divisors(generating if across else gpus))
+    assume(not apart or gpus % replica == 0 or replica % gpus == 0)
+    inference = {"tp": replica} | ({"nodes": apart} if apart else {})
     return planned(nodes, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep}, inference, tp_across_nodes=across)
 
 
@@ -210,9 +208,8 @@ def test_sizes_multiply_up_and_coordinates_are_unique(plan):
     assert s.tp * s.ep * s.pp * s.expert_dp == len(train)
     assert all(t.tp < s.tp and t.pp < s.pp and t.cp < s.cp and t.dp < s.dp and t.ep < s.ep for t in train)
     infer = [rank.infer for rank in plan.ranks if rank.infer is not None]
-    assert len(infer) == s.replicas * s.inference_tp * s.inference_pp
-    assert len({(i.replica, i.rank) for i in infer}) == len({(i.replica, i.tp, i.pp) for i in infer}) == len(infer)
-    assert all(i.rank == i.pp * s.inference_tp + i.tp for i in infer)
+    assert len(set(infer)) == len(infer) == s.replicas * s.inference_tp
+    assert all(i.replica < s.replicas and i.rank < s.inference_tp for i in infer)
 
 
 @given(plans())
@@ -222,7 +219,7 @@ def test_tensor_parallel_groups_never_cross_a_node_unless_asked(plan):
         if rank.train is not None:
             groups["train", rank.train.pp, rank.train.cp, rank.train.dp].add(rank.node)
         if rank.infer is not None:
-            groups["infer", rank.infer.replica, rank.infer.pp, 0].add(rank.node)
+            groups["infer", rank.infer.replica].add(rank.node)
     assert plan.sizes.tp_across_nodes or all(len(nodes) == 1 for nodes in groups.values())
 
 
@@ -231,7 +228,7 @@ def test_the_same_request_gives_the_same_plan(data):
     plan = data.draw(plans())
     s = plan.sizes
     training = {"tp": s.tp, "pp": s.pp, "cp": s.cp, "ep": s.ep}
-    inference = {"tp": s.asked_inference_tp, "pp": s.inference_pp}
+    inference = {"tp": s.asked_inference_tp}
     if s.partitioned:
         inference["nodes"] = s.inference_nodes
     assert planned(s.nodes, s.gpus_per_node, training, inference, tp_across_nodes=s.tp_across_nodes) == plan
