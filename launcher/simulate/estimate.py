@@ -184,7 +184,7 @@ def _refit_s(sizes: Sizes, whole: int) -> float:
     Args:
         whole: bytes of all weights.
     """
-    if not sizes.partitioned and sizes.inference_tp == sizes.tp:
+    if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1:
         return 0.0
     senders = min(sizes.tp * sizes.pp, sizes.inference_tp)
     return whole / senders / (NETWORK_BYTES_PER_S * NETWORK_SHARE)

@@ -1,0 +1,29 @@
+"""What a step is estimated to take of a recipe that was never run."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.plan.placement import place
+from launcher.recipe.load import load_recipe
+from launcher.simulate.estimate import estimate_costs, estimate_work, usual_lengths
+from megatron_rl.platform.cards import CARDS
+
+
+@pytest.mark.parametrize(
+    ("layout", "travels"),
+    [
+        ({"training.tp": 4}, False),
+        ({"training.tp": 4, "inference.tp": 2}, True),
+        ({"training.tp": 4, "training.pp": 2, "inference.tp": 4}, True),
+        ({"mode": "partitioned", "training.tp": 4, "inference.nodes": 4}, True),
+    ],
+)
+def test_weights_travel_where_those_that_generate_have_not_all_of_them(
+    layout: dict[str, object], travels: bool
+) -> None:
+    words = [f"placement.{key}={value}" for key, value in layout.items()]
+    config = load_recipe("qwen2.5-32b-dapo", words).config
+    sizes = place(config.job, config.placement, 8, config.model).sizes
+    costs = estimate_costs(config, sizes, 152064, CARDS[0], estimate_work(config, usual_lengths(config)))
+    assert (costs.refit_s > 0) == travels
