@@ -43,6 +43,8 @@ def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> Tensor:
     Returns:
         [tokens]
     """
+    if not len(lengths):  # segment_reduce wants one
+        return log_ratios
     lengths = lengths.to(log_ratios.device)
     sums = torch.segment_reduce(log_ratios.double(), "sum", lengths=lengths)
     return sums.to(log_ratios.dtype).repeat_interleave(lengths, output_size=len(log_ratios))
