@@ -128,10 +128,22 @@ class MegatronLMReader:
         self._ranks = len([path for path in (folder / "release").glob("mp_rank_*") if re.search(r"_\d+$", path.name)])
         self._shards = self._mapped()
         self._read = 0  # bytes of them
+        if not self._shards:
+            raise CheckpointError(f"{folder / 'release'} holds no shard (mp_rank_00)")
         for rank, shard in enumerate(self._shards):
-            missing = [theirs for theirs in self._their.values() if theirs not in shard]
-            if missing:
-                raise CheckpointError(f"{_file(folder, rank)} does not fit this model: it has no {missing[0]}")
+            for name, theirs in self._their.items():
+                self._check(_file(folder, rank), shard, theirs, wanted[name])
+
+    def _check(self, file: Path, shard: dict[str, Tensor], name: str, weight: Weight) -> None:
+        if name not in shard:
+            raise CheckpointError(f"{file} does not fit this model: it has no {name}")
+        found = tuple(shard[name].shape)
+        padded_rows = max(found[0] * self._ranks, weight.sources[0].shape[0])
+        if found != (asked := _shape(weight, padded_rows, self._ranks)):
+            raise CheckpointError(
+                f"{file} does not fit this model: {name} is {list(found)}, and in one of {self._ranks} shards it would "
+                f"be {list(asked)}. Is a shard missing?"
+            )
 
     def _mapped(self) -> list[dict[str, Tensor]]:
         """All shards, of which nothing is in memory yet."""

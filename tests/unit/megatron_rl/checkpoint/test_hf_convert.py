@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,24 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, converted: Path, platfo
     spoil(folder, "__1_0.distcp")
     with pytest.raises((CheckpointError, ConfigurationError), match=r"__1_0.distcp is not what was written"):
         to_hugging_face(folder, tmp_path / "back", platform, shard_bytes=SHARD)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (["mp_rank_00"], r"mp_rank_00.model_optim_rng.pt is missing"),
+        (["mp_rank_01"], r"mp_rank_00.* is \[.*in one of 1 shards it would be .* Is a shard missing\?"),
+        (["mp_rank_00", "mp_rank_01"], "release holds no shard"),
+    ],
+)
+def test_a_shard_for_megatron_lm_that_was_lost_is_missed(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, lost: list[str], said: str
+) -> None:
+    to_megatron(published, tmp_path / "m", platform, tp=2, kind="torch", shard_bytes=SHARD)
+    for name in lost:
+        shutil.rmtree(tmp_path / "m" / "release" / name)
+    with pytest.raises(CheckpointError, match=said):
+        to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
