@@ -191,8 +191,11 @@ def unsupported(config: HuggingFaceConfig) -> str | None:
             return "num_experts, num_experts_per_tok and moe_intermediate_size are not all there"
         if config.decoder_sparse_step != 1 or config.mlp_only_layers:
             return "layers without experts (decoder_sparse_step, mlp_only_layers) are not supported beside those with"
-        if not config.norm_topk_prob:
+        several = config.num_experts_per_tok != 1
+        if several and not config.norm_topk_prob:
             return "norm_topk_prob false is not supported: the weights of a token's experts add up to 1 here"
+        if config.norm_topk_prob and not several:
+            return "norm_topk_prob true is not supported with one expert a token: its weight is its probability here"
     return None
 
 
@@ -278,5 +281,6 @@ def to_hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     config["rope_scaling"] = {"rope_type": "llama3", **model.rope_scaling.model_dump()} if model.rope_scaling else None
     if architecture.experts:
-        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        normed = model.experts_per_token != 1  # of one alone the weight would be 1
+        config |= {"norm_topk_prob": normed, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return {key: value for key, value in config.items() if value is not None}

@@ -44,6 +44,7 @@ STRETCHED = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 16,
 }
+EXPERTS = SIZES | {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 16}
 PUBLISHED = {
     "Qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-5),
     "Qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -51,9 +52,8 @@ PUBLISHED = {
     "Llama 3.1": LlamaConfig(**SIZES, rope_parameters=STRETCHED),
     "Llama, one key for all": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
     "Mistral": MistralConfig(**SIZES, sliding_window=None),
-    "Qwen3 MoE": Qwen3MoeConfig(
-        **SIZES, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
-    ),
+    "Qwen3 MoE": Qwen3MoeConfig(**EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
+    "Qwen3 MoE, one expert a token": Qwen3MoeConfig(**EXPERTS, num_experts_per_tok=1, norm_topk_prob=False),
 }
 
 

@@ -133,10 +133,12 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path, platform: Any, gro
         to_megatron(with_output_layer(tmp_path / "hf", 0.1), tmp_path / "m", platform, shard_bytes=SHARD)
 
 
+EXPERTS = {"num_experts": 4, "experts_per_token": 1, "expert_ffn_hidden_size": 16}
 RUNS = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "tied_embeddings": False, "head_dim": 12},
     "LlamaForCausalLM": {"qkv_bias": False, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 16}},
+    "Qwen3MoeForCausalLM": EXPERTS | {"qkv_bias": False, "qk_norm": True},
 }
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import full_forward
-from hf_helpers import PUBLISHED, SENTENCE, SIZES, VOCAB, model_of, publish
+from hf_helpers import EXPERTS, PUBLISHED, SENTENCE, SIZES, VOCAB, model_of, publish
 from safetensors.torch import load_file, save_file
-from transformers import MistralConfig
+from transformers import MistralConfig, Qwen3MoeConfig
 
 from megatron_rl.checkpoint.hf.folder import INDEX, WeightsFolder
 from megatron_rl.checkpoint.hf.load import load_pretrained
@@ -156,6 +156,18 @@ def test_a_recipe_of_another_model_is_refused(whole: Path, platform: Any, groups
     model = model_of(whole, layernorm_epsilon=1e-3)
     with pytest.raises(ConfigurationError, match=r"model.layernorm_epsilon 0.001 contradicts 1e-05 \(rms_norm_eps\)"):
         load_pretrained(build_policy(model, VOCAB, platform), model, whole)
+
+
+@pytest.mark.parametrize(("experts", "normed"), [(2, False), (1, True)])
+def test_weights_of_experts_that_add_up_to_something_else_are_refused(
+    tmp_path: Path, experts: int, normed: bool
+) -> None:
+    config = Qwen3MoeConfig(
+        **EXPERTS, num_experts_per_tok=experts, norm_topk_prob=normed, architectures=["Qwen3MoeForCausalLM"]
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"norm_topk_prob {str(normed).lower()} is not supported"):
+        read_hf_config(tmp_path)
 
 
 def test_a_window_limits_the_positions(tmp_path: Path) -> None:
