@@ -180,6 +180,8 @@ def unsupported(config: HuggingFaceConfig) -> str | None:
         return "biases (attention_bias, mlp_bias) are not supported but those of Qwen2"
     if rotation["rope_type"] not in ("default", "llama3"):
         return f"rotary positions of type {rotation['rope_type']} are not supported: default and llama3 are"
+    if not isinstance(rotation["rope_theta"], int | float):
+        return f"rope_theta {json.dumps(rotation['rope_theta'])} is no number"
     if rotation.get("partial_rotary_factor", config.partial_rotary_factor) != 1.0:
         return "partial_rotary_factor is not supported: whole heads are turned"
     if rotation["rope_type"] == "llama3":

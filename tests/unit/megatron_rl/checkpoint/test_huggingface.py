@@ -108,6 +108,10 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
         in_config(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         "rotary positions of type yarn are not supported",
     ),
+    "a rotation without a base": (
+        in_config(rope_parameters={"rope_type": "default", "rope_theta": None}),
+        "config.json: rope_theta null is no number",
+    ),
     "a config of another size": (
         in_config(intermediate_size=64),
         r"mlp.gate_proj.weight is \[48, 32\], and by config.json it would be \[64, 32\]",
