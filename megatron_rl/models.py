@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.origin import contradictions
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, verify
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.replicas import sharded_weights
@@ -127,6 +128,8 @@ def load_initial_weights(
     if model.init != "checkpoint":
         return None
     assert model.checkpoint is not None  # checked by the configuration
+    if wrong := contradictions(model, Path(model.checkpoint)):
+        raise ConfigurationError(f"model.checkpoint: {'; '.join(wrong)}")
     try:
         checkpoint = verify(Path(model.checkpoint), groups.control)
         weights = sharded_weights(policy, groups.data_context, groups.expert_data)

@@ -6,6 +6,7 @@ Imports no torch: the launcher reads it too.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -240,13 +241,22 @@ def shape(config: HuggingFaceConfig) -> dict[str, Any]:
 
 def contradictions(model: ModelConfig, config: HuggingFaceConfig, path: Path) -> list[str]:
     """Where a recipe's model is not the one of `path`, a config.json: a sentence each, that names both."""
-    theirs = ModelConfig(**shape(config), init="from-scratch")
+    return differences(model, ModelConfig(**shape(config), init="from-scratch"), path, KEYS)
+
+
+def differences(model: ModelConfig, other: ModelConfig, path: Path, names: Mapping[str, str]) -> list[str]:
+    """Where the shape of a recipe's model is not that of another one, a sentence each.
+
+    Args:
+        path: of the file that says the other one's.
+        names: of the keys of ModelConfig in that file.
+    """
     found = []
-    for key, their_key in KEYS.items():
+    for key, their_key in names.items():
         attribute = "head_size" if key == "head_dim" else key
-        ours, other = getattr(model, attribute), getattr(theirs, attribute)
-        if ours != other:
-            found.append(f"model.{key} {_shown(ours)} contradicts {_shown(other)} ({their_key}) of {path}")
+        ours, theirs = getattr(model, attribute), getattr(other, attribute)
+        if ours != theirs:
+            found.append(f"model.{key} {_shown(ours)} contradicts {_shown(theirs)} ({their_key}) of {path}")
     return found
 
 

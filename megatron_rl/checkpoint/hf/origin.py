@@ -14,8 +14,9 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.model import hf_config
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.model.hf_config import CONFIG_FILE, KEYS, read_hf_config, shape
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.tokenizer import build_tokenizer
 
@@ -43,13 +44,37 @@ def origin_of(checkpoint: Path) -> Origin:
     if carried.is_dir():
         model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
         return Origin(model, carried, carried, _output_layer_stored(carried / NOTES))
-    run = RunDir(checkpoint.absolute().parent.parent)
-    if checkpoint.absolute().parent != run.checkpoints or not run.resolved.is_file():
+    run = _run_of(checkpoint)
+    if run is None:
         raise ConfigurationError(
             f"{checkpoint} is neither a checkpoint of a run (.../checkpoints/step-000040) nor one that "
             "`mrl convert hf-to-megatron` made"
         )
     return _of_run(run)
+
+
+def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
+    """Where a recipe's model is not the one that a checkpoint is of, a sentence each; none where it cannot be told what
+    that is, as of a copy without its run.
+
+    Tensors alone do not tell: the base of rotary positions is in none, and biases or norms that a recipe leaves out
+    would not be missed.
+
+    Raises ConfigurationError where what would tell cannot be read.
+    """
+    carried = checkpoint / CARRIED
+    if carried.is_dir():
+        return hf_config.contradictions(model, read_hf_config(carried), carried / CONFIG_FILE)
+    run = _run_of(checkpoint)
+    if run is None:
+        return []
+    return hf_config.differences(model, _recipe(run).model, run.resolved, {key: f"model.{key}" for key in KEYS})
+
+
+def _run_of(checkpoint: Path) -> RunDir | None:
+    """The run that a checkpoint is in; None where it is in none."""
+    run = RunDir(checkpoint.absolute().parent.parent)
+    return run if checkpoint.absolute().parent == run.checkpoints and run.resolved.is_file() else None
 
 
 def _output_layer_stored(notes: Path) -> bool:
@@ -61,12 +86,17 @@ def _output_layer_stored(notes: Path) -> bool:
         raise ConfigurationError(f"{notes} is damaged ({error!r}); convert the weights again") from error
 
 
-def _of_run(run: RunDir) -> Origin:
+def _recipe(run: RunDir) -> RunConfig:
     try:
-        config = RunConfig.model_validate(yaml.safe_load(run.resolved.read_text(encoding="utf-8")))
-        tokenizer = build_tokenizer(config.tokenizer)
+        return RunConfig.model_validate(yaml.safe_load(run.resolved.read_text(encoding="utf-8")))
     except (ValidationError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{run.resolved} cannot be read: {error}") from error
+
+
+def _of_run(run: RunDir) -> Origin:
+    config = _recipe(run)
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})

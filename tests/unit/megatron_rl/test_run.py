@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
 
 from megatron_rl.config import RunConfig
@@ -38,9 +39,9 @@ class Began:
         stir(other.trainer.policy, 0.3, seed)
         save(other, 1)
 
-    def start(self, **grpo: Any) -> Run:
+    def start(self, *, shape: dict[str, Any] | None = None, **grpo: Any) -> Run:
         checkpoint = str(RunDir(self.source).checkpoint(1))
-        model = tiny_model(init="checkpoint", checkpoint=checkpoint).model_dump()
+        model = tiny_model(init="checkpoint", checkpoint=checkpoint, **shape or {}).model_dump()
         return self._set_up(self.run_dir, tiny_run(model=model, grpo=grpo))
 
     def _set_up(self, run_dir: RunDir, config: RunConfig) -> Run:
@@ -73,6 +74,25 @@ def test_all_that_counts_goes_on_from_the_checkpoint_and_that_of_the_beginning_i
         assert (run.step, run.next_ordinal, run.evaluated, run.saved) == (STEP, 12, 2, STEP)
         assert run.trainer.policy_version == run.engine.policy_version == 5
         shutil.rmtree(began.source, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"rope_base": 5e5}, r"model.rope_base 500000.0 contradicts 10000.0 \(model.rope_base\) of .*resolved.yaml"),
+        ({"qkv_bias": False}, "model.qkv_bias false contradicts true"),
+        ({"num_attention_heads": 2, "num_query_groups": 1}, "num_attention_heads 2 .*; model.num_query_groups 1 "),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_though_its_tensors_would_do(
+    tmp_path: Path, platform: Any, groups: Any, shape: dict[str, Any], said: str
+) -> None:
+    began = Began(tmp_path, platform, groups)
+    shutil.rmtree(began.run_dir.root)
+    RunDir(began.source).resolved.write_text(yaml.safe_dump(tiny_run().model_dump()))
+    with pytest.raises(ConfigurationError, match=f"model.checkpoint: .*{said}"):
+        began.start(shape=shape)
+    began.start()
 
 
 def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Path, platform: Any, groups: Any) -> None:

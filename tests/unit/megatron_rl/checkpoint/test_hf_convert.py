@@ -19,6 +19,7 @@ from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, tok
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.checkpoint.hf.origin import contradictions
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.load import read, verify
@@ -77,6 +78,13 @@ def test_a_run_starts_from_what_was_converted(published: Path, converted: Path, 
     state, _ = read(verify(converted, groups.control), {"model": policy.sharded_state_dict()}, groups.data)
     policy.load_state_dict(state["model"])
     torch.testing.assert_close(full_forward(policy, SENTENCE), logits_of(published), rtol=1e-4, atol=1e-4)
+
+
+def test_a_recipe_may_not_contradict_what_was_converted(published: Path, converted: Path) -> None:
+    model = model_of(published)
+    assert contradictions(model, converted) == []
+    (wrong,) = contradictions(model.model_copy(update={"layernorm_epsilon": 1e-6}), converted)
+    assert wrong.startswith("model.layernorm_epsilon 1e-06 contradicts 1e-05 (rms_norm_eps) of ")
 
 
 def test_transformers_computes_the_same_from_what_comes_back(
