@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -44,6 +45,7 @@ def settings_of(
         "k": asked.k,
         "greedy": asked.greedy,
         "seed": asked.seed,
+        "golden": {name: golden_digest(problems) for name, problems in sets.items()},
         "device": asked.device,
         "rows": rows,
         "version": version("mrl"),
@@ -70,3 +72,13 @@ def default_out(
         folder, name = run.evaluation_results, source.folder.name
     of = f"{stable_key(repr(settings)):016x}"[:8]
     return folder / f"{name.replace('/', '-')}.{evaluation.environment.name}.{'-'.join(sets)}.{of}.json"
+
+
+def golden_digest(problems: Sequence[Problem]) -> str:
+    """Of what answers to the problems are judged by. Of what JSON does not know the type alone counts, for its text may
+    be another one in every process."""
+    hashed = hashlib.sha256()
+    for problem in problems:
+        known = json.dumps(dict(problem.golden), skipkeys=True, default=lambda value: type(value).__qualname__)
+        hashed.update(known.encode() + b"\n")
+    return hashed.hexdigest()[:16]
