@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.config import MOST_WAITING, SaveConfig
+from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.files import read_bytes, write_atomic
 from megatron_rl.contract.paths import RunDir
 
@@ -259,9 +259,11 @@ def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
 
 
 def waiting_for_export(run_dir: RunDir, steps: Iterable[int], config: SaveConfig) -> list[int]:
-    """Those of the published steps, newest first, that are still to be exported; older ones are given up."""
+    """Those of the published steps, newest first, that are still to be exported: the newest and the oldest, which comes
+    first, and may be under way. Those in between are given up, where exports take longer than it is from one to the
+    next: else each would lose its checkpoint before it is done, and none would ever be."""
     waiting = [step for step in steps if config.exported(step) and not run_dir.export(step).exists()]
-    return waiting[:MOST_WAITING]
+    return waiting[:1] + waiting[1:][-1:]
 
 
 def _sync_folder(folder: Path) -> None:

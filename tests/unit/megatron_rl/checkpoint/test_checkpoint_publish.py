@@ -93,8 +93,8 @@ def test_one_that_would_stay_for_good_goes_with_its_line(run_dir: RunDir) -> Non
 def test_those_that_wait_for_their_export_stay_until_it_is_there(run_dir: RunDir) -> None:
     for step in range(10, 101, 10):
         make(run_dir, step, keep=1, export_hf_every=20)
-    assert run_dir.checkpoint_steps() == [100, 80], "the newest two"
-    run_dir.export(80).mkdir(parents=True)
+    assert run_dir.checkpoint_steps() == [100, 20], "the newest, and the oldest, whose export may be under way"
+    run_dir.export(20).mkdir(parents=True)
     make(run_dir, 110, keep=1, export_hf_every=20)
     assert run_dir.checkpoint_steps() == [110, 100]
 
