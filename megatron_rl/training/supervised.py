@@ -67,10 +67,10 @@ def teach(
             f"model.init is supervised but environment {config.task.name!r} has no worked examples: give it "
             "`demonstrations` (megatron_rl.agent.api.Demonstrator), or set model.init to from-scratch"
         )
-    path = cache_path(config)
+    examples = [token_example(prompt, answer, tokenizer) for prompt, answer in demonstrations]
+    path = cache_path(config, examples)
     state = _read(path)
     if state is None:
-        examples = [token_example(prompt, answer, tokenizer) for prompt, answer in demonstrations]
         _train(policy, examples, config.model.supervised, safe_points)
         if writer and not safe_points.poll():
             _write(path, policy)
@@ -79,7 +79,11 @@ def teach(
         policy.load_state_dict(state, strict=False)
 
 
-def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+Example = tuple[list[int], list[bool]]
+"""Tokens of a worked example, and which of them are learned."""
+
+
+def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:
     """Tokens of a worked example, and which of them are learned: the answer and its end."""
     asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_id]
     return asked + answered, [False] * len(asked) + [True] * len(answered)
@@ -87,7 +91,7 @@ def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[
 
 def _train(
     policy: Policy,
-    examples: Sequence[tuple[list[int], list[bool]]],
+    examples: Sequence[Example],
     config: SupervisedConfig,
     safe_points: SafePoints,
 ) -> None:
@@ -110,12 +114,14 @@ def _train(
     policy.zero_grad(set_to_none=True)
 
 
-def cache_path(config: RunConfig) -> Path:
-    """Where the taught weights of this configuration are kept; MRL_CACHE (CACHE_VARIABLE) moves the cache."""
+def cache_path(config: RunConfig, examples: Sequence[Example]) -> Path:
+    """Where the weights are kept that these examples have taught under this configuration; MRL_CACHE (CACHE_VARIABLE)
+    moves the cache."""
     depends_on = {
         "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed"}),
         "tokenizer": config.tokenizer.model_dump(),
         "environment": config.task.model_dump(),
+        "examples": hashlib.sha256(repr([*examples]).encode()).hexdigest(),  # its code and files may have changed
         "device": [config.job.device, config.job.threads_per_rank],
         "versions": [importlib.metadata.version(package) for package in ("torch", "megatron-core", "mrl")],
     }

@@ -20,7 +20,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.training import supervised
-from megatron_rl.training.supervised import NoDemonstrations, cache_path
+from megatron_rl.training.supervised import NoDemonstrations, cache_path, token_example
 
 
 class Shop:
@@ -49,6 +49,12 @@ def taught_policy(config: RunConfig, platform: Any, environment: object, *, writ
 def weights(config: RunConfig, platform: Any, *, writer: bool = True, environment: Any = None) -> list[Tensor]:
     policy = taught_policy(config, platform, Shop() if environment is None else environment, writer=writer)
     return [weight.detach().clone() for weight in policy.parameters()]
+
+
+def place(config: RunConfig) -> Path:
+    """Where the weights are kept that the shop has taught."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    return cache_path(config, [token_example(*each, tokenizer) for each in Shop().demonstrations()])
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -80,12 +86,23 @@ def test_cached_or_not_the_bits_are_the_same(platform: Any, groups: Any, teachin
     torch.manual_seed(99)  # what happened in the process before does not matter
     cached = weights(recipe(), platform)
     assert len(teachings) == 1
-    cache_path(recipe()).unlink()
+    place(recipe()).unlink()
     taught_again = weights(recipe(), platform)
     assert len(teachings) == 2
     assert same(taught, cached)
     assert same(taught, taught_again)
-    assert [path.name for path in (cache / "supervised").iterdir()] == [cache_path(recipe()).name]  # no debris
+    assert [path.name for path in (cache / "supervised").iterdir()] == [place(recipe()).name]  # no debris
+
+
+class OtherShop(Shop):
+    def demonstrations(self) -> list[tuple[str, str]]:
+        return [("1+1=", "3"), ("9-2=", "7")]
+
+
+def test_an_environment_that_has_changed_is_learned_anew(platform: Any, groups: Any, teachings: list[int]) -> None:
+    before = weights(recipe(), platform)
+    assert not same(weights(recipe(), platform, environment=OtherShop()), before)
+    assert len(teachings) == 2
 
 
 def test_it_teaches(platform: Any, groups: Any) -> None:
@@ -105,7 +122,7 @@ def test_a_corrupt_cache_is_said_and_taught_again(
     platform: Any, groups: Any, teachings: list[int], caplog: pytest.LogCaptureFixture, junk: bytes | None
 ) -> None:
     taught = weights(recipe(), platform)
-    path = cache_path(recipe())
+    path = place(recipe())
     path.write_bytes(path.read_bytes()[:-1000] if junk is None else junk)
     with caplog.at_level(logging.WARNING):
         assert same(weights(recipe(), platform), taught)
@@ -118,7 +135,7 @@ def test_a_corrupt_cache_is_said_and_taught_again(
 def test_a_pipe_in_place_of_the_cache_is_not_waited_for(
     platform: Any, groups: Any, teachings: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = cache_path(recipe())
+    path = place(recipe())
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
     with caplog.at_level(logging.WARNING):
@@ -141,14 +158,14 @@ def test_a_full_disk_is_a_warning_too(
     platform: Any, groups: Any, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MRL_CACHE", str(small_disk))
-    cache_path(recipe()).parent.mkdir(parents=True)
+    place(recipe()).parent.mkdir(parents=True)
     with (small_disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
     with caplog.at_level(logging.WARNING):
         weights(recipe(), platform)
     assert "No space left on device" in caplog.text
-    assert list(cache_path(recipe()).parent.iterdir()) == []
+    assert list(place(recipe()).parent.iterdir()) == []
 
 
 def test_ranks_that_do_not_write_leave_no_cache(platform: Any, groups: Any, cache: Path) -> None:
@@ -169,7 +186,7 @@ def test_ranks_that_do_not_write_leave_no_cache(platform: Any, groups: Any, cach
     ids=str,
 )
 def test_the_cache_is_kept_apart_by_all_that_the_weights_depend_on(change: dict[str, Any]) -> None:
-    assert cache_path(tiny_run(**change)) != cache_path(tiny_run())
+    assert place(tiny_run(**change)) != place(tiny_run())
 
 
 @pytest.mark.parametrize(
@@ -178,7 +195,7 @@ def test_the_cache_is_kept_apart_by_all_that_the_weights_depend_on(change: dict[
     ids=str,
 )
 def test_the_cache_is_shared_by_what_they_do_not_depend_on(change: dict[str, Any]) -> None:
-    assert cache_path(tiny_run(**change)) == cache_path(tiny_run())
+    assert place(tiny_run(**change)) == place(tiny_run())
 
 
 def test_an_environment_without_examples_is_one_clear_error(platform: Any, groups: Any) -> None:
