@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, contradictions
-from megatron_rl.model.hf_mapping import Weight, pieces, sources, weights
+from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, pieces, sources, weights
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.policy import Policy
 
@@ -29,7 +30,25 @@ def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
     for held in held_weights(policy, model):
         if held.copies.rank() == 0:
             fill(held.tensor, held.weight, files, held.ranks.rank(), held.ranks.size())
+            if model.tied_embeddings and held.name == EMBEDDING:
+                for piece in held.pieces():
+                    has_equal_output(files, piece.index)
     return files.digest
+
+
+def has_equal_output(files: WeightsFolder, index: tuple[slice, ...] = (slice(None),)) -> bool:
+    """Whether an output layer is stored that the embeddings are tied to.
+
+    index: where in it to look. Raises UnusableWeights where it is another one.
+    """
+    if HF_OUTPUT not in files.tensors:
+        return False
+    if not torch.equal(files.read(HF_OUTPUT, index), files.read(HF_EMBEDDING, index)):
+        raise UnusableWeights(
+            f"{files.folder}: {HF_OUTPUT} is not {HF_EMBEDDING}, and {CONFIG_FILE} says that they are one "
+            "(tie_word_embeddings)"
+        )
+    return True
 
 
 def fill(tensor: Tensor, weight: Weight, files: WeightsFolder, rank: int = 0, size: int = 1) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.hf import megatron_lm
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
-from megatron_rl.checkpoint.hf.load import fill
+from megatron_rl.checkpoint.hf.load import fill, has_equal_output
 from megatron_rl.checkpoint.hf.staging import carry, staged, sync
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
 from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest
@@ -24,7 +24,7 @@ from megatron_rl.contract.paths import CARRIED
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, shape
-from megatron_rl.model.hf_mapping import HF_EMBEDDING, HF_OUTPUT, Weight, sources, weights
+from megatron_rl.model.hf_mapping import Weight, sources, weights
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.api import Platform
 
@@ -70,7 +70,7 @@ def to_megatron(
     check_tokenizer(source, files.config.vocab_size)
     if undivided := next(model.undivided(tp), None):
         raise ConfigurationError(f"{undivided}: choose a --tp that does")
-    notes = {"output_layer_stored": model.tied_embeddings and _has_equal_output(files)}
+    notes = {"output_layer_stored": model.tied_embeddings and has_equal_output(files)}
     size = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in files.tensors.values())
     started = time.monotonic()
     with staged(target, size, replace=replace) as folder:
@@ -150,15 +150,3 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
             f"{folder}: the tokenizer has {tokens} tokens, and the embedding {vocab_size} rows (vocab_size of "
             f"{CONFIG_FILE}): one of them belongs to another model"
         )
-
-
-def _has_equal_output(files: WeightsFolder) -> bool:
-    """Whether an output layer is there that the embeddings are tied to. Raises UnusableWeights where it differs."""
-    if HF_OUTPUT not in files.tensors:
-        return False
-    if not torch.equal(files.read(HF_OUTPUT), files.read(HF_EMBEDDING)):
-        raise UnusableWeights(
-            f"{files.folder}: {HF_OUTPUT} is not {HF_EMBEDDING}, and {CONFIG_FILE} says that they are one "
-            "(tie_word_embeddings)"
-        )
-    return True

@@ -19,6 +19,7 @@ from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, tok
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.origin import contradictions
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
@@ -139,6 +140,9 @@ def test_tied_weights_that_are_published_twice_come_back_so(tmp_path: Path, plat
 def test_tied_weights_that_differ_are_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"lm_head.weight is not model.embed_tokens.weight"):
         to_megatron(with_output_layer(tmp_path / "hf", 0.1), tmp_path / "m", platform, shard_bytes=SHARD)
+    model = model_of(tmp_path / "hf")
+    with pytest.raises(ConfigurationError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        load_pretrained(build_policy(model, VOCAB, platform), model, tmp_path / "hf")
 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 1, "expert_ffn_hidden_size": 16}
