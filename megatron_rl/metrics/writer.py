@@ -79,7 +79,7 @@ class MetricsWriter(Writer):
         self._left_out: set[str] = set()
         cut_back(run_dir.metrics, last_step if last_step > 0 else None)
         cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
-        self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1)
+        self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
         self._mirror = Mirror(run_dir, attempt) if config.wandb else None
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -125,6 +125,13 @@ def test_cutting_back_what_does_not_exist_makes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def make_first(run_dir: RunDir) -> None:
+    """TensorBoard reads files in the order of their names, which within a second and a process is that of a count's
+    text."""
+    (events,) = run_dir.tensorboard.iterdir()
+    events.rename(events.with_name("events.out.tfevents.0000000001.first"))
+
+
 def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
     first = writer(tmp_path)
     first.evaluation(0, {"eval/trained/greedy_accuracy": 0.0})
@@ -132,9 +139,7 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
         first.step(step, line(mean_reward=float(step)))
     first.evaluation(6, {"eval/trained/greedy_accuracy": 0.6})
     first.close()
-    # TensorBoard reads files in the order of their names, which within a second and a process is that of a count's text
-    (events,) = RunDir(tmp_path).tensorboard.iterdir()
-    events.rename(events.with_name("events.out.tfevents.0000000001.first"))
+    make_first(RunDir(tmp_path))
     second = writer(tmp_path, resumed_from=4, evaluated=0)
     for step in range(5, 10):
         second.step(step, line(mean_reward=10.0 * step))
@@ -147,6 +152,18 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
         *((step, float(step)) for step in range(1, 5)),
         *((step, 10.0 * step) for step in range(5, 10)),
     ]
+
+
+def test_an_attempt_that_begins_from_nothing_shows_no_evaluation_but_its_own(tmp_path: Path) -> None:
+    first = writer(tmp_path)
+    first.evaluation(0, {"eval/trained/greedy_accuracy": 0.25})
+    first.close()
+    make_first(RunDir(tmp_path))
+    second = writer(tmp_path)
+    second.evaluation(0, {"eval/trained/greedy_accuracy": 0.5})
+    second.close()
+    shown = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload().Scalars("eval/trained/greedy_accuracy")
+    assert [(event.step, event.value) for event in shown] == [(0, 0.5)]
 
 
 class View:
