@@ -6,6 +6,7 @@ With the names of its default layers, Transformer Engine's, in which a norm belo
 from __future__ import annotations
 
 import argparse
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         model: dict[str, Tensor] = content["model"]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (RuntimeError, EOFError, KeyError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or no shard of Megatron-LM's ({error})") from error
+    except (RuntimeError, EOFError, KeyError, TypeError, OSError, pickle.UnpicklingError) as error:
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} is damaged or no shard of Megatron-LM's ({why})") from error
     return model

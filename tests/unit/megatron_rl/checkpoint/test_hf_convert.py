@@ -274,6 +274,20 @@ def test_a_shard_for_megatron_lm_that_was_lost_is_missed(
         to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
 
 
+@pytest.mark.parametrize("content", [b"", b"no shard at all", {"args": getattr, "model": {}}, ["model"]], ids=str)
+def test_a_shard_for_megatron_lm_that_is_none_is_named(
+    tmp_path: Path, published: Path, platform: Any, groups: Any, content: Any
+) -> None:
+    to_megatron(published, tmp_path / "m", platform, kind="torch", shard_bytes=SHARD)
+    shard = tmp_path / "m" / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    if isinstance(content, bytes):
+        shard.write_bytes(content)
+    else:
+        torch.save(content, shard)
+    with pytest.raises(CheckpointError, match=r"mp_rank_00.* is damaged or no shard of Megatron-LM's"):
+        to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
     with pytest.raises(ConfigurationError, match="is neither a checkpoint of a run"):
         to_hugging_face(tmp_path, tmp_path / "back", platform, shard_bytes=SHARD)
