@@ -25,14 +25,15 @@ def evaluate(
     safe_points: SafePoints,
     loop: AgentLoop,
 ) -> dict[str, float]:
-    """`eval/SET/greedy_accuracy`: share of each set's problems whose likeliest answer has reward 1. Collective.
-    Raises LeaveAgreed where a rank was asked to leave."""
+    """`eval/SET/greedy_accuracy`: of the likeliest answers to each set's problems, the share that has reward 1; absent
+    where there is none. `eval/SET/failed_rollouts`: answers lost, which are in no share; absent where none is.
+    Collective. Raises LeaveAgreed where a rank was asked to leave."""
     asked = config.sampling
     greedy = Sampling(
         temperature=0.0, max_new_tokens=asked.max_new_tokens, stop=asked.stop, stop_tokens=asked.stop_tokens
     )
     sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
-    right = torch.zeros(len(sets), dtype=torch.float64)
+    counts = torch.zeros(len(sets), 2, dtype=torch.float64)  # right ones, and all
     for index, problems in enumerate(sets.values()):
         request = EvaluationRequest(
             problems=[problems[i] for i in loop.share(0, len(problems))],
@@ -44,10 +45,14 @@ def evaluate(
         )
         response = loop.run(partial(agent.evaluate, request), sign_of_life=lambda: inference.busy_s)
         if response is not None:
-            right[index] = sum(reward == 1.0 for reward in response.rewards)
+            rewards = response.rewards
+            counts[index] = torch.tensor([rewards.count(1.0), len(rewards)])
         safe_points.agree()
-    dist.all_reduce(right, group=groups.control)
-    return {
-        f"eval/{name}/greedy_accuracy": right[index].item() / len(problems)
-        for index, (name, problems) in enumerate(sets.items())
-    }
+    dist.all_reduce(counts, group=groups.control)
+    found: dict[str, float] = {}
+    for (name, problems), (right, answers) in zip(sets.items(), counts.tolist(), strict=True):
+        if answers:
+            found[f"eval/{name}/greedy_accuracy"] = right / answers
+        if lost := len(problems) - int(answers):
+            found[f"eval/{name}/failed_rollouts"] = lost
+    return found

@@ -18,9 +18,9 @@ from megatron_rl.rollout.generation import EngineLoop
 
 
 class Scripted(EvaluationAgent):
-    """Knows its rewards beforehand: they are the problems' golden answers."""
+    """Knows its rewards beforehand: they are the problems' golden answers. None: the answer is lost."""
 
-    def __init__(self, sets: Mapping[str, Sequence[float]]) -> None:
+    def __init__(self, sets: Mapping[str, Sequence[float | None]]) -> None:
         self.sets = {name: [Problem("", {"reward": reward}) for reward in rewards] for name, rewards in sets.items()}
         self.requests: list[EvaluationRequest] = []
 
@@ -29,7 +29,9 @@ class Scripted(EvaluationAgent):
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         self.requests.append(request)
-        return EvaluationResponse([[trajectory([1], [1], problem.golden["reward"])] for problem in request.problems])
+        rewards = [problem.golden["reward"] for problem in request.problems]
+        answers = [[] if reward is None else [trajectory([1], [1], reward)] for reward in rewards]
+        return EvaluationResponse(answers, {"timeout": rewards.count(None)})
 
 
 def score(agent: Scripted, groups: Any, limit: int | None = None) -> dict[str, float]:
@@ -55,3 +57,12 @@ def test_a_limit_takes_the_first_problems_and_is_the_base_of_the_share(
     agent = Scripted({"aime": [1.0, 1.0, 0.0, 0.0]})
     assert score(agent, groups, limit) == {"eval/aime/greedy_accuracy": pytest.approx(accuracy)}
     assert len(agent.requests[0].problems) == min(limit, 4)
+
+
+def test_lost_answers_are_counted_and_never_taken_for_wrong_ones(groups: Any) -> None:
+    agent = Scripted({"aime": [1.0, None, 0.0, None], "lost": [None], "empty": []})
+    assert score(agent, groups) == {
+        "eval/aime/greedy_accuracy": 0.5,
+        "eval/aime/failed_rollouts": 2,
+        "eval/lost/failed_rollouts": 1,
+    }
