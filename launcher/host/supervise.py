@@ -21,6 +21,7 @@ from launcher.host.attempt.local_ranks import LocalRanks, RankSettings
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.this_machine import ThisMachine
 from launcher.host.process.lock import RunIsOwned, RunLock
+from launcher.host.process.output import QuietStream
 from launcher.host.process.signals import Signals
 from launcher.host.record.ledger import point_latest, write_line
 from launcher.host.record.striping import make_checkpoints
@@ -135,7 +136,8 @@ def _write_to(path: str) -> None:
     with open(path, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
+    sys.stdout = QuietStream(open(1, "w", buffering=1, encoding="utf-8", closefd=False))
+    sys.stderr = QuietStream(sys.stderr)
 
 
 if __name__ == "__main__":

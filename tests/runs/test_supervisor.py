@@ -175,6 +175,17 @@ def test_a_drain_file_drains(supervise):
     assert run.end.cause == "test"
 
 
+def test_a_log_that_the_disk_does_not_take_keeps_nobody_from_saving(supervise, tmp_path):
+    log = RunDir(tmp_path).attempt(1).log(0, role="supervisor")
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/dev/full")
+    run = supervise("long")
+    run.wait_for_ranks()
+    ask(run.attempt, 30)
+    assert run.wait() == 75
+    assert (run.end.outcome, run.end.step) == ("drained", read(Outcome, run.attempt.outcome).step)
+
+
 def test_a_drain_reaches_ranks_that_were_not_ready_for_it(supervise):
     run = supervise("late", "--drain-limit", "30")
     run.wait_for_ranks()
