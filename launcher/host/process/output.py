@@ -23,6 +23,8 @@ class QuietStream(io.TextIOBase):
             self._stream.flush()  # for those who watch the log
         except OSError:
             pass
+        except UnicodeEncodeError:  # the host's locale knows ASCII alone; or the name of a file is no text
+            self.write(text.encode("ascii", "backslashreplace").decode("ascii"))
         return len(text)
 
     def flush(self) -> None:
