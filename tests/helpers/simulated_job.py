@@ -241,7 +241,9 @@ class Cluster:
             return Answer(0, "7.batch\n7.1\n" if self.training is not None else "", "")
         elif command[0] == "squeue":
             rows = [
-                f"{job.id} afterany:{job.after}" for job in self.jobs.values() if job.after and job.state == PENDING
+                f"{job.id}|afterany:{job.after}|{job.name}"
+                for job in self.jobs.values()
+                if job.after and job.state == PENDING
             ]
             return Answer(0, "\n".join(rows), "")
         elif command[0] == "sinfo":

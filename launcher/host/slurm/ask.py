@@ -116,10 +116,9 @@ def could_start(script: str, avoid: Sequence[str]) -> bool:
 
 def waiting_for(job_id: str, name: str) -> List[str]:
     """Ids of one's own jobs of a name that wait in the queue for another one to end. Raises SlurmRefused."""
-    mine = ["--user=" + str(os.getuid()), "--states=PENDING"]
-    rows = call(["squeue", "--noheader", "--format=%A %E", "--name=" + name] + mine).splitlines()
     dependency = re.compile(r"\bafterany:{}\b".format(job_id))
-    return [row.split()[0] for row in rows if dependency.search(row)]
+    found = _mine(name, "%E", "--states=PENDING")
+    return [job for job, waits in found.items() if dependency.search(waits)]
 
 
 def partitions() -> List[str]:
@@ -134,9 +133,7 @@ def partitions() -> List[str]:
 
 def jobs_called(name: str) -> Dict[str, str]:
     """Nodes of one's own jobs of a name that have not ended, by id; of one that waits, nothing. Raises SlurmRefused."""
-    mine = ["--user=" + str(os.getuid()), "--name=" + name]
-    rows = call(["squeue", "--noheader", "--format=%A %N"] + mine).splitlines()
-    return {row.split()[0]: row.partition(" ")[2].strip() for row in rows if row.split()}
+    return _mine(name, "%N")
 
 
 def steps_of(job_id: str) -> List[str]:
@@ -158,6 +155,15 @@ def version() -> List[int]:
         return [int(part) for part in re.findall(r"\d+", call(["scontrol", "--version"]))[:3]]
     except SlurmRefused:
         return []
+
+
+def _mine(name: str, field: str, *options: str) -> Dict[str, str]:
+    """A field, as squeue's --format calls it, of one's own jobs of a name, by id. squeue's own --name takes a comma for
+    one between two names. Raises SlurmRefused."""
+    command = ["squeue", "--noheader", "--user=" + str(os.getuid()), "--format=%A|{}|%j".format(field)]
+    rows = [line.split("|", 2) for line in call(command + list(options)).splitlines()]
+    called = os.fsencode(name).decode("utf-8", "replace")  # as `call` reads it, whatever this host's locale
+    return {row[0]: row[1] for row in rows if row[2:] == [called]}
 
 
 def _config() -> Dict[str, str]:

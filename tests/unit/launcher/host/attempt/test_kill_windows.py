@@ -412,7 +412,8 @@ class TestSuccessor:
         assert world.start(0, job_id="8", succeeds="7") == NOTHING_TO_DO
 
     def test_a_namesake_is_not_taken_for_it(self, monkeypatch):
-        rows = ["8 afterany:7(unfulfilled)", "9 afterany:77(unfulfilled)", "10 (null)", "11 afterany:3,afterany:7"]
+        waits = ["8|afterany:7(unfulfilled)", "9|afterany:77(unfulfilled)", "10|(null)", "11|afterany:3,afterany:7"]
+        rows = [*(f"{row}|run" for row in waits), "12|afterany:7(unfulfilled)|run,2"]
         monkeypatch.setattr(ask, "call", lambda command: "\n".join(rows))
         assert ask.waiting_for("7", "run") == ["8", "11"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.host.slurm import call as call_module
-from launcher.host.slurm import tell
+from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, call, patiently, run
 from launcher.host.slurm.formats import expand_hosts, seconds_of, text_of, time_of
 
@@ -110,6 +110,12 @@ def test_a_job_that_is_requeued_already_is(scontrol):
         tell.requeue("7")
     scontrol("echo 'slurm_requeue error: Job is pending execution' >&2; exit 1")
     tell.requeue("7")
+
+
+def test_a_name_with_a_comma_is_no_list_of_names(monkeypatch):
+    rows = "2|node01|lr=1\n3|node[02-03]|lr=1,beta=2\n4||lr=1,beta=2\n5|node04|beta=2\n6||lr=1|beta=2\n"
+    monkeypatch.setattr(ask, "call", lambda command: rows)
+    assert ask.jobs_called("lr=1,beta=2") == {"3": "node[02-03]", "4": ""}
 
 
 def test_a_successor_knows_nothing_of_the_job_that_submits_it(tmp_path, monkeypatch):
