@@ -195,8 +195,9 @@ def parse_squeue(text: str) -> list[JobState]:
 def _from_squeue(line: str) -> JobState:
     field: dict[str, str] = {}
     begin = 0
+    told = line.encode()  # squeue counts bytes
     for name, width in SQUEUE_FIELDS.items():
-        value = line[begin : begin + width].strip()
+        value = told[begin : begin + width].decode("utf-8", "replace").strip()
         field[name] = "" if value in ("N/A", "(null)", "None") and name != "Name" else value
         begin += width
     word = field["State"]
