@@ -14,6 +14,7 @@ import pytest
 from fault_injection import ONCE, Fault, Tally, faults
 from simulated_job import SLURM_KINDS, STEPS, Cluster
 
+from launcher.host.attempt.prepare import Preparation
 from launcher.host.record.ledger import ends_in, read_ledger, starts_in
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.records import Lines, read_lines
@@ -214,3 +215,17 @@ def test_no_fault_makes_two_jobs_owners_of_one_run(make_cluster, record_property
     tally = sweep(lambda fault: make_cluster(fault=fault), chosen, lambda at: seen[at].kind, second_job)
     tally.tell("of a second job", record_property)
     assert tally.operations >= {"open", "read", "stat", "lock"}
+
+
+# Faults of our own
+
+
+def test_a_fault_of_ours_in_an_attempt_is_a_crash_that_is_not_repeated_for_ever(make_cluster):
+    cluster = make_cluster()
+    cluster.patch.setattr(Preparation, "run", lambda self: {}["of ours"])
+    cluster.submit("7")
+    assert not cluster.drive()
+    ends = ends_in(read_ledger(cluster.run))
+    assert {(end.outcome, end.error) for end in ends} == {("crashed", "KeyError: 'of ours'")}
+    assert [end.then for end in ends] == ["requeue", "requeue", "held"]
+    assert "Traceback" in cluster.said[0]

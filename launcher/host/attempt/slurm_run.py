@@ -133,6 +133,9 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         if getattr(error, "errno", None) not in FULL:
             job.unfit = dict(job.unfit, **{context.batch_host: "as the batch host: {}".format(error)})
             runner.ask_to_leave(Drain(BAD_NODES, "the host side", time.time()))
+    except Exception as error:  # noqa: BLE001 - a fault of ours has to be a crash on record, or it comes back for ever
+        unready = "{}: {}".format(type(error).__name__, error)
+        traceback.print_exc()
     steps.stop_all()
     signals.take()  # what comes from here on is for an attempt that follows
     return close(context.run, attempt, job, runner.observed(code, unready), runner.request, began)
