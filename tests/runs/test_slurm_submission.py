@@ -267,6 +267,8 @@ def test_one_job_owns_a_run(cluster, tmp_path, squeue, said):
     [
         (("--script",), "--script: goes with --dry-run"),
         (("--dry-run", "--test-only"), "--dry-run and --test-only: give one of them"),
+        (("--follow", "--json"), "--follow and --json: give one of them"),
+        (("--in-allocation", "--json"), "--in-allocation and --json: give one of them"),
         (("--follow", "training.seed=1,2"), "a sweep of 2 jobs cannot be followed"),
         (("--max-running", "2"), "--max-running: is for sweeps"),
         (("--after", "77"), "--after 77: Slurm knows no job 77"),

@@ -132,3 +132,6 @@ def _refuse_contradictions(request: Request) -> None:
         raise BadInput(f"{' and '.join(given)}: give one of them")
     if request.script and request.as_json:
         raise BadInput("--script and --json: give one of them; the JSON of a dry run holds the script")
+    if request.as_json and (request.follow or request.in_allocation):
+        shown = "--follow" if request.follow else "--in-allocation"
+        raise BadInput(f"{shown} and --json: give one of them; `mrl status --json` says how a run stands")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.slurm import call as call_module
 from launcher.host.slurm import ask, tell
+from launcher.host.slurm import call as call_module
 from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, call, patiently, run
 from launcher.host.slurm.formats import expand_hosts, seconds_of, text_of, time_of
 
