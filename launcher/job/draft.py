@@ -126,6 +126,13 @@ def _obstacles(job: PlannedJob) -> list[str]:
             f"job.time_limit {limit} s: the run is told to save {profile.signal_s} s before it (signal_s of "
             f"{job.cluster}), so there is no time to train; a longer limit or a smaller signal_s"
         )
+    log = RunDir(job.run_dir).batch_log
+    place = log if log.exists() else log.parent
+    if place.exists() and not os.access(place, os.W_OK):
+        found.append(
+            f"{place} may not be written by you, and Slurm writes the job's log there, as {log.name}, before it starts "
+            "anything; give a --run-dir in a folder of your own"
+        )
     image = _image(job)
     if image and image.startswith("/") and not Path(image).is_file():
         found.append(

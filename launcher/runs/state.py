@@ -50,6 +50,8 @@ UNSURE = ("unknown", "unreadable")
 
 ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
 
+NO_LOG = -53  # as slurmd has it for a script whose output it could not open (ExitCode=0:53, seen on 22.05)
+
 _CLUSTER = re.compile(r"^cluster: (?!null$)([A-Za-z][A-Za-z0-9._-]*)$", re.MULTILINE)
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILINE)
 
@@ -277,6 +279,8 @@ def _end_of_job(job: JobState) -> str:
         return f"job {job.job_id} is gone, and {job.reason or 'Slurm does not remember how it ended'}"
     if job.word == "CANCELLED":
         return f"job {job.job_id} was cancelled"
+    if job.exit_code == NO_LOG:
+        return f"job {job.job_id} could not start: its node could not write the batch log (its place, quota, disk)"
     if job.exit_code is not None and job.exit_code < 0:
         return f"the script of job {job.job_id} {describe_exit(job.exit_code)}, and Slurm starts no such job again"
     code = f" with exit code {job.exit_code}" if job.exit_code else ""

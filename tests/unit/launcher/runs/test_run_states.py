@@ -207,6 +207,15 @@ def test_a_job_whose_script_was_killed_is_over(tmp_path):
     assert reason == f"{killed}, and Slurm starts no such job again"
 
 
+def test_a_job_without_a_place_for_its_log_was_not_killed_by_a_signal(tmp_path):
+    run = slurm_run(tmp_path)
+    state, reason, _ = told(read_status(run, job("FAILED", "ended", exit_code=-53, reason="JobLaunchFailure")))
+    assert (state, reason.partition(" (")[0]) == (
+        "failed",
+        "job 7 could not start: its node could not write the batch log",
+    )
+
+
 def test_done_is_finished_whatever_slurm_says(tmp_path):
     run = slurm_run(tmp_path)
     run.done.touch()

@@ -1,0 +1,25 @@
+"""What stands in the way of a job, told before it is submitted."""
+
+from __future__ import annotations
+
+import os
+
+from launcher.cluster.profile import Profile
+from launcher.job.draft import draft
+from launcher.recipe.load import load_recipe
+
+
+def test_a_place_where_slurm_cannot_write_the_log_is_an_obstacle(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    profile = Profile(gpus_per_node=8, run_root=str(tmp_path))
+
+    def obstacles() -> tuple[str, ...]:
+        return draft(load_recipe("demo", ["cluster=lab"]), "lab", profile, run_dir).obstacles
+
+    assert obstacles() == ()
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
+    (told,) = obstacles()
+    assert told.startswith(f"{tmp_path} may not be written by you, and Slurm writes the job's log there")
+    (tmp_path / "run.log").touch()
+    assert obstacles() == ()
