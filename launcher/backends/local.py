@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from launcher.errors import Failed
 from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -45,17 +46,21 @@ class Supervisor:
     """The process that supervises an attempt."""
 
     def __init__(self, command: list[str]) -> None:
-        # A file without a name: unlike a pipe it breaks for nobody, and unlike a path it needs no removal.
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
-        # A session of its own keeps the terminal's Ctrl-C and hang-up from it, and its output from being ours:
-        # `mrl-submit --detach | tee log` ends.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._said,
-            start_new_session=True,
-        )
+        """Raises Failed where it cannot be started."""
+        try:
+            # A file without a name: unlike a pipe it breaks for nobody, and unlike a path it needs no removal.
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+            # A session of its own keeps the terminal's Ctrl-C and hang-up from it, and its output from being ours:
+            # `mrl-submit --detach | tee log` ends.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
+                start_new_session=True,
+            )
+        except OSError as error:  # no more processes for this user, a full /tmp
+            raise Failed(f"the supervisor of the run cannot be started: {error}") from error
 
     @property
     def pid(self) -> int:
