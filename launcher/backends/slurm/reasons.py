@@ -38,6 +38,8 @@ STUCK = {
     "JobHeldUser": "it is held: scontrol release {id}",
     "JobHeldAdmin": "it is held by an administrator",
     "JobHoldMaxRequeue": "it was requeued too often (MaxBatchRequeue): scontrol release {id}",
+    "job requeued in held state": "it was requeued and is held (scontrol requeuehold): scontrol release {id}",
+    "job requeued in special exit state": "it was requeued and is held as a special exit: scontrol release {id}",
     "launch failed requeued held": "its start failed and it is held; see slurmd's log, then scontrol release {id}",
     "PartitionNodeLimit": "it asks for more nodes than its partition ever gives",
     "PartitionTimeLimit": "its time limit is above that of its partition",

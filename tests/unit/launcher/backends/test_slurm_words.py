@@ -96,6 +96,7 @@ def test_reasons_come_in_several_spellings():
     long = "(Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions)"
     assert wait_of(waiting(long)).what == "nodes that are down, drained or reserved"
     assert wait_of(waiting("launch_failed_requeued_held")).stuck
+    assert wait_of(waiting("job_requeued_in_held_state")).what.endswith("scontrol release 7")
     assert wait_of(waiting("ReqNodeNotAvail, UnavailableNodes:node[01-02]")).what == WAITS["ReqNodeNotAvail"]
     assert wait_of(waiting("QOSMaxNodePerUserLimit")).what == "a limit of your QOS (QOSMaxNodePerUserLimit)"
     assert wait_of(waiting("SomethingNew")).what == "Slurm's reason SomethingNew"
