@@ -31,6 +31,7 @@ class HangWatch:
         self._every = min(HEARTBEAT_S, limit / 5)
         self._began: Optional[float] = None
         self._looked = 0.0
+        self._woke = 0.0  # when this process last went on: a laptop was opened, Slurm had suspended the job
         self._seen: Dict[int, Tuple[float, float]] = {}
         self.newest: List[Heartbeat] = []
 
@@ -38,16 +39,18 @@ class HangWatch:
         """The rank that hangs. Called as often as you like from when the ranks are started. Raises OSError."""
         if self._limit <= 0 or now < self._looked + self._every:
             return None
-        asleep = now > self._looked + self._limit / 2  # this process was: a laptop was closed, perhaps
-        self._looked = now
         if self._began is None:
             self._began = now
+        elif now > self._looked + self._limit / 2:  # it stood still, and so may the ranks have done: they begin anew
+            self._began = self._woke = now
+        self._looked = now
         self.newest = [self._by_our_clock(beat, now) for beat in read_heartbeats(self._attempt)]
-        return None if asleep else silent_rank(self.newest, self._began, now, self._limit)
+        return silent_rank(self.newest, self._began, now, self._limit)
 
     def _by_our_clock(self, beat: Heartbeat, now: float) -> Heartbeat:
         written, first_seen = self._seen.get(beat.rank, (None, now))
         if written != beat.written:
             first_seen = now
             self._seen[beat.rank] = (beat.written, now)
-        return by_clock_of_reader(beat, first_seen)
+        ours = by_clock_of_reader(beat, first_seen)
+        return ours._replace(at=max(ours.at, self._woke), written=max(ours.written, self._woke))

@@ -51,3 +51,19 @@ def test_a_rank_that_hangs_there_is_found_as_soon_as_anywhere(attempt: Attempt, 
     assert found is not None
     assert (found.rank, found.host) == (1, "n1")
     assert LIMIT < found.silent_s <= LIMIT + 2 * EVERY
+
+
+def test_time_in_which_the_watch_itself_stood_still_is_held_against_nobody(attempt: Attempt) -> None:
+    """Slurm suspends a job for hours, watch and ranks alike, and on its return a rank still saves."""
+    hangs = HangWatch(attempt, LIMIT)
+
+    def look(now: float) -> Hang | None:
+        write(attempt.heartbeat(0), Heartbeat(0, 1, "n0", "save", 7, 9, BEGAN, now, EVERY))
+        return hangs.look(now)
+
+    woke = BEGAN + 3 * HOUR
+    assert not any(map(look, (BEGAN, BEGAN + EVERY)))
+    assert not any(look(woke + after) for after in range(0, int(LIMIT), int(EVERY)))
+    found = look(woke + LIMIT + EVERY)
+    assert found is not None
+    assert found.silent_s == LIMIT + EVERY
