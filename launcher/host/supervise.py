@@ -102,7 +102,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace) -> Att
         processes.start()
         runner.training = True
         runner.also.append(lambda now: None if runner.leaving else processes.replicas.look(now))
-        runner.wait(lambda: runner.ended_ranks == options.ranks)
+        runner.wait(lambda: runner.ended_ranks == options.ranks or processes.are_stuck(time.time()))
     except OSError as error:
         unready = "the ranks could not be started: {}".format(error)
     finally:

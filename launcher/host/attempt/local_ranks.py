@@ -10,7 +10,7 @@ from launcher.host.attempt.interfaces import Steps, World
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import LEAVE_LIMIT_S
 from launcher.host.judge.evidence import RankExit
-from launcher.host.process.processes import Child
+from launcher.host.process.processes import KILLED_S, Child
 from launcher.host.record.evidence import Observed
 from megatron_rl.contract.codes import PARENT_VARIABLE, SILENCE_VARIABLE, START_VARIABLE
 from megatron_rl.contract.paths import Attempt, RankFiles, RunDir
@@ -65,6 +65,10 @@ class LocalRanks(Steps):
     def code(self) -> int:
         """The worst exit code of the ranks that train, as srun would give it for a step."""
         return self._training.code
+
+    def are_stuck(self, now: float) -> bool:
+        """Whether the ranks that train were killed so long ago that nothing ends them: a driver holds one."""
+        return self._training.are_stuck(now)
 
     def signal(self, signum: int) -> None:
         for world in self._worlds():
@@ -138,6 +142,7 @@ class _Processes(World):
         self._exits: Dict[int, RankExit] = {}
         self._by_themselves: List[RankExit] = []
         self._told_to_end: Optional[float] = None
+        self._killed: Optional[float] = None
         self._left_at: Optional[float] = None
 
     def start(
@@ -166,6 +171,10 @@ class _Processes(World):
         """The worst of the exit codes so far."""
         return max([ended.code for ended in self._exits.values()] or [0], key=abs)
 
+    def are_stuck(self, now: float) -> bool:
+        """Whether they were killed so long ago that nothing ends them."""
+        return self._killed is not None and now >= self._killed + KILLED_S
+
     def observed(self, now: float) -> Optional[Observed]:
         exits = self.exits()
         if self._told_to_end is None:
@@ -190,6 +199,7 @@ class _Processes(World):
             self.signal(signal.SIGTERM)
         elif hurried or now >= self._told_to_end + self._grace:
             self.signal(signal.SIGKILL)
+            self._killed = self._killed or now
 
     def close(self) -> None:
         for child in self._children:

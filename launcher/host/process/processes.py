@@ -4,9 +4,12 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 import traceback
 from typing import Callable, Dict, List, Optional, Sequence
+
+KILLED_S = 60.0  # that a killed process has to be gone; to give back hundreds of gigabytes takes a while
 
 _PR_SET_PDEATHSIG = 1
 
@@ -91,14 +94,18 @@ class Child:
         os.kill(self.pid, signum)
 
     def close(self) -> None:
-        """End the child and everything in its process group, and reap it."""
+        """End the child and everything in its process group, and reap it; one that hangs in the kernel is left behind:
+        nothing can end it."""
         self.exit_code()
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # between fork and setsid there is no group yet
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=KILLED_S)
+        except subprocess.TimeoutExpired:
+            print("process {} was killed and does not end".format(self.pid), file=sys.stderr)
 
 
 class Fork:
