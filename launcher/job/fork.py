@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -56,7 +57,7 @@ def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> Plan
         BadInput: there is no such run or checkpoint, or it does not fit these values.
     """
     name, at, number = run_at_step.rpartition("@")
-    if at and not number.isdigit():
+    if at and not re.fullmatch(r"[0-9]{1,12}", number):
         raise BadInput(f"{run_at_step}: expected RUN@STEP with the number of a step, such as {name}@400")
     source = find(name if at else run_at_step)
     refuse_others(source, trusted)

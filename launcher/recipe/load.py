@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -214,7 +215,7 @@ def _key_in(section: Any, name: str, override: _Override) -> Any:
     """Key of a mapping, or place in a list. Raises BadInput where there is no such place."""
     if not isinstance(section, list):
         return name
-    if not name.isdigit() or int(name) >= len(section):
+    if not re.fullmatch(r"[0-9]{1,12}", name) or int(name) >= len(section):
         raise BadInput(f"override {override.text!r}: there is no {name} in a list of {len(section)}, counted from 0")
     return int(name)
 

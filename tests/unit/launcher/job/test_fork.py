@@ -65,6 +65,12 @@ def test_the_newest_checkpoint_or_the_one_asked_for(tmp_path):
         checkpoint_of(make_run(tmp_path / "new"), None)
 
 
+@pytest.mark.parametrize("step", ["", "x", "-1", "²", "9" * 5000])
+def test_a_step_that_is_no_number(step):
+    with pytest.raises(BadInput, match=r"expected RUN@STEP with the number of a step, such as run@400"):
+        plan_fork(f"run@{step}", [], trusted=False)
+
+
 def test_what_the_weights_fix_cannot_change():
     refuse_misfits([Change("training.seed", 0, 1), Change("grpo.group_size", 16, 8)], step=3, steps=10)
     with pytest.raises(BadInput, match=r"model\.num_layers: 2 -> 3"):

@@ -245,6 +245,13 @@ def write_several(write, text: str = SEVERAL) -> int:
     return write(DEMO[DEMO.index("environment:") : DEMO.index("sampling:")], text + "\n") + 1
 
 
+@pytest.mark.parametrize("place", ["2", "²", "9" * 5000])
+def test_an_override_of_a_place_that_a_list_has_not(write, place):
+    write_several(write)
+    with pytest.raises(BadInput, match="in a list of 2, counted from 0"):
+        load_recipe("my.yaml", [f"environments.{place}.weight=1"])
+
+
 def test_several_environments_are_a_list(write):
     write_several(write)
     config = load_recipe("my.yaml", ["environments.1.evaluation_only=false", "environments.0.args.draws=50"]).config
