@@ -99,8 +99,9 @@ def parse_first_exit(text: str) -> Optional[RankExit]:
 
 
 def signed(code: int) -> int:
-    """An exit code as a shell or srun gives it, with the signal that ended a process as a negative number."""
-    return SIGNAL_BASE - code if code > SIGNAL_BASE else code
+    """An exit code as a shell or srun gives it, with the signal that ended a process as a negative number. Above the
+    last signal are codes of the process's own: 255 is what sys.exit(-1) leaves."""
+    return SIGNAL_BASE - code if SIGNAL_BASE < code < SIGNAL_BASE + signal.NSIG else code
 
 
 def ended_by_slurm(run: RunDir, start: AttemptStart) -> Optional[str]:

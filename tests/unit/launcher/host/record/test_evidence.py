@@ -39,6 +39,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
         ("srun: error: gpu-a.cluster: task 12: Segmentation fault (core dumped)", RankExit(12, -11, "gpu-a.cluster")),
         ("srun: error: node02: tasks 0-3,5: Exited with exit code 1", RankExit(0, 1, "node02")),
         ("srun: error: node02: task 3: Exited with exit code 137", RankExit(3, -9, "node02")),
+        ("srun: error: node02: task 3: Exited with exit code 255", RankExit(3, 255, "node02")),
         ("srun: error: node02: task 3: something new", None),
         ("srun: Job step creation temporarily disabled, retrying", None),
         ("", None),
