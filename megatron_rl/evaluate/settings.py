@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.evaluate.config import Evaluation
@@ -40,7 +42,7 @@ def settings_of(
         "environment": evaluation.environment.model_dump(mode="json"),
         "prompt_format": environment.prompt_format,
         "compares_answers": environment.compares_answers,
-        "sets": {name: {"problems": len(problems), "digest": _digest(problems)} for name, problems in sets.items()},
+        "sets": {name: asdict(ProblemDigest.of(problems)) for name, problems in sets.items()},
         "sampling": evaluation.sampling.model_dump(mode="json"),
         "k": asked.k,
         "greedy": asked.greedy,
@@ -51,15 +53,6 @@ def settings_of(
         "version": version("mrl"),
         "code": asked.code,
     }
-
-
-def _digest(problems: Sequence[Problem]) -> str:
-    """Of the prompts: sets with the same one ask the same."""
-    hashed = hashlib.sha256()
-    for problem in problems:
-        text = problem.prompt.encode("utf-8", "surrogatepass")
-        hashed.update(len(text).to_bytes(8, "little") + text)
-    return hashed.hexdigest()[:16]
 
 
 def default_out(
