@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.api import Environment
+from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.registry import build_environment
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
@@ -19,9 +20,10 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.generation import Generation, generate_here
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.writer import MetricsWriter, Writer
-from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.models import Models, build_models
 from megatron_rl.platform.api import Platform
+from megatron_rl.problems import check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit
@@ -29,7 +31,6 @@ from megatron_rl.rollout.ahead import AheadDriver
 from megatron_rl.rollout.bank.bank import open_bank
 from megatron_rl.rollout.driver import Driver, RolloutDriver
 from megatron_rl.rollout.evaluation import evaluate
-from megatron_rl.rollout.fitting import fitting
 from megatron_rl.rollout.window import Drawn
 from megatron_rl.training.trainer import Trainer
 
@@ -53,6 +54,14 @@ class Counters:
     initial_weights: str | None = None
     """Digest of the checkpoint (`model.checkpoint`) or files (`model.huggingface`) that the run began with, where it
     began with some."""
+    problems: Mapping[str, ProblemDigest] = field(default_factory=dict)
+    """What was trained on, by environment; empty in a checkpoint of before this was noted."""
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Counters:
+        """Those that a checkpoint holds."""
+        problems = {name: ProblemDigest(**its) for name, its in meta.get("problems", {}).items()}
+        return cls(**{**meta, "problems": problems})
 
 
 @dataclass(slots=True)
@@ -66,6 +75,8 @@ class Run:
     environment: Environment
     left_out: Mapping[str, int]
     """Training problems whose prompt is too long, by environment."""
+    problems: Mapping[str, ProblemDigest]
+    """The others, likewise."""
     models: Models
     initial_weights: str | None
     trainer: Trainer
@@ -107,6 +118,7 @@ class Run:
                 policy_version=self.trainer.policy_version,
                 nonfinite_in_a_row=self.trainer.nonfinite_in_a_row,
                 initial_weights=self.initial_weights,
+                problems=self.problems,
             )
         )
 
@@ -125,7 +137,8 @@ def set_up(
     """A run at its newest checkpoint, or at its beginning. Collective.
 
     Raises ConfigurationError where the recipe does not fit together, CheckpointError where the run has checkpoints and
-    none can be used, and LeaveAgreed where a rank was asked to leave.
+    none can be used, RuntimeError where this rank has other problems than most, and LeaveAgreed where a rank was asked
+    to leave.
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
@@ -135,6 +148,8 @@ def set_up(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     training_sets, left_out = choose_problems(environment, config, tokenizer)
+    problems = digests_of(training_sets, config.task.name)
+    check_alike(problems, groups.control)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl import partitioned  # and with it an HTTP client, which takes a while
@@ -145,6 +160,7 @@ def set_up(
         config, environment, tokenizer, platform, groups, safe_points, resumes=checkpointer.resumes
     )
     counters = restore(checkpointer, models, initial_weights, safe_points)
+    check_unchanged(run_dir, counters.step, counters.problems, problems)
     models.optimizer.offload()
 
     trainer = Trainer(
@@ -191,6 +207,7 @@ def set_up(
         safe_points=safe_points,
         environment=environment,
         left_out=left_out,
+        problems=problems,
         models=models,
         initial_weights=counters.initial_weights,
         trainer=trainer,
@@ -207,38 +224,6 @@ def set_up(
     )
 
 
-def choose_problems(
-    environment: Environment, config: RunConfig, tokenizer: Tokenizer
-) -> tuple[list[TrainingSet], dict[str, int]]:
-    """What is trained on, and how many problems are not, because their prompt leaves no room for an answer.
-
-    Raises ConfigurationError where none of an environment's is left.
-    """
-    longest = config.sequence_length - config.sampling.max_new_tokens
-    room = f"training.sequence_length {config.sequence_length} less sampling.max_new_tokens"
-    chosen: list[TrainingSet] = []
-    left_out: dict[str, int] = {}
-    for each in environment.training_sets():
-        name = each.environment or config.task.name
-        try:
-            found = fitting(each, longest, tokenizer.encode)
-        except ValueError as error:
-            raise ConfigurationError(f"environment {name!r}: {error}") from error
-        if not found.training_set.problems:
-            raise ConfigurationError(
-                f"environment {name!r}: the prompts of all its {found.problems} training problems are longer than "
-                f"{longest} tokens, {room} {config.sampling.max_new_tokens}: nothing is left to train on"
-            )
-        if found.left_out:
-            left_out[name] = found.left_out
-            logger.warning(
-                "environment %r: %d of %d training problems left out, their prompts are longer than %d tokens (%s %d)",
-                *(name, found.left_out, found.problems, longest, room, config.sampling.max_new_tokens),
-            )
-        chosen.append(found.training_set)
-    return chosen, left_out
-
-
 def restore(
     checkpointer: Checkpointer, models: Models, initial_weights: str | None, safe_points: SafePoints
 ) -> Counters:
@@ -253,7 +238,7 @@ def restore(
         checkpoint = checkpointer.restore(models.restore)
     if checkpoint is None:
         return Counters(initial_weights=initial_weights)
-    counters = Counters(**checkpoint.manifest.meta)
+    counters = Counters.of(checkpoint.manifest.meta)
     if initial_weights is not None and initial_weights != counters.initial_weights:
         raise ConfigurationError(
             "model.checkpoint (or huggingface) is not what this run began with, and the KL penalty (grpo.kl_beta) is "

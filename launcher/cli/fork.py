@@ -39,6 +39,8 @@ def command(
 
     The new run has everything of the old one up to that step: weights, optimizer, place in the prompt stream, metrics.
     Any value may change but those that the weights fix (model.*, tokenizer.*); what changed is in its fork.json.
+    It is trained on the problems that there are now: a run refuses to start again with others than before, and this is
+    how to go on with them.
 
     The new run runs RUN's snapshot of the code (or today's, with --update-code) and unpickles parts of its checkpoint,
     as you: a run of another user is refused without --trust.

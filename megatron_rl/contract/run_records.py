@@ -101,7 +101,8 @@ class PlanRecord(NamedTuple):
 
 @record(keys={"source": "from"})
 class Fork(NamedTuple):
-    """fork.json: the run and checkpoint that this one began as. Written by `mrl fork`, read for W&B."""
+    """fork.json: the run and checkpoint that this one began as. Written by `mrl fork`, read for W&B, and by the ranks
+    where that one was trained on other problems."""
 
     source: str  # run directory, absolute
     step: int

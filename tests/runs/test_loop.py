@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,8 +14,12 @@ from typing import Any
 
 import pytest
 from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, read_error, reproducible
+from optional import needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from launcher.job.fork import PlannedFork, fill
+from launcher.recipe.load import load_recipe
+from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.contract.attempt_records import Outcome
 from megatron_rl.contract.codes import DRAINED, EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, FINISHED
 from megatron_rl.contract.paths import RunDir
@@ -166,6 +172,42 @@ def test_more_ranks_are_interrupted_like_two(tmp_path: Path, cache: Path) -> Non
     assert "was not saved" not in "".join(path.read_text() for path in interrupted.root.glob("log.*"))
 
 
+@needs("datasets", "math_verify")
+def test_a_run_whose_data_were_edited_goes_on_as_a_fork_alone(tmp_path: Path, cache: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    rows = [json.dumps({"problem": f"{one}+{other}=", "answer": one + other}) for one in range(6) for other in range(6)]
+    data.write_text("\n".join(rows))
+    sums = {"name": "math", "args": {"train": {"path": str(data)}, "prompt": "{question}"}}
+    of_a_long_run = loop_recipe(
+        job={"gpus_per_node": 1},
+        model={"init": "from-scratch"},
+        environment=sums,
+        training={"steps": 9999},
+        evaluation={"every": 0},
+    )
+    run_dir = prepare(tmp_path / "run", of_a_long_run)
+    first = Attempt(run_dir, cache, ranks=1)
+    first.wait_for_step(2)
+    os.kill(first.processes[0].pid or 0, signal.SIGUSR1)
+    assert first.exit_codes() == [EXIT_DRAINED], first.logs()
+    (step, *_), record = run_dir.checkpoint_steps(), run_dir.metrics.read_bytes()
+
+    data.write_text("\n".join(rows[1:]))
+    second = Attempt(run_dir, cache, ranks=1)
+    assert second.exit_codes() == [EXIT_CONFIG], second.logs()
+    error = read_error(second, 0)["error"]
+    assert "environment 'math': 35 problems instead of 36" in error
+    assert f"`mrl fork run@{step}`" in error
+    assert (run_dir.checkpoint_steps()[0], run_dir.metrics.read_bytes()) == (step, record)
+
+    fork = prepare(tmp_path / "fork", of_a_long_run | {"training": of_a_long_run["training"] | {"steps": step + 1}})
+    fill(PlannedFork(run_dir, step, load_recipe("demo"), ()), fork)
+    third = Attempt(fork, cache, ranks=1)
+    assert third.exit_codes() == [0], third.logs()
+    assert [line["step"] for line in lines_of(fork.metrics)] == list(range(1, step + 2))
+    assert read_manifest(fork.checkpoint(step + 1)).meta["problems"]["math"]["problems"] == 35
+
+
 # Failures
 
 
@@ -180,6 +222,15 @@ def test_a_failing_rank_says_what_happened_and_takes_the_others_along(tmp_path: 
     assert error["exit_code"] == EXIT_CRASHED
     assert outcome_of(attempt.files) is None
     assert [line["step"] for line in lines_of(run_dir.metrics)] == [1, 2]
+
+
+def test_a_rank_that_has_other_problems_than_the_others_fails(tmp_path: Path, cache: Path) -> None:
+    run_dir = prepare(tmp_path / "run", loop_recipe(model={"init": "from-scratch"}))
+    attempt = Attempt(run_dir, cache, sabotage=_forget_a_problem_on_rank_1)
+    assert attempt.exit_codes() == [EXIT_CRASHED] * 2, attempt.logs()
+    error = read_error(attempt, 1)["error"]
+    assert re.search(r"this rank has other training problems .* environment 'arithmetic': \d+ problems instead", error)
+    assert not run_dir.metrics.exists()
 
 
 def test_gradients_that_stay_not_finite_stop_the_run_before_anything_bad_is_saved(tmp_path: Path, cache: Path) -> None:
@@ -236,6 +287,14 @@ def _fail_in_step_3_of_rank_1(rank: int) -> None:
         return train(self, batch, step, **others)
 
     Trainer.train = fails  # type: ignore[method-assign]
+
+
+def _forget_a_problem_on_rank_1(rank: int) -> None:
+    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+
+    problems = ArithmeticEnvironment.training_problems
+    if rank == 1:
+        ArithmeticEnvironment.training_problems = lambda self: problems(self)[1:]  # type: ignore[method-assign]
 
 
 def _spoil_gradients_from_step_3(rank: int) -> None:
