@@ -159,6 +159,7 @@ def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
     as many processors as OMP_NUM_THREADS says, and would look for its configuration in HOME."""
     threads = str(config.job.threads_per_rank)
     values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    values |= {"PYTHONHASHSEED": "0"}  # some tasks are drawn in the order of a set
     if profile.container is not None:  # its root is read-only, and no home directory is mounted
         cache = f"{profile.run_root}/cache"
         values |= {"HOME": f"{cache}/home", CACHE_VARIABLE: f"{cache}/mrl", "XDG_CACHE_HOME": cache}

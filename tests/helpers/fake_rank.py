@@ -49,6 +49,7 @@ seen = (
     "MKL_NUM_THREADS",
     "OMP_WAIT_POLICY",
     "GOMP_SPINCOUNT",
+    "PYTHONHASHSEED",
     "CUDA_VISIBLE_DEVICES",
 )
 write_json(attempt.folder / f"env.{rank}.json", {name: os.environ.get(name) for name in seen})

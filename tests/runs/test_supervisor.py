@@ -98,6 +98,7 @@ def test_ranks_are_told_who_they_are(supervise, monkeypatch):
         "OMP_NUM_THREADS": "3",
         "MKL_NUM_THREADS": "3",
         **WAITING_THREADS,
+        "PYTHONHASHSEED": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
 

@@ -119,6 +119,7 @@ class LocalRanks(Steps):
                 "OMP_NUM_THREADS": str(settings.threads),
                 "MKL_NUM_THREADS": str(settings.threads),
                 "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONHASHSEED": "0",  # some tasks are drawn in the order of a set
                 "PYTHONUNBUFFERED": "1",
                 PARENT_VARIABLE: str(os.getpid()),
                 SILENCE_VARIABLE: str(settings.silence_limit),
