@@ -148,13 +148,13 @@ def set_up(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     training_sets, left_out = choose_problems(environment, config, tokenizer)
-    problems = digests_of(training_sets, config.task.name)
-    check_alike(problems, groups.control)
     pool = None
     if config.placement.mode == "partitioned":
         from megatron_rl import partitioned  # and with it an HTTP client, which takes a while
 
         pool = partitioned.open_pool(run_dir, attempt, config, groups)
+    problems = digests_of(training_sets, config.task.name)
+    check_alike(problems, groups.control)
     checkpointer = Checkpointer(run_dir, config.save, groups.control)
     models, initial_weights = build_models(
         config, environment, tokenizer, platform, groups, safe_points, resumes=checkpointer.resumes
