@@ -186,6 +186,7 @@ def set_up(
             attempt.number,
             config,
             generation.place,
+            problems,
             step=counters.step,
             policy_version=counters.policy_version,
             next_ordinal=counters.next_ordinal,

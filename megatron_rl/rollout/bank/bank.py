@@ -19,13 +19,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
 
+from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
@@ -209,14 +210,18 @@ def open_bank(
     attempt: int,
     config: RunConfig,
     place: DriverPlace,
+    problems: Mapping[str, ProblemDigest],
     *,
     step: int,
     policy_version: int,
     next_ordinal: int,
 ) -> Bank:
     """The bank of a run that goes on after `step`, whose weights are those of `policy_version`, for this rank, which
-    drives."""
-    lineage = Lineage(run_dir.root.name, attempt, step, policy_version, fingerprint(config))
+    drives.
+
+    problems: trained on, by environment.
+    """
+    lineage = Lineage(run_dir.root.name, attempt, step, policy_version, fingerprint(config, problems))
     return Bank(
         run_dir.bank,
         config.resume,

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
 import numpy as np
 
+from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import Beginning, GenerationRequest
@@ -41,8 +42,12 @@ class Lineage:
     """Fingerprint of all in the recipe that answers depend on."""
 
 
-def fingerprint(config: RunConfig) -> str:
-    """Hash of what shapes answers besides prompt, key and weights: `mrl resume` may have changed it."""
+def fingerprint(config: RunConfig, problems: Mapping[str, ProblemDigest]) -> str:
+    """Hash of what shapes answers besides key and weights: `mrl resume` may have changed it.
+
+    problems: trained on, by environment. A group is found by its place in the prompt stream, and other problems may
+        stand there now.
+    """
     shaping = config.model_dump(
         mode="json",
         include={
@@ -53,6 +58,7 @@ def fingerprint(config: RunConfig) -> str:
         },
     )
     shaping["environment"] = config.task.model_dump(mode="json")
+    shaping["problems"] = {name: asdict(its) for name, its in problems.items()}
     return blake2b(json.dumps(shaping, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -13,6 +13,7 @@ from core_helpers import tiny_run, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import Beginning, GenerationRequest
 from megatron_rl.inference.config import Sampling
@@ -30,6 +31,7 @@ from megatron_rl.rollout.bank.records import (
 from megatron_rl.rollout.encoding import decode_group
 
 PROBLEM = Problem("1+1=", {"answer": 2})
+PROBLEMS = {"sums": ProblemDigest(10, "a")}
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 LOG_PROB = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=0)
 
@@ -133,7 +135,12 @@ def test_another_prompt_is_another_answer() -> None:
     ],
 )
 def test_a_change_of_the_recipe_matters_where_answers_depend_on_it(changed: dict[str, Any], matters: bool) -> None:
-    assert (fingerprint(tiny_run(**changed)) != fingerprint(tiny_run())) == matters
+    assert (fingerprint(tiny_run(**changed), PROBLEMS) != fingerprint(tiny_run(), PROBLEMS)) == matters
+
+
+def test_other_problems_matter_whose_answers_would_stand_in_the_place_of_these() -> None:
+    other = {"sums": ProblemDigest(10, "b")}
+    assert fingerprint(tiny_run(), other) != fingerprint(tiny_run(), PROBLEMS)
 
 
 def test_a_lineage_names_the_run_and_its_checkpoint() -> None:
