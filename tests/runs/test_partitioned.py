@@ -17,6 +17,7 @@ from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, re
 from scripted_replica import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import EngineLoad
 
 STEPS = 4
@@ -114,7 +115,7 @@ def test_generation_that_runs_ahead_trains_on_every_prompt_once_and_on_no_token_
     """With a replica that is killed in mid-generation, another that stops until what it was asked is lost, ranks that
     are killed, a drain, and what is begun again after both."""
     run_dir = prepare(tmp_path / "ahead", ahead(max_lag))
-    first = Attempt(run_dir, cache)
+    first = Attempt(run_dir, cache, sabotage=partial(wait_for_both, run_dir))
     killed = first.start_replica(0, sabotage=partial(die_at, 3))
     first.start_replica(1, sabotage=partial(stop_until_cancelled, 1, tmp_path / "told"))
     first.wait_for_step(5)
@@ -164,6 +165,13 @@ def ahead(max_lag: int) -> dict[str, Any]:
     changed["training"]["steps"] = AHEAD_STEPS
     changed["grpo"] |= {"iterations": 1, "prompts_per_step": PROMPTS, "importance": {"mode": "truncate", "cap": 2.0}}
     return changed | {"resume": changed["resume"] | {"partial": "keep"}, "async": {"max_lag": max_lag}}
+
+
+def wait_for_both(run_dir: RunDir, rank: int) -> None:
+    """Have a rank that trains begin when two replicas answer: one that is there alone would be asked for all answers of
+    a step, and if it stops, none of them can be scored, which ends the run."""
+    attempt = run_dir.attempt(1)
+    until(lambda: all(attempt.replica(number).listener.exists() for number in range(2)), "both replicas answer")
 
 
 def die_at(version: int, rank: int) -> None:
