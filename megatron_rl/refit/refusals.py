@@ -1,4 +1,4 @@
-"""Which replicas a version is not offered to: those that failed to take several in a row. Pure, no torch.
+"""Which replicas a version is not offered to: those that failed to take several in a row. No torch.
 
 A replica that answers requests and cannot be reached for a transfer, behind a firewall or a broken link, costs each
 version the time in which it is waited for.
