@@ -10,19 +10,19 @@ from pydantic import Field, field_validator
 
 from megatron_rl.agent.datasets import DataSet, Question, distinct, normalised, read_questions
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.prompts import Chat, asked, in_chat, template_fields
+from megatron_rl.agent.prompts import Asking, asked, prompt_format, template_fields
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+from megatron_rl.section import NonNegativeInt, PositiveInt
 
 logger = logging.getLogger(__name__)
 
 HELD_OUT = "held_out"
 
 
-class HFDatasetConfig(Section):
+class HFDatasetConfig(Asking):
     """Arguments of every environment whose problems are rows of data sets."""
 
     prompt_fields: ClassVar[Sequence[str]] = ("question",)
@@ -38,8 +38,6 @@ class HFDatasetConfig(Section):
     """Of which problems these are."""
     prompt: str = "{question}"
     """The prompt, in Python's format syntax."""
-    chat: Chat = "auto"
-    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
     max_prompt_tokens: PositiveInt | None = None
     """Problems with a longer prompt are left out, and counted in the log; default: none is."""
 
@@ -66,7 +64,7 @@ class HFDatasetAgent(RewardOnlyAgent):
     def __init__(self, config: HFDatasetConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for data that is not there, is empty, or not as the configuration says."""
         super().__init__(config, tokenizer)
-        self.prompt_format = "chat template" if in_chat(tokenizer, config.chat) else ""
+        self.prompt_format = prompt_format(tokenizer, config)
         evaluated = {name: _questions(data) for name, data in config.evaluate.items()}
         kept_apart = {normalised(question.text) for questions in evaluated.values() for question in questions}
         questions = _questions(config.train) if config.train else []
@@ -109,7 +107,7 @@ class HFDatasetAgent(RewardOnlyAgent):
         return fitting
 
     def _prompt(self, question: Question) -> str:
-        return asked(self.tokenizer, self.config.prompt.format(**self.fields(question)), self.config.chat)
+        return asked(self.tokenizer, self.config.prompt.format(**self.fields(question)), self.config)
 
 
 def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[list[Question], list[Question]]:

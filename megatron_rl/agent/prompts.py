@@ -6,9 +6,25 @@ from collections.abc import Sequence
 from string import Formatter
 from typing import Literal
 
-from megatron_rl.model.tokenizer import Tokenizer
+from pydantic import model_validator
 
-Chat = Literal["always", "auto", "never"]
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import Section
+
+
+class Asking(Section):
+    """How an environment's questions are put to the model."""
+
+    chat: Literal["always", "auto", "never"] = "auto"
+    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
+    system: str | None = None
+    """The system message before it; default: what the chat template says by itself."""
+
+    @model_validator(mode="after")
+    def _is_a_chat(self) -> Asking:
+        if self.system is not None and self.chat == "never":
+            raise ValueError("system: there is no system message with chat: never; put it into the prompt")
+        return self
 
 
 def template_fields(template: str, known: Sequence[str] | None = None) -> set[str]:
@@ -21,21 +37,31 @@ def template_fields(template: str, known: Sequence[str] | None = None) -> set[st
     return fields
 
 
-def asked(tokenizer: Tokenizer, message: str, chat: Chat) -> str:
+def asked(tokenizer: Tokenizer, message: str, asking: Asking) -> str:
     """The prompt that asks for an answer to `message`.
 
-    chat: always or never in the tokenizer's chat template; auto: where it has one. Raises ValueError where it has none
-        and the template is to be used always.
+    Raises ValueError where a chat template is needed and there is none, or it knows no system message.
     """
-    prompt = None if chat == "never" else tokenizer.chat(message)
-    if prompt is None and chat == "always":
-        raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
-    return message if prompt is None else prompt
+    if _in_chat(tokenizer, asking):
+        system = [] if asking.system is None else [{"role": "system", "content": asking.system}]
+        prompt = tokenizer.conversation([*system, {"role": "user", "content": message}])
+        assert prompt is not None  # there is a template
+        return prompt
+    needs = "chat: always" if asking.chat == "always" else "system" if asking.system is not None else None
+    if needs:
+        raise ValueError(f"environment.args.{needs}, but the tokenizer has no chat template")
+    return message
 
 
-def in_chat(tokenizer: Tokenizer, chat: Chat) -> bool:
-    """Whether `asked` uses the tokenizer's chat template."""
-    return chat != "never" and tokenizer.chat("") is not None
+def prompt_format(tokenizer: Tokenizer, asking: Asking) -> str:
+    """What `asked` puts around a message, in words for an evaluation's record; "" where it is nothing."""
+    if not _in_chat(tokenizer, asking):
+        return ""
+    return "chat template" if asking.system is None else f"chat template, system message {asking.system!r}"
+
+
+def _in_chat(tokenizer: Tokenizer, asking: Asking) -> bool:
+    return asking.chat != "never" and tokenizer.chat_template is not None
 
 
 def next_turn(tokenizer: Tokenizer, *messages: str, role: str = "user") -> str:

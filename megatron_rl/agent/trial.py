@@ -41,9 +41,6 @@ class CodePoints:
     def show(self, token: int) -> str:
         return "<end>" if token == self.eos_id else chr(token)
 
-    def chat(self, message: str) -> None:
-        return None
-
     def conversation(self, messages: Any, tools: Any = None) -> None:
         return None
 

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.agent.datasets import DataSet, read_questions
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.prompts import Chat, asked, in_chat
+from megatron_rl.agent.prompts import Asking, asked, prompt_format
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.expression import BadExpression, evaluate
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
@@ -45,7 +45,7 @@ class Rows(DataSet):
     """Column of the target."""
 
 
-class CountdownConfig(DrawnProblemsConfig):
+class CountdownConfig(DrawnProblemsConfig, Asking):
     """Arguments of the environment `countdown`."""
 
     train: Rows | None = None
@@ -55,8 +55,6 @@ class CountdownConfig(DrawnProblemsConfig):
     max_numbers: PositiveInt = Field(default=4, le=8)
     largest: PositiveInt = 99
     """Largest number of a drawn problem, and largest target."""
-    chat: Chat = "auto"
-    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
     format_reward: float = 0.0
     """An expression in tags that is none, uses other numbers, or comes to something else."""
 
@@ -79,9 +77,9 @@ class Countdown(DrawnProblems):
 
     def __init__(self, config: CountdownConfig, tokenizer: Tokenizer) -> None:
         found = _of_rows(config.train) if config.train else _drawn(config)
-        problems = (Problem(asked(tokenizer, PROMPT.format(**task), config.chat), task) for task in found)
+        problems = (Problem(asked(tokenizer, PROMPT.format(**task), config), task) for task in found)
         super().__init__(config, tokenizer, problems)
-        self.prompt_format = "tags, chat template" if in_chat(tokenizer, config.chat) else "tags"
+        self.prompt_format = ", ".join(filter(None, ["tags", prompt_format(tokenizer, config)]))
 
     def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
         """1 for an expression of just these numbers that is the target, whatever follows it."""

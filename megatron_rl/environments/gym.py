@@ -20,14 +20,14 @@ from pydantic import field_validator
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.multi_turn import MultiTurnAgent
-from megatron_rl.agent.prompts import Chat, asked, in_chat, next_turn
+from megatron_rl.agent.prompts import Asking, asked, next_turn, prompt_format
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+from megatron_rl.section import NonNegativeInt, PositiveInt
 
 
-class GymConfig(Section):
+class GymConfig(Asking):
     """Arguments of the environment `gym`."""
 
     id: str
@@ -38,8 +38,6 @@ class GymConfig(Section):
     """What the model may say, and the action that it means; default: the number of the action."""
     instruction: str = "Answer with the number of your next action."
     """What stands before the first observation."""
-    chat: Chat = "auto"
-    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
     episodes: PositiveInt = 256
     """Episodes to train on: seeds from 0 on."""
     held_out: NonNegativeInt = 64
@@ -91,7 +89,7 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         longest_first = sorted(self._words, key=len, reverse=True)
         self._action = re.compile("|".join(map(_named, longest_first)), re.IGNORECASE)
         self._meant = [self._words[word] for word in longest_first]
-        self.prompt_format = "chat template" if in_chat(tokenizer, config.chat) else ""
+        self.prompt_format = prompt_format(tokenizer, config)
 
     def training_problems(self) -> Sequence[Problem]:
         return self._problems(range(self.config.episodes))
@@ -131,7 +129,7 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
 
     def _asked(self, seen: str) -> str:
         message = "".join(f"{part}\n" for part in (self.config.instruction, seen) if part)
-        return asked(self.tokenizer, message, self.config.chat)
+        return asked(self.tokenizer, message, self.config)
 
     def _play(self, seed: int, responses: Sequence[str]) -> Played:
         """What becomes of an episode by these responses."""

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from megatron_rl.agent.prompts import Chat, asked, in_chat, template_fields
+from megatron_rl.agent.prompts import Asking, asked, prompt_format, template_fields
 from megatron_rl.agent.sandbox.api import Ending, Limits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
@@ -37,7 +37,7 @@ EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
 """What metadata call a right answer of a task that has many."""
 
 
-class ReasoningGymConfig(DrawnProblemsConfig):
+class ReasoningGymConfig(DrawnProblemsConfig, Asking):
     """Arguments of the environment `reasoning-gym`."""
 
     dataset: str
@@ -47,8 +47,6 @@ class ReasoningGymConfig(DrawnProblemsConfig):
     prompt: str = "{question}"
     """The prompt, in Python's format syntax: {question}, and whatever the dataset's metadata have, such as chain_sum's
     {expression}."""
-    chat: Chat = "auto"
-    """always: as a user's message in the tokenizer's chat template. auto: so where it has one. never: as it stands."""
     scoring: Literal["dataset", "last_number", "distance"] = "dataset"
     """dataset: its own score of the whole answer, in parts for some. last_number: 1 where the last number in the answer
     is the right one, else 0. distance: 1 / (1 + its distance from the right one), 0 where there is no number: where no
@@ -116,8 +114,7 @@ class ReasoningGymEnvironment(DrawnProblems):
             memory_bytes=int(config.score_memory_gib * 2**30),
         )
         self._scorers = WorkerPool("megatron_rl.environments.reasoning_scores:score", config.scorers, limits)
-        if in_chat(tokenizer, config.chat):
-            self.prompt_format = "chat template"
+        self.prompt_format = prompt_format(tokenizer, config)
 
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
@@ -190,7 +187,7 @@ def _problems(
             raise ValueError(
                 f"environment.args.prompt: {config.dataset} has no {error}; there are {', '.join(fields)}"
             ) from error
-        yield Problem(asked(tokenizer, message, config.chat), task)
+        yield Problem(asked(tokenizer, message, config), task)
 
 
 def _datasets() -> Mapping[str, tuple[Any, Any]]:

@@ -47,10 +47,6 @@ class Tokenizer(Protocol):
         """One token by itself, also a special one."""
         ...
 
-    def chat(self, message: str) -> str | None:
-        """The prompt that puts `message` to an assistant as its user would; None without a chat template."""
-        ...
-
     @property
     def chat_template(self) -> str | None:
         """What makes a prompt of a conversation (Jinja2); None: the model knows no conversations."""
@@ -93,9 +89,6 @@ class CharacterTokenizer:
     def show(self, token: int) -> str:
         return self._text[token] or ("<end>" if token == self.eos_id else "<padding>")
 
-    def chat(self, message: str) -> None:
-        return None
-
     chat_template = None
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> None:
@@ -125,9 +118,6 @@ class HuggingFaceTokenizer:
     def show(self, token: int) -> str:
         text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text
-
-    def chat(self, message: str) -> str | None:
-        return self.conversation([{"role": "user", "content": message}])
 
     @property
     def chat_template(self) -> str | None:

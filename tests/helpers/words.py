@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class Words:
@@ -10,8 +10,8 @@ class Words:
 
     vocab_size, eos_id, end_ids = 1_000_000, 0, frozenset({0})
 
-    def __init__(self, template: str | None = None) -> None:
-        self.template = template
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
@@ -19,5 +19,7 @@ class Words:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(token) for token in tokens if token)
 
-    def chat(self, message: str) -> str | None:
-        return None if self.template is None else self.template.format(message)
+    def conversation(self, messages: Sequence[Mapping[str, str]], tools: None = None) -> str | None:
+        """A system message stands before the rest, which is one of the user."""
+        *system, user = (message["content"] for message in messages)
+        return None if self.chat_template is None else "".join(system) + self.chat_template.format(user)

@@ -73,9 +73,23 @@ def test_it_is_asked_in_the_chat_template_or_not(tokenizer: Words, chat: str, pr
     assert environment.prompt_format == said
 
 
-def test_a_chat_template_that_is_not_there_is_missed() -> None:
-    with pytest.raises(ValueError, match="chat: always, but the tokenizer has no chat template"):
-        build(chat="always")
+def test_a_system_message_comes_before_the_question() -> None:
+    environment = build(Words("<user>{}<assistant>"), system="Add.")
+    assert {problem.prompt for problem in environment.training_problems()} <= {
+        f"Add.<user>{each}<assistant>" for each in EVERY_SUM
+    }
+    assert environment.prompt_format == "chat template, system message 'Add.'"
+
+
+@pytest.mark.parametrize(("arguments", "needs"), [({"chat": "always"}, "chat: always"), ({"system": "Add."}, "system")])
+def test_a_chat_template_that_is_not_there_is_missed(arguments: dict[str, str], needs: str) -> None:
+    with pytest.raises(ValueError, match=f"{needs}, but the tokenizer has no chat template"):
+        build(**arguments)
+
+
+def test_there_is_no_system_message_without_a_chat() -> None:
+    with pytest.raises(ValueError, match="no system message with chat: never; put it into the prompt"):
+        build(chat="never", system="Add.")
 
 
 def test_the_last_number_scores_each_problem() -> None:

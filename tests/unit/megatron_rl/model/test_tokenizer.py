@@ -85,8 +85,9 @@ def test_folder_without_a_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_asks_as_a_user_and_its_absence_is_said(hugging_face_folder: Path, tmp_path: Path) -> None:
-    assert characters().chat("1+1=") is None
-    assert build_tokenizer(TokenizerConfig(path=str(hugging_face_folder))).chat("one") is None
+    question = [{"role": "user", "content": "one and two"}]
+    assert characters().conversation(question) is None
+    assert build_tokenizer(TokenizerConfig(path=str(hugging_face_folder))).conversation(question) is None
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(hugging_face_folder)
     tokenizer.chat_template = (
@@ -94,7 +95,8 @@ def test_a_chat_template_asks_as_a_user_and_its_absence_is_said(hugging_face_fol
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer.save_pretrained(tmp_path)
-    assert build_tokenizer(TokenizerConfig(path=str(tmp_path))).chat("one and two") == "[user] one and two [assistant]"
+    prompt = build_tokenizer(TokenizerConfig(path=str(tmp_path))).conversation(question)
+    assert prompt == "[user] one and two [assistant]"
 
 
 def test_a_name_of_the_hub_is_looked_for_in_its_cache(
