@@ -50,7 +50,7 @@ class KeyValueCache:
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
         """Keys and values, [tokens, kv_heads, head_size], of one layer (counted from 1) to their places."""
-        both = torch.cat((key, value))
+        both = torch.cat((key, value)).to(self._copied.dtype)
         self._copied[layer - 1].index_copy_(0, index, both.flatten(0, 1) if self._gathered else both)
 
     def read(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class PrefillLayout:
         """See `Layout.attend`."""
         self.cache.write(layer, self.target, key.index_select(0, self.source), value.index_select(0, self.source))
         if self.seen is not None:
-            key, value = self.cache.read(layer, self.seen)
+            key, value = (each.to(query.dtype) for each in self.cache.read(layer, self.seen))
         return self.packed.attend(layer, query, key, value)
 
 

@@ -64,7 +64,7 @@ class ModelRunner:
             kv_heads=self._kv_heads,
             head_size=attention.hidden_size_per_attention_head,
             gathered=policy.gathers_pages(self._page_tokens),
-            dtype=next(policy.parameters()).dtype,
+            dtype=policy.cache_dtype,
             device=policy.device,
         )
         self.cache: KeyValueCache | None = None

@@ -1,4 +1,4 @@
-"""A policy's weights as they are at one time, for generation: where one rank has all of them, on a CPU, in fp32.
+"""A policy's weights as they are at one time, for generation: where one rank has all of them, on a CPU.
 
 Of small products Python's way to each operator is a large part, and so is the start of each that threads share. Here
 are as few operators as there are: a norm's weight is part of the product behind it, what is done to a product is done
@@ -126,10 +126,10 @@ class FrozenPolicy:
         """RMSNorm without its weight and its sqrt(hidden), which are in the product behind it: see `_behind`.
 
         Of operators whose results are exactly rounded: those of other functions of a row's length, such as hypot, would
-        depend on whether it fills a vector with those of other rows.
+        depend on whether it fills a vector with those of other rows. In fp32 whatever the model's type, as in training.
         """
-        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        return hidden * length.square_().add_(self._least).rsqrt_()
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        return (hidden * length.square_().add_(self._least).rsqrt_()).to(hidden.dtype)
 
 
 def _behind(norm: Norm, weight: Tensor) -> Tensor:

@@ -155,6 +155,11 @@ class Policy(GPTModel):
         """Attention to what lies in pages: see `Platform.paged_attention`."""
         return self._platform.paged_attention(rows, self.config.params_dtype)
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """See `Platform.cache_dtype`."""
+        return self._platform.cache_dtype(self.config.params_dtype)
+
     def gathers_pages(self, page_tokens: int) -> bool:
         """See `Platform.gathers_pages`."""
         return self._platform.gathers_pages(self.config.params_dtype, page_tokens)

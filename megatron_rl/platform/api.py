@@ -93,6 +93,9 @@ class Platform(Protocol):
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         """How this device's kernels for queries of this type attend to what lies in pages."""
 
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which keys and values lie in pages, of a model of this type."""
+
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         """Whether the tokens of a head lie together in each page of so many: so they are best gathered."""
 

@@ -21,7 +21,7 @@ from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linear
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
 from megatron_rl.platform.gloo import UnevenCollectives
-from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, bucketed_attention
+from megatron_rl.platform.paged_attention import PagedAttention, PagedRows
 from megatron_rl.platform.part_attention import part_layout
 from megatron_rl.platform.sparse_attention import sparse_attention
 from megatron_rl.platform.whole_linears import whole_linears
@@ -70,7 +70,10 @@ class CpuPlatform:
         return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        return sparse_attention(rows) if dtype == torch.float32 else bucketed_attention(rows)
+        return sparse_attention(rows)
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32  # that of torch's sparse kernels
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         return True

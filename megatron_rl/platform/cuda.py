@@ -69,6 +69,9 @@ class CudaPlatform:
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
 
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         return not self.attention.reads_pages(dtype, page_tokens)
 

@@ -1,7 +1,7 @@
 """Attention of one new token a sequence to keys and values that lie in pages: what is asked for, and by gathering.
 
-What reads pages itself are a GPU's kernels (paged_kernels.py) and, in fp32, a CPU's (sparse_attention.py). Elsewhere
-what a sequence has is gathered, layer by layer, and attended to by torch's dense kernel, which is half as fast again
+What reads pages itself are a GPU's kernels (paged_kernels.py) and a CPU's (sparse_attention.py). Elsewhere what a
+sequence has is gathered, layer by layer, and attended to by torch's dense kernel, which is half as fast again
 where the tokens of a head lie together.
 """
 
@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from megatron_rl.platform.dense_attention import bucket_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,77 +50,34 @@ class PagedAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Rows that are gathered up to the same length."""
-
-    rows: Tensor | None
-    """[members] which; all where None."""
-    parts: Tensor
-    """[members * kv_heads * pages] page * kv_heads + head, as they are gathered."""
-    length: int
-    visible: Tensor | None
-    """[members, 1, 1, length] which of them each row sees; all where None."""
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `PagedAttention.attend`; of the members."""
-        if self.rows is not None:
-            query = query.index_select(0, self.rows)
-        members, heads, head_size = query.shape
-        shape = (members, keys.shape[1], -1, head_size)
-        keys, values = (
-            each.flatten(0, 1).index_select(0, self.parts).view(shape)[:, :, : self.length] for each in (keys, values)
-        )
-        # The query heads that share a key/value head stand in for query positions: grouped-query attention
-        # without repeating keys and values.
-        out = scaled_dot_product_attention(
-            query.view(members, keys.shape[1], heads // keys.shape[1], head_size), keys, values, attn_mask=self.visible
-        )
-        return out.reshape(members, heads * head_size)
-
-
-@dataclass(frozen=True, slots=True)
 class GatheredAttention:
-    """Implements `PagedAttention`."""
+    """Implements `PagedAttention`: all rows are gathered up to the same length."""
 
-    buckets: tuple[Bucket, ...]
-    order: Tensor | None
-    """[rows] where in the buckets each row is; as they are where None."""
+    parts: Tensor
+    """[rows * kv_heads * pages] page * kv_heads + head, as they are gathered."""
+    visible: Tensor
+    """[rows, 1, 1, length] which of the tokens gathered each row sees."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `PagedAttention.attend`."""
-        attended = [bucket.attend(query, keys, values) for bucket in self.buckets]
-        return attended[0] if self.order is None else torch.cat(attended).index_select(0, self.order)
+        rows, heads, head_size = query.shape
+        kv_heads, length = keys.shape[1], self.visible.shape[-1]
+        keys, values = (
+            each.flatten(0, 1).index_select(0, self.parts).view(rows, kv_heads, -1, head_size)[:, :, :length]
+            for each in (keys, values)
+        )
+        # The query heads that share a key/value head stand in for query positions: grouped-query attention
+        # without repeating keys and values.
+        query = query.view(rows, kv_heads, heads // kv_heads, head_size)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=self.visible)
+        return out.reshape(rows, heads * head_size)
 
 
 def gathered_attention(rows: PagedRows) -> GatheredAttention:
     """All rows up to the longest: the host need not know how long each is."""
-    return GatheredAttention((_bucket(rows, None, rows.longest, masked=True),), None)
-
-
-def bucketed_attention(rows: PagedRows) -> GatheredAttention:
-    """Rows of about one length together, on a device whose `bounds` are exact: short ones do not wait for long ones,
-    and what a row's attention is summed up from does not depend on the others."""
-    width = rows.table.shape[1] * rows.page_tokens
-    padded = [min(bucket_length(length), width) for length in rows.bounds.tolist()]
-    members: dict[int, list[int]] = {}
-    for row, length in enumerate(padded):
-        members.setdefault(length, []).append(row)
-    if len(members) == 1:
-        return GatheredAttention((_bucket(rows, None, padded[0], masked=bool((rows.bounds < padded[0]).any())),), None)
-    buckets = []
-    for length, of_length in members.items():
-        masked = bool((rows.bounds[of_length] < length).any())
-        buckets.append(_bucket(rows, torch.tensor(of_length), length, masked))
-    order = torch.tensor([row for of_length in members.values() for row in of_length]).argsort()
-    return GatheredAttention(tuple(buckets), order)
-
-
-def _bucket(rows: PagedRows, members: Tensor | None, length: int, masked: bool) -> Bucket:
-    table, lengths = rows.table, rows.lengths
-    if members is not None:
-        table, lengths = table.index_select(0, members), lengths.index_select(0, members)
-    heads = torch.arange(rows.kv_heads, device=table.device)
-    pages = table[:, : -(-length // rows.page_tokens)]
+    device, length = rows.table.device, rows.longest
+    heads = torch.arange(rows.kv_heads, device=device)
+    pages = rows.table[:, : -(-length // rows.page_tokens)]
     parts = pages[:, None] * rows.kv_heads + heads[:, None]
-    visible = (torch.arange(length, device=table.device) < lengths[:, None])[:, None, None] if masked else None
-    return Bucket(members, parts.flatten(), length, visible)
+    visible = (torch.arange(length, device=device) < rows.lengths[:, None])[:, None, None]
+    return GatheredAttention(parts.flatten(), visible)

@@ -1,4 +1,5 @@
-"""Attention of one new token a sequence to keys and values in pages, read where they lie: on a CPU, in fp32.
+"""Attention of one new token a sequence to keys and values in pages, read where they lie: on a CPU, in fp32 whatever
+the model's type, which takes half the time of gathering bf16 and attending to that.
 
 What the queries see is a sparse matrix, [queries, places of the cache], and torch has kernels for such: the products
 that it asks for (`sampled_addmm`), and sums of weighted rows of a table (`embedding_bag`). So nothing is gathered, next
@@ -52,7 +53,8 @@ class SparseAttention:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `PagedAttention.attend`."""
         rows, _, head_size = query.shape
-        query, keys, values = (each.reshape(-1, head_size) for each in (query, keys, values))
+        dtype = query.dtype
+        query, keys, values = (each.reshape(-1, head_size) for each in (query.to(keys.dtype), keys, values))
         keys = keys[: self.products.shape[1]]
         products = self.products.values().copy_(self.beyond)  # which the products are added to
         torch.sparse.sampled_addmm(self.products, query, keys.t(), alpha=head_size**-0.5, out=self.products)
@@ -64,7 +66,7 @@ class SparseAttention:
             per_sample_weights=self._softmax(products, query.shape[0]),
             include_last_offset=True,
         )[0]
-        return attended.view(rows, -1)
+        return attended.view(rows, -1).to(dtype)
 
     def _softmax(self, products: Tensor, queries: int) -> Tensor:
         """Of each query's, [seen * page_tokens] -> the same."""

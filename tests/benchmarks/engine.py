@@ -79,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="5m")
     parser.add_argument("--only", choices=PARTS, help="one of the three comparisons (default: all)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and arithmetic")
     parser.add_argument("--requests", type=int, help="of the long tails (default: 1024; smollm2: 128)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side (default: 3)")
     parser.add_argument("--without-continuous", action="store_true", help="without transformers' continuous batching")
@@ -91,8 +92,8 @@ def main() -> None:
     torch.set_num_threads(CORES)
     with tempfile.TemporaryDirectory(prefix="engine-") as scratch, alone(threads=CORES) as platform:
         folder = weights(options.size, Path(scratch))
-        theirs = load_theirs(folder)
-        policy, model = load_ours(folder, platform)
+        theirs = load_theirs(folder, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]))
+        policy, model = load_ours(folder, options.dtype, platform)
         check_alike(policy, theirs)
         longest = size.prompt + LONGEST
         ours = Ours(policy, model, ROWS, longest)
@@ -101,7 +102,8 @@ def main() -> None:
         if not options.without_continuous:
             sides.append(Continuous(theirs, ROWS, longest))
         tokens = theirs.config.vocab_size
-        print(f"{size.title}; {torch.get_num_threads()} threads, fp32, {ROWS} rows, prompts of {size.prompt} tokens")
+        threads = torch.get_num_threads()
+        print(f"{size.title}; {threads} threads, {options.dtype}, {ROWS} rows, prompts of {size.prompt} tokens")
         medians: dict[str, float] = {}
         if options.only in (None, "equal"):
             equal = prompts(ROWS, size.prompt, tokens, [size.equal] * ROWS)
@@ -251,9 +253,9 @@ def weights(size: str, scratch: Path) -> Path:
     return found
 
 
-def load_ours(folder: Path, platform: Platform) -> tuple[Policy, ModelConfig]:
+def load_ours(folder: Path, dtype: str, platform: Platform) -> tuple[Policy, ModelConfig]:
     read = shape(read_hf_config(folder))
-    model = ModelConfig(**read, init="huggingface", huggingface=str(folder), dtype="fp32")
+    model = ModelConfig(**read, init="huggingface", huggingface=str(folder), dtype=dtype)
     policy = build_policy(model, model.vocab_size or 0, platform)
     load_pretrained(policy, model, folder)
     policy.requires_grad_(False).eval()
@@ -265,7 +267,8 @@ def check_alike(policy: Policy, theirs: PreTrainedModel) -> None:
     """Both sides have the same logits."""
     tokens = torch.arange(3, 40)
     ours = policy(tokens, torch.arange(len(tokens)), policy.layout(whole_sequences([len(tokens)])))
-    torch.testing.assert_close(ours, theirs(tokens[None]).logits[0], atol=1e-3, rtol=1e-3)
+    tolerance = 1e-3 if ours.dtype == torch.float32 else 0.25
+    torch.testing.assert_close(ours, theirs(tokens[None]).logits[0].to(ours.dtype), atol=tolerance, rtol=tolerance)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform import frozen_linear
 
-MODEL = tiny_model(hidden_size=64, ffn_hidden_size=96, max_position_embeddings=64)
+SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "max_position_embeddings": 64}
+MODEL = tiny_model(**SHAPE)
 SAMPLES = 5
 """Of a prompt, at most; there are rows for as many, so that those of the first request begin together."""
 REQUESTS = st.builds(
@@ -40,8 +41,8 @@ REQUESTS = st.builds(
 
 
 @pytest.fixture(scope="module")
-def policy(platform: Any, groups: Any) -> Policy:
-    return tiny_policy(platform, MODEL, scale=0.1)
+def policies(platform: Any, groups: Any) -> dict[str, Policy]:
+    return {dtype: tiny_policy(platform, tiny_model(**SHAPE, dtype=dtype), scale=0.1) for dtype in ("fp32", "bf16")}
 
 
 def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[int], **config: Any) -> list[Completion]:
@@ -57,22 +58,24 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     return engine.take(requests[0].id) or []
 
 
-@examples(5)
+@examples(6)
 @given(
     request=REQUESTS,
     others=st.lists(REQUESTS, max_size=4),
     arriving=st.lists(st.integers(0, 4), max_size=6),
     max_batch=st.integers(SAMPLES, 12),
     threads=st.sampled_from([1, 2]),
+    dtype=st.sampled_from(["fp32", "bf16"]),
     least_packed=st.sampled_from([1, 2**30]),
 )
 def test_an_answer_is_the_same_whatever_its_neighbours(
-    policy: Policy,
+    policies: dict[str, Policy],
     request: GenerationRequest,
     others: list[GenerationRequest],
     arriving: list[int],
     max_batch: int,
     threads: int,
+    dtype: str,
     least_packed: int,
 ) -> None:
     before = torch.get_num_threads()
@@ -80,8 +83,8 @@ def test_an_answer_is_the_same_whatever_its_neighbours(
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(frozen_linear, "LEAST_PACKED", least_packed)
-            alone = answers(policy, [request], [])
-            together = answers(policy, [request, *others], arriving, max_batch=max_batch, page_tokens=8)
+            alone = answers(policies[dtype], [request], [])
+            together = answers(policies[dtype], [request, *others], arriving, max_batch=max_batch, page_tokens=8)
     finally:
         torch.set_num_threads(before)
     assert together == alone

@@ -158,6 +158,12 @@ def test_bf16_is_near_fp32(platform: Any, groups: Any) -> None:
         expected = witness(half, tiny_model(dtype="bf16"))(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
     assert expected.std() > 0.1
     torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.05)
+    if frozen := half.frozen():  # this processor multiplies bf16
+        tokens, layout = torch.tensor(SENTENCE), half.layout(whole_sequences([len(SENTENCE)]))
+        with torch.inference_mode():
+            generating = frozen.logits(tokens, torch.arange(len(SENTENCE)), layout)
+        assert generating.dtype == torch.bfloat16
+        torch.testing.assert_close(generating.float(), expected, rtol=0.05, atol=0.05)
 
 
 def test_without_qkv_bias_there_is_none(platform: Any, groups: Any) -> None:

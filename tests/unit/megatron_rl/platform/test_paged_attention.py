@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.platform.cuda_attention import CudaAttention
-from megatron_rl.platform.paged_attention import GatheredAttention, PagedRows, bucketed_attention, gathered_attention
+from megatron_rl.platform.paged_attention import GatheredAttention, PagedRows, gathered_attention
 from megatron_rl.platform.paged_kernels import KernelAttention, PagedKernel
 from megatron_rl.platform.phantom import PhantomDevice
 from megatron_rl.platform.sparse_attention import sparse_attention
@@ -48,7 +48,7 @@ def pages_of(lengths: list[int], page_tokens: int, seed: int) -> tuple[Tensor, T
     return query, keys, values, rows
 
 
-@pytest.mark.parametrize("attention", [bucketed_attention, gathered_attention, sparse_attention])
+@pytest.mark.parametrize("attention", [gathered_attention, sparse_attention])
 @examples(20)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
@@ -63,7 +63,6 @@ def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], 
     torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", [bucketed_attention, sparse_attention])
 @examples(15)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=12),
@@ -71,14 +70,14 @@ def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], 
     seed=st.integers(0, 99),
 )
 def test_on_a_cpu_a_row_is_the_same_bit_for_bit_whatever_the_others(
-    attention: Any, lengths: list[int], page_tokens: int, seed: int
+    lengths: list[int], page_tokens: int, seed: int
 ) -> None:
     query, keys, values, rows = pages_of(lengths, page_tokens, seed)
-    together = attention(rows).attend(query, keys, values)
+    together = sparse_attention(rows).attend(query, keys, values)
     for row in range(len(lengths)):
         one = slice(row, row + 1)
         alone = PagedRows(rows.table[one], rows.lengths[one], rows.bounds[one], page_tokens, HEADS, KV_HEADS)
-        assert torch.equal(attention(alone).attend(query[one], keys, values), together[one])
+        assert torch.equal(sparse_attention(alone).attend(query[one], keys, values), together[one])
 
 
 def test_a_gpu_reads_pages_where_a_kernel_takes_them_and_gathers_them_elsewhere() -> None:
