@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.host.attempt.local_ranks import WAITING_THREADS
+from launcher.host.attempt.local_ranks import KEPT_MEMORY, WAITING_THREADS
 
 
 class Turns:
@@ -80,6 +80,7 @@ class Contestant:
             variables = {
                 "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads),
+                **KEPT_MEMORY,
                 **WAITING_THREADS,  # as the launcher has it: else other work costs each side several times
                 "MRL_PARENT_PID": str(os.getpid()),
                 "MRL_CACHE": str(folder),

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from loop_helpers import lines_of
 
-from launcher.host.attempt.local_ranks import WAITING_THREADS
+from launcher.host.attempt.local_ranks import KEPT_MEMORY, WAITING_THREADS
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
 
@@ -57,7 +57,7 @@ def train(recipe: str, root: Path, *overrides: str, environment: str | None = No
     run_dir.resolved.write_text(yaml.safe_dump(values), encoding="utf-8")
     threads, size = str(config.job.threads_per_rank), str(config.job.world_size)
     variables = {"MRL_CACHE": str(root / "cache"), "PYTHONPATH": str(root), "WORLD_SIZE": size}
-    variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **WAITING_THREADS}
+    variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **WAITING_THREADS, **KEPT_MEMORY}
     command = [sys.executable, "-W", "ignore", "-m", "megatron_rl.rank_main", "--run-dir", str(run_dir.root)]
     ranks = [
         subprocess.Popen([*command, "--attempt", "1"], env=os.environ | variables | {"RANK": rank, "LOCAL_RANK": rank})

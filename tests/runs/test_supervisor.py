@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from run_helpers import FAKE_RANK
 
-from launcher.host.attempt.local_ranks import WAITING_THREADS
+from launcher.host.attempt.local_ranks import KEPT_MEMORY, WAITING_THREADS
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
 from launcher.host.record.ledger import ends_in, read_ledger
@@ -87,7 +87,7 @@ def test_a_finished_attempt_is_recorded_and_done(supervise):
 
 def test_ranks_are_told_who_they_are(supervise, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    for name in WAITING_THREADS:
+    for name in (*WAITING_THREADS, *KEPT_MEMORY):
         monkeypatch.delenv(name, raising=False)
     run = supervise("train", "--threads", "3")
     run.wait()
@@ -98,6 +98,7 @@ def test_ranks_are_told_who_they_are(supervise, monkeypatch):
         "OMP_NUM_THREADS": "3",
         "MKL_NUM_THREADS": "3",
         **WAITING_THREADS,
+        **KEPT_MEMORY,
         "PYTHONHASHSEED": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -22,6 +22,10 @@ CLOSE_S = 2.0  # that the kernel has to end what was killed
 # that sleeps takes some 50 us, as long as an operator: so they spin for about as long, as libgomp counts, then sleep.
 WAITING_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
+# What a step frees the next one needs again. glibc would give large pieces back to the kernel, which clears every page
+# of them before it hands them out once more: a fifth of the time that SmolLM2 trains.
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
 
 class RankSettings(NamedTuple):
     """How the ranks are started."""
@@ -112,8 +116,9 @@ class LocalRanks(Steps):
     def _environment(self) -> Dict[str, str]:
         settings = self._settings
         environment = dict(os.environ)
-        if not WAITING_THREADS.keys() & environment.keys():  # nobody chose otherwise
-            environment.update(WAITING_THREADS)
+        for ours in (WAITING_THREADS, KEPT_MEMORY if settings.device == "cpu" else {}):
+            if not ours.keys() & environment.keys():  # nobody chose otherwise
+                environment.update(ours)
         environment.update(
             {
                 "OMP_NUM_THREADS": str(settings.threads),
