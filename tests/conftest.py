@@ -53,8 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order[item.path])
 
 
-NEED_DATASETS = ("datasets", "hf_dataset", "trial", "countdown", "math_environment", "reasoning_gym", "shipped_math")
-"""Tests of environments whose packages take four seconds to import."""
+NEED = {
+    "datasets": ("datasets", "hf_dataset", "trial", "countdown", "math_environment", "reasoning_gym", "shipped_math"),
+    "transformers": (
+        *("tools", "hf_convert", "huggingface", "irregular_files", "text_stream", "parity", "model", "tokenizer"),
+        *("server_as_engine", "server_chat", "server_completions", "server_connections", "server_guard"),
+        *("server_readers", "server_refusals", "standalone", "trainer"),
+    ),
+}
+"""Packages that take seconds to import, and the files whose tests do."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,7 +74,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "datasets" if Path(file).stem.removeprefix("test_") in NEED_DATASETS else file
+            name = Path(file).stem.removeprefix("test_")
+            return next((package for package, files in NEED.items() if name in files), file)
 
     return Scheduling(config, log)
 

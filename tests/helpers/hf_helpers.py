@@ -1,27 +1,21 @@
-"""Models of `transformers`, tiny and random, published as on the hub: weights in several files, config, tokenizer."""
+"""Models of `transformers`, tiny and random, published as on the hub: weights in several files, config, tokenizer. The
+library takes seconds to import, which is left to who publishes one."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import read_hf_config, shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB = 61  # padded to 64
 SHARD = 20_000  # bytes of a file at most: several files
@@ -44,23 +38,28 @@ STRETCHED = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 16,
 }
-EXPERTS = SIZES | {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 16}
-PUBLISHED = {
-    "Qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-5),
-    "Qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "Qwen3, wider heads": Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True),
-    "Llama 3.1": LlamaConfig(**SIZES, rope_parameters=STRETCHED),
-    "Llama, one key for all": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
-    "Mistral": MistralConfig(**SIZES, sliding_window=None),
-    "Qwen3 MoE": Qwen3MoeConfig(**EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
-    "Qwen3 MoE, one expert a token": Qwen3MoeConfig(**EXPERTS, num_experts_per_tok=1, norm_topk_prob=False),
+EXPERTS = SIZES | {"model_type": "qwen3_moe", "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 16}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
+    "Qwen2, tied": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "Qwen3, wider heads": SIZES | {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
+    "Llama 3.1": SIZES | {"model_type": "llama", "rope_parameters": STRETCHED},
+    "Llama, one key for all": SIZES | {"model_type": "llama", "num_key_value_heads": 1},
+    "Mistral": SIZES | {"model_type": "mistral", "sliding_window": None},
+    "Qwen3 MoE": EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob": True},
+    "Qwen3 MoE, one expert a token": EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False},
 }
+"""What config.json says of each."""
 
 
-def publish(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "20KB") -> PreTrainedModel:
+def publish(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32, shard: str = "20KB"
+) -> PreTrainedModel:
     """A random model of this shape, saved by transformers in several files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     with torch.no_grad():
         for weight in model.parameters():  # norms and biases would be ones and zeros
             weight.copy_(torch.randn_like(weight) * 0.2 + (weight.dim() == 1))
@@ -71,6 +70,8 @@ def publish(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard
 
 def tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
     """A token for each of some characters, and one for the end."""
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {"<end>": 0} | {chr(ord("0") + index): index + 1 for index in range(tokens - 1)}
     splitter = Tokenizer(WordLevel(vocabulary, unk_token="<end>"))
     splitter.pre_tokenizer = Split("", "isolated")

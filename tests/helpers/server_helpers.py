@@ -16,7 +16,6 @@ import httpx
 from streams import joined
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
@@ -48,6 +47,10 @@ def byte_backend() -> Backend:
 
 @cache
 def byte_tokenizer(template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
+    from transformers import (
+        PreTrainedTokenizerFast,  # which takes a second, and those that need no tokenizer do without
+    )
+
     return HuggingFaceTokenizer(
         PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token=END, chat_template=template)
     )

@@ -1,55 +1,46 @@
-"""The tiny model of core_helpers.py in `transformers`, whose forward is the independent witness: apart, since ranks of
-tests need none, and it takes seconds to load."""
+"""The tiny model of core_helpers.py in `transformers`, whose forward is the independent witness. The library takes
+seconds to import, which is left to who asks the witness."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from core_helpers import PADDED_VOCAB
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
     """The model of `transformers` that has this shape, with the policy's weights: Qwen3, with experts or without, where
     queries and keys are normed, Llama where there are no biases, else Qwen2."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **model.rope_scaling.model_dump()}
     if model.num_experts is not None:
-        architecture, extra = (
-            (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-            {
-                "head_dim": model.head_size,
-                "num_experts": model.num_experts,
-                "num_experts_per_tok": model.experts_per_token,
-                "moe_intermediate_size": model.expert_ffn_hidden_size,
-                "norm_topk_prob": True,
-            },
-        )
+        extra = {
+            "model_type": "qwen3_moe",
+            "head_dim": model.head_size,
+            "num_experts": model.num_experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "moe_intermediate_size": model.expert_ffn_hidden_size,
+            "norm_topk_prob": True,
+        }
     elif model.qk_norm:
-        architecture, extra = (Qwen3Config, Qwen3ForCausalLM), {"head_dim": model.head_size}
+        extra = {"model_type": "qwen3", "head_dim": model.head_size}
     elif not model.qkv_bias:
-        architecture, extra = (LlamaConfig, LlamaForCausalLM), {"head_dim": model.head_size}
+        extra = {"model_type": "llama", "head_dim": model.head_size}
     else:
-        architecture, extra = (Qwen2Config, Qwen2ForCausalLM), {}
-    make_config, make = architecture
-    config = make_config(
+        extra = {"model_type": "qwen2"}
+    config = AutoConfig.for_model(
         vocab_size=PADDED_VOCAB,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_hidden_size,
@@ -63,7 +54,7 @@ def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
         attn_implementation="eager",
         **extra,
     )
-    twin = make(config).float()
+    twin: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     theirs = dict(twin.named_parameters())
     ours = in_their_names(policy, model, lambda weight: weight.detach().float())
     assert theirs.keys() == ours.keys()

@@ -12,8 +12,7 @@ from threading import Timer
 
 import commands
 import pytest
-from hf_helpers import SIZES, publish
-from transformers import Qwen2Config
+from hf_helpers import PUBLISHED, publish
 
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 
@@ -25,7 +24,7 @@ LIMIT_S = 180.0
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and a chat template that puts messages one behind the other. Greedily they come to no end."""
     folder = tmp_path_factory.mktemp("published") / "hf"
-    publish(folder, Qwen2Config(**SIZES | {"max_position_embeddings": 4096}, tie_word_embeddings=False))
+    publish(folder, PUBLISHED["Qwen2"] | {"max_position_embeddings": 4096})
     return folder
 
 

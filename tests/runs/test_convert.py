@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Command
-from hf_helpers import PUBLISHED, SIZES, publish
+from hf_helpers import PUBLISHED, publish
 from safetensors.torch import load_file
-from transformers import Qwen2Config
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USAGE
 
-WIDE = Qwen2Config(**SIZES | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4})  # 0.25 GB
+WIDE = PUBLISHED["Qwen2"] | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}  # 0.25 GB
 
 
 def start(*arguments: str | Path) -> Command:

@@ -11,7 +11,6 @@ import torch
 from hf_helpers import PUBLISHED, SENTENCE, model_of, publish
 from loop_helpers import Attempt, lines_of, loop_recipe, prepare
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from megatron_rl.contract.codes import EXIT_CONFIG
 from megatron_rl.contract.paths import RunDir
@@ -41,6 +40,8 @@ def exports(run: RunDir) -> list[str]:
 
 
 def test_a_run_begins_with_published_weights_and_leaves_exports_of_its_own(tmp_path: Path, published: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     run = run_from(published, tmp_path / "run")
     first = Attempt(run, tmp_path / "cache")
     assert first.exit_codes() == [0, 0], first.logs()

@@ -17,10 +17,9 @@ import openai
 import pytest
 import torch
 from commands import Command, run
-from hf_helpers import SIZES, publish
+from hf_helpers import PUBLISHED, publish
 from loop_helpers import Attempt, loop_recipe, prepare
 from server_helpers import TEMPLATE, byte_backend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
@@ -77,12 +76,14 @@ def until(what: Callable[[], bool]) -> None:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Weights, and the model in transformers."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+
     folder = tmp_path_factory.mktemp("published") / "tiny-qwen"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<end>", chat_template=TEMPLATE)
     Qwen2Config().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     tokens = len(AutoTokenizer.from_pretrained(folder))  # by the model's type it adds one of its own
-    model = publish(folder, Qwen2Config(**SIZES | {"vocab_size": tokens, "max_position_embeddings": 512}))
+    model = publish(folder, PUBLISHED["Qwen2"] | {"vocab_size": tokens, "max_position_embeddings": 512})
     tokenizer.save_pretrained(folder)
     return folder, model
 

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from checkpoint_helpers import checkpointer, outcome
 from core_helpers import full_forward, tiny_model, tiny_policy, tiny_run
 from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.origin import contradictions
@@ -39,10 +38,12 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     )
 
 
-def logits_of(folder: Path) -> torch.Tensor:
+def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
     """What transformers computes from a directory."""
+    from transformers import AutoModelForCausalLM
+
     with torch.no_grad():
-        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([SENTENCE])).logits[0]
+        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([sentence])).logits[0]
     return logits
 
 
@@ -168,8 +169,7 @@ def test_a_checkpoint_of_a_run_from_scratch_loads_in_transformers(
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["architectures"], config["torch_dtype"]) == ([architecture], "float32")
     sentence = [token % 15 for token in SENTENCE]
-    with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(torch.tensor([sentence])).logits[0]
+    theirs = logits_of(tmp_path / "hf", sentence)
     torch.testing.assert_close(theirs, full_forward(policy, sentence), rtol=1e-4, atol=1e-4)
 
 

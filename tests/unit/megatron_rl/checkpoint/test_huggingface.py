@@ -12,7 +12,6 @@ import torch
 from core_helpers import full_forward
 from hf_helpers import EXPERTS, PUBLISHED, SENTENCE, SIZES, VOCAB, model_of, publish
 from safetensors.torch import load_file, save_file
-from transformers import MistralConfig, Qwen3MoeConfig
 
 from megatron_rl.checkpoint.hf.folder import INDEX, WeightsFolder
 from megatron_rl.checkpoint.hf.load import load_pretrained
@@ -166,14 +165,17 @@ def test_a_recipe_of_another_model_is_refused(whole: Path, platform: Any, groups
 def test_weights_of_experts_that_add_up_to_something_else_are_refused(
     tmp_path: Path, experts: int, normed: bool
 ) -> None:
-    config = Qwen3MoeConfig(
-        **EXPERTS, num_experts_per_tok=experts, norm_topk_prob=normed, architectures=["Qwen3MoeForCausalLM"]
-    )
-    config.save_pretrained(tmp_path)
+    from transformers import AutoConfig
+
+    fields = {"num_experts_per_tok": experts, "norm_topk_prob": normed, "architectures": ["Qwen3MoeForCausalLM"]}
+    AutoConfig.for_model(**EXPERTS, **fields).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=f"norm_topk_prob {str(normed).lower()} is not supported"):
         read_hf_config(tmp_path)
 
 
 def test_a_window_limits_the_positions(tmp_path: Path) -> None:
-    MistralConfig(**SIZES, sliding_window=16, architectures=["MistralForCausalLM"]).save_pretrained(tmp_path)
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("mistral", **SIZES, sliding_window=16, architectures=["MistralForCausalLM"])
+    config.save_pretrained(tmp_path)
     assert shape(read_hf_config(tmp_path))["max_position_embeddings"] == 16

@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.inference.text import TextStream
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -21,6 +20,8 @@ texts = st.text(ALPHABET, max_size=30)
 
 
 def whole(backend: Backend) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
     return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END))
 
 
