@@ -47,17 +47,21 @@ def byte_backend() -> Backend:
 
 @cache
 def byte_tokenizer(template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
-    from transformers import (
-        PreTrainedTokenizerFast,  # which takes a second, and those that need no tokenizer do without
-    )
+    # Takes a second, and tests that need no tokenizer do without.
+    from transformers import PreTrainedTokenizerFast
 
     return HuggingFaceTokenizer(
         PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token=END, chat_template=template)
     )
 
 
+EOS = byte_backend().get_vocab_size()
+"""The token of END: the one behind all others."""
+
+
 def encode(text: str) -> list[int]:
-    return byte_tokenizer().encode(text)
+    tokens: list[int] = byte_backend().encode(text).ids
+    return tokens
 
 
 @dataclass

@@ -23,7 +23,11 @@ TEMPLATE = (
     "{% if tools %}[tools]{{ tools[0].function.name }} <tool_call>...</tool_call>" + END + "{% endif %}"
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}" + END + "\n{% endfor %}[assistant]"
 )
-CHAT = byte_tokenizer(TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Tokenizer:
+    return byte_tokenizer(TEMPLATE)
 
 
 class Plain(Words):
@@ -64,17 +68,17 @@ def said_by_others(tokenizer: Tokenizer, one: Trajectory) -> list[str]:
     return ["".join(map(tokenizer.show, one.tokens[start:end])) for start, end in zip(starts, ends, strict=False)]
 
 
-def test_the_model_calls_in_its_chat_template_and_answers_with_the_result() -> None:
+def test_the_model_calls_in_its_chat_template_and_answers_with_the_result(chat: Tokenizer) -> None:
     said = f"Let me see. {written(call('EXPRESSION'))}".replace("EXPRESSION", "{expression}")
-    group = converse(CHAT, {"number only.\n[assistant]": said, "\n[assistant]": "It is {answer}."})
+    group = converse(chat, {"number only.\n[assistant]": said, "\n[assistant]": "It is {answer}."})
     [one] = group.trajectories
-    prompt, result = said_by_others(CHAT, one)
+    prompt, result = said_by_others(chat, one)
     assert prompt.startswith("[tools]calculator") and prompt.endswith("[assistant]")
     assert result == f"\n[tool]{one.text.split()[-1].rstrip('.')}{END}\n[assistant]"
     assert (len(one.turns), one.reward, group.failures) == (2, 1.0, {})
     sampled = [token for token, trained in zip(one.tokens, one.loss_mask, strict=True) if trained]
     assert sampled == [token for turn in one.turns for token in one.tokens[turn.start : turn.stop]]
-    assert [one.tokens[turn.stop - 1] for turn in one.turns] == [CHAT.eos_id] * 2
+    assert [one.tokens[turn.stop - 1] for turn in one.turns] == [chat.eos_id] * 2
 
 
 @pytest.mark.parametrize(
@@ -88,25 +92,25 @@ def test_the_model_calls_in_its_chat_template_and_answers_with_the_result() -> N
         (call("10/4") + call("7"), "2.5" + END + "\n[tool]7"),
     ],
 )
-def test_what_a_call_comes_to_is_told_also_where_it_is_wrong(first: str, result: str) -> None:
+def test_what_a_call_comes_to_is_told_also_where_it_is_wrong(chat: Tokenizer, first: str, result: str) -> None:
     answers = {"number only.\n[assistant]": written(first), "\n[assistant]": "no idea"}
-    [one] = converse(CHAT, answers).trajectories
-    assert said_by_others(CHAT, one)[1] == f"\n[tool]{result}{END}\n[assistant]"
+    [one] = converse(chat, answers).trajectories
+    assert said_by_others(chat, one)[1] == f"\n[tool]{result}{END}\n[assistant]"
     assert (one.reward, one.tool_calls) == (0.0, first.count("<tool_call>"))
 
 
-def test_who_never_stops_calling_is_ended() -> None:
-    [one] = converse(CHAT, {"[assistant]": written(call("1"))}).trajectories
+def test_who_never_stops_calling_is_ended(chat: Tokenizer) -> None:
+    [one] = converse(chat, {"[assistant]": written(call("1"))}).trajectories
     assert (len(one.turns), one.reward) == (CalculatorConfig().max_turns, 0.0)
 
 
-def test_a_response_without_a_call_is_the_answer() -> None:
-    [one] = converse(CHAT, {"[assistant]": "<tool_call>{answer}"}).trajectories
+def test_a_response_without_a_call_is_the_answer(chat: Tokenizer) -> None:
+    [one] = converse(chat, {"[assistant]": "<tool_call>{answer}"}).trajectories
     assert (len(one.turns), one.reward, one.tool_calls) == (1, 1.0, 0)
 
 
-def test_a_number_that_never_ends_is_wrong_and_nobodys_vote() -> None:
-    agent = Calculator(CalculatorConfig(draws=1, held_out=0.0), CHAT)
+def test_a_number_that_never_ends_is_wrong_and_nobodys_vote(chat: Tokenizer) -> None:
+    agent = Calculator(CalculatorConfig(draws=1, held_out=0.0), chat)
     [problem] = agent.training_problems()
     assert agent.get_reward("9" * 5000, problem.golden, "stop") == 0.0
     assert agent.final_answer("9" * 5000) is None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from server_helpers import SayingEngine, byte_tokenizer, completion, encode, events, logprob
+from server_helpers import EOS, SayingEngine, byte_tokenizer, completion, encode, events, logprob
 
 from megatron_rl.inference.config import Sampling
 
-EOS = byte_tokenizer().eos_id
 ROUTE = "/v1/completions"
 
 

@@ -8,13 +8,13 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-from server_helpers import MAX_LENGTH, SayingEngine, ask, byte_tokenizer
+from server_helpers import EOS, MAX_LENGTH, SayingEngine, ask, byte_tokenizer
 
 from megatron_rl.server.bodies import NEUTRAL, SAYS_NOTHING, ChatBody, CompletionBody
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
-NO_TOKEN = byte_tokenizer().vocab_size
+NO_TOKEN = EOS + 1
 
 
 def refused(route: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
