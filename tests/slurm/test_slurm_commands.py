@@ -95,7 +95,7 @@ def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
     said = login.call("mrl", "attach", "--rank", "1", "--", "sh", "-c", show).stdout.split()
     assert said == [run.seen()["train.1"]["host"], "train", str(run.dir.code.resolve())]
     ranks_have = run.seen()["train.0"]["environment"]
-    (step,) = login.lab.containers()[before:]
+    (step,) = [one for one in login.lab.containers()[before:] if one["name"].endswith(":exec")]
     mine = {key: step[key] for key in ("image", "mounts", "mount_home", "env", "workdir")}
     ranks = [one for one in login.lab.containers()[:before] if one["job"] == step["job"]][-1]
     assert mine == {key: ranks[key] for key in mine}
