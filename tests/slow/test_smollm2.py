@@ -73,7 +73,9 @@ def ours(folder: Path, config: RunConfig, tokenizer: Tokenizer, platform: Any, g
 
 def test_the_prompt_is_the_models_chat_template(prompts: list[str], tokenizer: Tokenizer) -> None:
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    assert prompts[0].startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    own = "Results may be negative, such as -3."
+    assert prompts[0].startswith(f"<|im_start|>system\n{own}<|im_end|>\n"), "the recipe's system message"
+    assert prompts[-1].startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM"), "the template's"
     assert prompts[0].endswith("= ? Reply with the number only.<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode([tokenizer.eos_id]) == ""
     assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_id]
