@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from launcher.errors import BadInput, Failed
-from megatron_rl.contract.codes import EXIT_USAGE, PARENT_VARIABLE
+from megatron_rl.contract.codes import EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
 
 
 class Child:
@@ -24,7 +24,7 @@ class Child:
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **HASH_SEED, PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from launcher.errors import BadInput, Failed
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOKEN_BYTES = 32
@@ -65,7 +65,7 @@ def serve(command: list[str], tokens: Path, how_to_ask: Callable[[dict[str, Any]
     try:
         child = subprocess.Popen(
             command,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            env={**os.environ, **HASH_SEED, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

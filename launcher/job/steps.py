@@ -17,7 +17,7 @@ from typing import Any
 from launcher.cluster.profile import Container, Profile
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SILENCE_VARIABLE
+from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, HASH_SEED, RUN_DIR_VARIABLE, SILENCE_VARIABLE
 from megatron_rl.contract.run_records import ATTEMPT, CODE, CONTAINER, HOSTS, IMAGE, LOGS, NODES, TASKS, container_name
 
 OURS = (
@@ -158,8 +158,7 @@ def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
     """What only the ranks have, set inside the container. Of the container's tools, enroot would unpack an image with
     as many processors as OMP_NUM_THREADS says, and would look for its configuration in HOME."""
     threads = str(config.job.threads_per_rank)
-    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    values |= {"PYTHONHASHSEED": "0"}  # some tasks are drawn in the order of a set
+    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **HASH_SEED}
     if profile.container is not None:  # its root is read-only, and no home directory is mounted
         cache = f"{profile.run_root}/cache"
         values |= {"HOME": f"{cache}/home", CACHE_VARIABLE: f"{cache}/mrl", "XDG_CACHE_HOME": cache}

@@ -73,3 +73,5 @@ START_VARIABLE = "MRL_START"  # how often this replica was started in this attem
 PARENT_VARIABLE = "MRL_PARENT_PID"  # process without which a rank ends at once
 CACHE_VARIABLE = "MRL_CACHE"  # folder for what is costly to make and may be lost
 SILENCE_VARIABLE = "MRL_SILENCE_S"  # of the ranks and of what watches them: job.silence_limit_s
+# Of every process that draws problems: some tasks are drawn in the order of a set.
+HASH_SEED = {"PYTHONHASHSEED": "0"}

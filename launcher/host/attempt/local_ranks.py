@@ -12,7 +12,7 @@ from launcher.host.attempt.runner import LEAVE_LIMIT_S
 from launcher.host.judge.evidence import RankExit
 from launcher.host.process.processes import KILLED_S, Child
 from launcher.host.record.evidence import Observed
-from megatron_rl.contract.codes import PARENT_VARIABLE, SILENCE_VARIABLE, START_VARIABLE
+from megatron_rl.contract.codes import HASH_SEED, PARENT_VARIABLE, SILENCE_VARIABLE, START_VARIABLE
 from megatron_rl.contract.paths import Attempt, RankFiles, RunDir
 
 CLOSE_S = 2.0  # that the kernel has to end what was killed
@@ -124,7 +124,7 @@ class LocalRanks(Steps):
                 "OMP_NUM_THREADS": str(settings.threads),
                 "MKL_NUM_THREADS": str(settings.threads),
                 "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONHASHSEED": "0",  # some tasks are drawn in the order of a set
+                **HASH_SEED,
                 "PYTHONUNBUFFERED": "1",
                 PARENT_VARIABLE: str(os.getpid()),
                 SILENCE_VARIABLE: str(settings.silence_limit),
