@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -59,7 +59,12 @@ class Counters:
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Counters:
-        """Those that a checkpoint holds."""
+        """Those that a checkpoint holds. Raises ConfigurationError where a later version of mrl wrote others."""
+        if unknown := meta.keys() - {known.name for known in fields(cls)}:
+            raise ConfigurationError(
+                f"the newest checkpoint counts {', '.join(sorted(unknown))}, which this version of mrl does not know: "
+                "go on with the version that wrote it"
+            )
         problems = {name: ProblemDigest(**its) for name, its in meta.get("problems", {}).items()}
         return cls(**{**meta, "problems": problems})
 

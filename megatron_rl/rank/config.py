@@ -18,7 +18,7 @@ def _minutes_as_text(value: Any) -> Any:
 TimeLimit = Annotated[
     str,
     Field(
-        pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$",
+        pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$",
         json_schema_extra={"words": "minutes or a time such as 1-12:00:00"},
     ),
     BeforeValidator(_minutes_as_text),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.run import Run, set_up
+from megatron_rl.run import Counters, Run, set_up
 
 STEP = 3
 
@@ -113,3 +114,8 @@ def test_the_kl_penalty_stays_towards_the_weights_of_the_beginning(tmp_path: Pat
     shutil.rmtree(began.run_dir.root)
     with pytest.raises(ConfigurationError, match=r"model\.checkpoint: .* is not a checkpoint"):
         began.start()  # which has no checkpoint of its own any more
+
+
+def test_numbers_of_a_later_version_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="counts turns_seen, which this version of mrl does not know"):
+        Counters.of({**asdict(Counters(step=STEP)), "turns_seen": 3})

@@ -215,7 +215,7 @@ def test_a_time_limit_may_be_minutes(written):
     assert load_recipe("demo", [f"job.time_limit={written}"]).config.job.time_limit == "10"
 
 
-@pytest.mark.parametrize("written", ["soon", "1.5", "-5", "true"])
+@pytest.mark.parametrize("written", ["soon", "1.5", "-5", "true", "\uff14:00:00"])
 def test_what_is_no_time_limit_is_told_what_one_is(written):
     (problem,) = problems("demo", f"job.time_limit={written}")
     assert "expected minutes or a time such as 1-12:00:00 or null, got" in problem
