@@ -13,9 +13,9 @@ from smollm2 import RECIPE, exported_smollm2
 
 from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
 
-pytestmark = pytest.mark.slow
-
 LIMIT_S = 1500
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 300)]
 LEARNT = 0.84
 """Mean reward of a run that has learned: more than the 0.77 of the problems that have no negative result."""
 
