@@ -27,7 +27,7 @@ from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
-from megatron_rl.rollout.generation import AgentLoop, DriverPlace
+from megatron_rl.rollout.generation import AgentLoop, DriverPlace, complete
 from megatron_rl.rollout.lasting import LastingLoop
 
 STOP_S = 10.0
@@ -75,7 +75,8 @@ class ReplicaLoop(AgentLoop):
         while True:
             if self._place.drives and (task is None or asked is not None):
                 task = task or self._runner.get_loop().create_task(work())
-                asked = self._runner.run(self._safe_points.run_until_asked(self._while_fed(task), sign_of_life))
+                fed = self._while_fed(task)
+                asked = complete(self._runner, self._safe_points.run_until_asked(fed, sign_of_life))
             starved = torch.tensor([asked is not None and not asked.done()], dtype=torch.int32)
             with self._safe_points.phase("wait"):
                 dist.all_reduce(starved, op=dist.ReduceOp.MAX, group=self._groups.control)

@@ -10,8 +10,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EVERY = 10  # steps
-THOROUGH_EVERY = 100  # steps; then also in what has outlived such a look
+EVERY = 50  # steps
+THOROUGH_EVERY = 500  # steps; then also in what has outlived such a look
 
 
 def collect(step: int) -> None:

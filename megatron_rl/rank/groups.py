@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.config import JobConfig, TrainingLayout
@@ -82,6 +83,13 @@ class Groups:
     def in_step(self) -> bool:
         """Whether other ranks wait for this one within a pass over the model, so that it cannot leave one by itself."""
         return self.model.size() > 1 or self.context.size() > 1 or self.expert.size() > 1
+
+
+def gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """[ranks] what each of the group tells: tensors of one shape. Collective."""
+    of_all = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_all, own, group=group)
+    return of_all
 
 
 def connect(world: World, job: JobConfig, layout: TrainingLayout, backend: str, address: Path) -> Groups:

@@ -10,12 +10,13 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.groups import Groups, gathered
 
 LOOK_EVERY_S = 0.1
 
@@ -95,6 +96,21 @@ class SafePoints:
                 self.drain.tell_host(rank=0)
         if leave:
             raise LeaveAgreed
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """[ranks] what each tells: numbers, in tensors of one shape. A safe point too, in the same message. Collective,
+        once the ranks are connected.
+
+        Raises:
+            LeaveAgreed: as `agree` does.
+        """
+        assert self._control is not None
+        with self.phase("wait"):
+            mine = torch.cat((own.new_tensor([self.poll()]), own.flatten()))
+            of_all = gathered(mine, self._control)
+        if any(each[0] for each in of_all):
+            self.agree()
+        return [each[1:].view_as(own) for each in of_all]
 
     async def run_until_asked(self, work: Awaitable[Result], sign_of_life: Callable[[], object]) -> Result | None:
         """The result of `work`; None where it was given up because this rank was asked to leave.

@@ -20,7 +20,7 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.names import NO_SIGNAL, OVERDUE_ANSWERS, PROMPT_TOO_LONG
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rank.safe_points import LOOK_EVERY_S, SafePoints
 from megatron_rl.rollout.answering import Answering
 from megatron_rl.rollout.bank.bank import Bank
@@ -89,8 +89,9 @@ class AheadDriver(Driver):
             self._begin(ordinals.stop, self._batches_after(self._step + 1))
             self._step += 1
             self._loop.pause()
+        gather = partial(gathered, group=self._groups.control)  # no safe point: the step has begun the next ones
         with self._safe_points.phase("wait"):
-            return self._answering.batch(made, self._groups, ordinals, dropped, dropped_tokens=tokens)
+            return self._answering.batch(made, self._groups, ordinals, dropped, gather, dropped_tokens=tokens)
 
     def _settled(
         self, under_way: UnderWay, choice: Choice, ordinals: range

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, TrainingSet
 from megatron_rl.agent.keys import group_key
@@ -20,7 +19,7 @@ from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.bank.recording import Recording
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.exchange import exchange
+from megatron_rl.rollout.exchange import Gather, exchange
 from megatron_rl.rollout.mixture import Mixture
 from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn, State
 
@@ -79,6 +78,7 @@ class Answering:
         groups: Groups,
         ordinals: range,
         dropped: Mapping[int, str],
+        gather: Gather,
         *,
         dropped_tokens: int = 0,
         rounds: int = 1,
@@ -89,12 +89,13 @@ class Answering:
         Args:
             made: by this driver, by position in the batch.
             ordinals: that the batch settles.
+            gather: over all ranks, before which nothing has changed.
         """
         failures: Counter[str] = Counter()
         for group in made.values():
             failures.update(group.failures)
-        rewards = self._of_all_rewards(made.values(), groups) if self.config.grpo.baseline == "batch" else None
-        trained_here = exchange(made, self.config, groups, self.stream.problem, rewards)
+        rewards = self._of_all_rewards(made.values(), gather) if self.config.grpo.baseline == "batch" else None
+        trained_here = exchange(made, self.config, groups, self.stream.problem, gather, rewards)
         return RolloutBatch(
             groups=[*trained_here.values()],
             positions=[*trained_here],
@@ -111,9 +112,7 @@ class Answering:
     def _rewards(self, groups: Collection[TrajectoryGroup]) -> GroupRewards:
         return group_rewards([*groups], self.config.sampling.max_new_tokens, self.config.grpo.overlong)
 
-    def _of_all_rewards(self, made: Collection[TrajectoryGroup], groups: Groups) -> RewardMoments:
+    def _of_all_rewards(self, made: Collection[TrajectoryGroup], gather: Gather) -> RewardMoments:
         """Of the answers that any driver has made. Collective."""
         own = torch.tensor(RewardMoments.of(self._rewards(made).shaped), dtype=torch.float64)
-        of_all = [torch.empty_like(own) for _ in range(groups.control.size())]
-        dist.all_gather(of_all, own, group=groups.control)
-        return RewardMoments.joined(RewardMoments(*part.tolist()) for part in of_all)
+        return RewardMoments.joined(RewardMoments(*part.tolist()) for part in gather(own))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, TrainingSet
 from megatron_rl.agent.trajectories import TrajectoryGroup
@@ -124,7 +123,9 @@ class RolloutDriver(Driver):
         }
         drawn = Drawn(first_ordinal + len(states), len(ordinals) - len(choice.trained))
         with self.safe_points.phase("wait"):
-            batch = self.answering.batch(trained, self.groups, ordinals, dropped, rounds=round_, drawn=drawn)
+            batch = self.answering.batch(
+                trained, self.groups, ordinals, dropped, self.safe_points.gather, rounds=round_, drawn=drawn
+            )
         self._drawn = drawn
         self._states = states[len(ordinals) :]
         self._own = {ordinal: group for ordinal, group in own.items() if ordinal not in ordinals}
@@ -163,15 +164,16 @@ class RolloutDriver(Driver):
         """
         share = self.loop.share(ordinals.start, len(ordinals))
         answered = {group.ordinal: group for group in self._roll_out(share, waiting=waiting)}
-        self.safe_points.agree()
         own = {ordinal: answered.get(ordinal) for ordinal in share}
-        if not dynamic:  # each has its place in the batch, for nothing could take it: no need to ask the others
+        if not dynamic:  # each has its place in the batch, for nothing could take it: the batch is where ranks meet
             return own, [State.USABLE] * len(ordinals)
         states = torch.zeros(len(ordinals), dtype=torch.int32)
         for ordinal, group in own.items():
             states[ordinal - ordinals.start] = self.answering.state(group, dynamic=True)
-        dist.all_reduce(states, group=self.groups.control)  # each is one driver's, and 0 is no state of a finished one
-        return own, [*map(State, states.tolist())]
+        of_all = torch.stack(
+            self.safe_points.gather(states)
+        )  # each is one driver's, and 0 is no state of a finished one
+        return own, [*map(State, of_all.amax(0).tolist())]
 
     def _roll_out(self, ordinals: range, *, waiting: bool = False) -> list[TrajectoryGroup]:
         """The groups of these ordinals, without those whose prompt is too long; none where this rank was asked to

@@ -12,12 +12,13 @@ own driver, most of it stays, and costs nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.advantages import RewardMoments
@@ -32,6 +33,9 @@ from megatron_rl.rollout.encoding import decode_group, encode_group, joined, par
 NEGLIGIBLE_FLOPS = 2e9
 """Work that the slowest replica must lose at least before any group moves: 30 ms of a CPU core, where messages take one
 or two; on a GPU it is next to nothing, and so are steps that are that short."""
+
+Gather = Callable[[Tensor], list[Tensor]]
+"""What this rank tells all ranks -> [ranks] what each tells: see `gathered`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def exchange(
     config: RunConfig,
     groups: Groups,
     problem: Callable[[int], Problem],
+    gather: Gather,
     batch: RewardMoments | None = None,
 ) -> dict[int, TrajectoryGroup]:
     """The groups that this rank's training replica trains on, in the order of their positions. Collective over all
@@ -62,11 +67,15 @@ def exchange(
     Args:
         made: by this rank's driver, by position in the global batch; nothing on a rank that is no driver.
         problem: of an ordinal: see `Mixture.problem`.
+        gather: over all ranks.
         batch: see `assign_credit`.
     """
-    if dist.get_world_size(groups.control) == 1:
-        return {**made}
-    offers, replica_of = _offers(made, config, groups, batch)
+    costs = [0.0] * len(made)
+    if (replicas := groups.data.size()) > 1:
+        # The slowest replica may be one rank's groups alone, and would keep its share of them.
+        negligible = NEGLIGIBLE_FLOPS * replicas / (replicas - 1)
+        costs = group_costs([*made.values()], config, batch, negligible=negligible)
+    offers, replica_of = _offers(made, costs, gather, config.grpo.prompts_per_step, groups.data.rank())
     members = [[rank for rank, its in enumerate(replica_of) if its == number] for number in range(1 + max(replica_of))]
     homes = [replica_of[offer.driver] for offer in offers]
     assigned = balance([offer.cost for offer in offers], homes, len(members), negligible=NEGLIGIBLE_FLOPS)
@@ -79,25 +88,19 @@ def exchange(
 
 
 def group_costs(
-    groups: Sequence[TrajectoryGroup], config: RunConfig, batch: RewardMoments | None = None
+    groups: Sequence[TrajectoryGroup],
+    config: RunConfig,
+    batch: RewardMoments | None = None,
+    *,
+    negligible: float = 0.0,
 ) -> list[float]:
     """Floating-point operations of a training pass over each group: what answers share counts once, as it is computed,
-    and an answer without a gradient, which is not run, not at all. Where all of it is negligible, an upper bound.
+    and an answer without a gradient, which is not run, not at all. Where all of it is `negligible`, an upper bound,
+    which is had for less.
 
     The output layer counts where the recipe says how many rows it has."""
-    vocabulary = config.model.vocab_size or 0
-    lengths = [[len(each.tokens) for each in group.trajectories] for group in groups]
-    at_most = [
-        training_flops(
-            config.model,
-            vocabulary,
-            tokens=sum(of_group),
-            pairs=sum(length * (length + 1) // 2 for length in of_group),
-            predictions=sum(of_group),
-        )
-        for of_group in lengths
-    ]
-    if sum(at_most) <= NEGLIGIBLE_FLOPS:
+    at_most = [_answers_apart(group, config) for group in groups]
+    if sum(at_most) <= negligible:
         return at_most
     has_gradient = iter(assign_credit(groups, config, batch).has_gradient)
     costs = []
@@ -105,31 +108,48 @@ def group_costs(
         run = [*compress(group.trajectories, has_gradient)]
         masks = [each.loss_mask for each in run]
         trees = Packing([each.tokens for each in run], masks, range(len(run))).trees
-        costs.append(
-            training_flops(
-                config.model,
-                vocabulary,
-                tokens=sum(tree.tokens for tree in trees),
-                pairs=sum(tree.pairs for tree in trees),
-                predictions=sum(map(sum, masks)),
-            )
-        )
+        tokens, pairs = sum(tree.tokens for tree in trees), sum(tree.pairs for tree in trees)
+        costs.append(_flops(config, tokens, pairs, sum(map(sum, masks))))
     return costs
 
 
+def _answers_apart(group: TrajectoryGroup, config: RunConfig) -> float:
+    """Operations for all answers of a group where they share the prompt alone."""
+    prompts = {tuple(each.tokens[: each.prompt_length]) for each in group.trajectories}
+    shared = len(prompts.pop()) if len(prompts) == 1 else 0
+    lengths = [len(each.tokens) for each in group.trajectories]
+    tokens = shared + sum(length - shared for length in lengths)
+    pairs = _pairs(shared) + sum(_pairs(length) - _pairs(shared) for length in lengths)
+    return _flops(config, tokens, pairs, tokens - shared)
+
+
+def _pairs(length: int) -> int:
+    """Of tokens that attend and are attended to, in a sequence."""
+    return length * (length + 1) // 2
+
+
+def _flops(config: RunConfig, tokens: int, pairs: int, predictions: int) -> float:
+    return training_flops(
+        config.model, config.model.vocab_size or 0, tokens=tokens, pairs=pairs, predictions=predictions
+    )
+
+
 def _offers(
-    made: Mapping[int, TrajectoryGroup], config: RunConfig, groups: Groups, batch: RewardMoments | None
+    positions: Collection[int], costs: Sequence[float], gather: Gather, most: int, replica: int
 ) -> tuple[list[Offer], list[int]]:
-    """All drivers' groups in the order of their positions, and the training replica of every rank. Collective."""
-    mine = torch.zeros(1 + config.grpo.prompts_per_step, 2, dtype=torch.float64)
-    costs = group_costs([*made.values()], config, batch)
-    rows = [(dist.get_rank(groups.data), len(made)), *zip(made, costs, strict=True)]
+    """All drivers' groups in the order of their positions, and the training replica of every rank. Collective.
+
+    Args:
+        positions: of this driver's groups, which have these costs.
+        most: groups of the global batch.
+        replica: that this rank trains in.
+    """
+    mine = torch.zeros(1 + most, 2, dtype=torch.float64)
+    rows = [(replica, len(costs)), *zip(positions, costs, strict=True)]
     mine[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
-    tables = [torch.empty_like(mine) for _ in range(dist.get_world_size(groups.control))]
-    dist.all_gather(tables, mine, group=groups.control)
     offers, replica_of = [], []
-    for rank, ((replica, count), *its) in enumerate(table.tolist() for table in tables):
-        replica_of.append(int(replica))
+    for rank, ((its_replica, count), *its) in enumerate(table.tolist() for table in gather(mine)):
+        replica_of.append(int(its_replica))
         offers += [Offer(int(position), cost, rank) for position, cost in its[: int(count)]]
     return sorted(offers, key=lambda offer: offer.position), replica_of
 

@@ -14,6 +14,12 @@ from megatron_rl.rollout.stream import shares
 Result = TypeVar("Result")
 
 
+def complete(runner: asyncio.Runner, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns. `Runner.run` would also set its handler of SIGINT for the while, which the signal module
+    prints with all that its task holds: a millisecond of each step."""
+    return runner.get_loop().run_until_complete(work)
+
+
 class DriverPlace(Protocol):
     """This rank's among those that run agents."""
 
@@ -75,7 +81,7 @@ class EngineLoop(AgentLoop):
         """
         result = None
         if self._place.drives:
-            result = self._runner.run(self._safe_points.run_until_asked(work(), sign_of_life))
+            result = complete(self._runner, self._safe_points.run_until_asked(work(), sign_of_life))
             self._engine.let_go()
         else:
             self._engine.follow(self._safe_points.activity.waits)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.inference.api import RankEngine
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.rollout.generation import DriverPlace
+from megatron_rl.rollout.generation import DriverPlace, complete
 
 Result = TypeVar("Result")
 
@@ -65,7 +65,7 @@ class EngineInTurn(LastingLoop):
     def advance(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """See LastingLoop.advance."""
         if self.place.drives:
-            self._runner.run(work())
+            complete(self._runner, work())
             self._engine.let_go()
         else:
             self._engine.follow(self._safe_points.activity.waits)

@@ -24,7 +24,7 @@ from megatron_rl.metrics.stats import BatchStats, EnvironmentStats
 from megatron_rl.model.flops import rows_per_token
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.platform.api import Platform
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rollout.batch import RolloutBatch
 
 
@@ -188,8 +188,7 @@ def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
     model. Collective over all ranks, and no device waits."""
     mine = [[part.normaliser, float(len(part.bins))] for part in parts]
     table = torch.tensor(mine, dtype=torch.float64)
-    of_all = [torch.empty_like(table) for _ in range(groups.control.size())]
-    dist.all_gather(of_all, table, group=groups.control)
+    of_all = gathered(table, groups.control)
     everyone = torch.stack([of_all[rank] for rank in dist.get_process_group_ranks(groups.data)])  # [ranks, updates, 2]
     normalisers, counts = everyone[..., 0].sum(0).tolist(), everyone[..., 1].amax(0).int().tolist()
     return [Agreed(count, normaliser) for count, normaliser in zip(counts, normalisers, strict=True)]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from checkpoint_helpers import run_ranks
 from core_helpers import random_groups, tiny_run
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.rank.groups import gathered
 from megatron_rl.rollout import exchange as exchange_module
 from megatron_rl.rollout.exchange import exchange, group_costs
 
@@ -71,7 +73,7 @@ def exchanged(rank: int, ranks: int) -> dict[str, Any]:
         groups: Any = SimpleNamespace(control=dist.group.WORLD, data=data)
         made = made_by(rank, drivers) if rank in drivers else {}
         with counted() as sent:
-            found[name] = (made, exchange(made, CONFIG, groups, problem), sent)
+            found[name] = (made, exchange(made, CONFIG, groups, problem, partial(gathered, group=groups.control)), sent)
     return found
 
 
@@ -118,6 +120,13 @@ def test_replicas_have_as_much_to_do(on_four_ranks: Any) -> None:
     assert max(after) < 1.2 * sum(after) / RANKS
 
 
+def test_what_hardly_costs_anything_is_not_told_too_cheap() -> None:
+    groups = [*made_by(0, [0]).values()]
+    at_most = group_costs(groups, CONFIG, negligible=1e18)
+    assert at_most != (exact := group_costs(groups, CONFIG))
+    assert all(one <= bound for one, bound in zip(exact, at_most, strict=True))
+
+
 def test_what_has_no_gradient_stays_where_it_was_made(on_four_ranks: Any) -> None:
     name = "each rank a replica and a driver"
     for rank, found in enumerate(on_four_ranks):
@@ -135,7 +144,7 @@ def test_a_group_goes_to_another_replica_once(on_four_ranks: Any) -> None:
 def test_a_rank_alone_sends_nothing_and_keeps_all(groups: Any) -> None:
     made = made_by(0, [0])
     with counted() as sent:
-        assert exchange(made, CONFIG, groups, problem) == made
+        assert exchange(made, CONFIG, groups, problem, partial(gathered, group=groups.control)) == made
     assert not sent
 
 
@@ -144,7 +153,7 @@ def lose_a_rank(rank: int, ranks: int) -> str:
     exchange_module._deliver = _leave if rank == 0 else exchange_module._deliver
     groups: Any = SimpleNamespace(control=dist.group.WORLD, data=dist.group.WORLD)
     try:
-        exchange(made_by(rank, [0, 1]), CONFIG, groups, problem)
+        exchange(made_by(rank, [0, 1]), CONFIG, groups, problem, partial(gathered, group=groups.control))
     except RuntimeError as error:
         return " ".join(getattr(error, "__notes__", []))
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.tally import Tally
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rollout import exchange as exchange_module
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
@@ -103,7 +104,8 @@ def moved(batch: RolloutBatch, run: Run) -> RolloutBatch:
     made = dict(zip(batch.positions, batch.groups, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_module, "NEGLIGIBLE_FLOPS", 0.0)
-        here = exchange_module.exchange(made, run.config, run.groups, lambda ordinal: Problem("", {}))
+        gather = partial(gathered, group=run.groups.control)
+        here = exchange_module.exchange(made, run.config, run.groups, lambda ordinal: Problem("", {}), gather)
     return replace(batch, groups=[*here.values()], positions=[*here])
 
 

@@ -13,7 +13,9 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -65,8 +67,14 @@ def fingerprint(config: RunConfig, problems: Mapping[str, ProblemDigest]) -> str
 # Records
 
 
+@cache
+def _told(lineage: Lineage) -> Mapping[str, Any]:
+    """Once for all records of an attempt, of which a small model makes hundreds a second."""
+    return asdict(lineage)
+
+
 def attempt_record(lineage: Lineage) -> Record:
-    return {"kind": "attempt", "lineage": asdict(lineage)}, b""
+    return {"kind": "attempt", "lineage": _told(lineage)}, b""
 
 
 def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lineage) -> Record:
@@ -76,7 +84,7 @@ def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lin
     newest: of the weights that sampled any of it.
     """
     head, body = encode_group(group)
-    origin = {"kind": "group", "version": version, "newest": newest, "lineage": asdict(lineage)}
+    origin = {"kind": "group", "version": version, "newest": newest, "lineage": _told(lineage)}
     return origin | head, body
 
 
@@ -101,7 +109,7 @@ def part_record(
         "sample": sample,
         "start": start,
         "count": count,
-        "lineage": asdict(lineage),
+        "lineage": _told(lineage),
     }
     arrays = (
         np.array(beginning.tokens[start:], TOKEN),

@@ -49,6 +49,16 @@ def test_a_rank_on_its_own_leaves_when_it_is_asked_to() -> None:
         safe_points.agree()
 
 
+def test_ranks_that_tell_each_other_something_leave_there_too(groups: Any) -> None:
+    safe_points = quiet_safe_points()
+    safe_points.connect(groups)
+    told = torch.tensor([[1.5, 2.0]])
+    assert [each.tolist() for each in safe_points.gather(told)] == [told.tolist()]
+    safe_points.drain.asked = True
+    with pytest.raises(LeaveAgreed):
+        safe_points.gather(told)
+
+
 def test_a_rank_that_nobody_asked_leaves_with_the_one_that_was(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one goes, and the others wait for it in the next collective."""
     safe_points = quiet_safe_points()

@@ -27,8 +27,8 @@ from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
+from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rollout import answering as answering_module
-from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.bank import file as file_module
 from megatron_rl.rollout.bank.file import bank_files, scan
 from megatron_rl.rollout.batch import RolloutBatch
@@ -68,18 +68,19 @@ class Agent(GroupedRolloutGenerator):
 
 
 class Threads:
-    """Stands in for torch.distributed where ranks are threads and a group is the rank's number."""
+    """Tell each other what ranks do, where these are threads and a group is the rank's number."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.barrier = threading.Barrier(ranks, timeout=20)
         self.parts: list[Tensor] = [torch.empty(0)] * ranks
 
-    def all_reduce(self, tensor: Tensor, group: int) -> None:
-        self.parts[group] = tensor.clone()
+    def gathered(self, own: Tensor, group: int) -> list[Tensor]:
+        self.parts[group] = own
         self.barrier.wait()
-        tensor.copy_(torch.stack(self.parts).sum(0))
+        of_all = [*self.parts]
         self.barrier.wait()
+        return of_all
 
 
 @contextmanager
@@ -99,6 +100,7 @@ def driver_of(
     engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, **done)
     of_engine: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     safe_points = quiet_safe_points()
+    safe_points.connect(groups)
     with TemporaryDirectory() as of_its_own:
         bank = bank_in(
             folder or Path(of_its_own),
@@ -128,7 +130,7 @@ def collect(
                 ordinal = batches[step][rank].next_ordinal
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver_module, "dist", Threads(ranks))
+        patch.setattr(safe_points_module, "gathered", Threads(ranks).gathered)
         patch.setattr(answering_module, "exchange", lambda made, *_: made)  # each trains on what it made
         threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
@@ -226,7 +228,7 @@ def test_what_was_drawn_too_much_begins_the_next_step_as_it_was_answered(
 ) -> None:
     """Also after a death behind the checkpoint between the two, and where the disk was full until shortly before. There
     is none while it is full."""
-    monkeypatch.setattr(driver_module, "dist", Threads(1))
+    monkeypatch.setattr(safe_points_module, "gathered", Threads(1).gathered)
     monkeypatch.setattr(answering_module, "exchange", lambda made, *_: made)
     config = dynamic(4, 8, partial="regenerate")
     agent, again = Agent(dull={0, 1, 2}, long={8}), Agent(long={8})
@@ -319,6 +321,6 @@ def test_an_agents_error_is_not_swallowed() -> None:
             raise RuntimeError("no such tool")
 
     with pytest.MonkeyPatch.context() as patch, driver_of(Broken(), tiny_run()) as driver:
-        patch.setattr(driver_module, "dist", Threads(1))
+        patch.setattr(safe_points_module, "gathered", Threads(1).gathered)
         with pytest.raises(RuntimeError, match="no such tool"):
             driver.collect(0)
