@@ -39,10 +39,12 @@ async def scored(score: Callable[[], float | Awaitable[float]], patience: Patien
     """The score, or what scoring raised in the last try."""
     began, tries = time.monotonic(), 0
     while True:
-        left_s = patience.timeout_s - (time.monotonic() - began)
         try:
             given = score()
-            reward = float(await within(left_s, given, patience) if isawaitable(given) else given)
+            if isawaitable(given):
+                left_s = patience.timeout_s - (time.monotonic() - began)
+                given = await within(left_s, given, patience)
+            reward = float(given)
             check_reward(reward)
             return reward
         except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run

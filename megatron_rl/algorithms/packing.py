@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, groupby, pairwise
 
 import numpy as np
 import torch
@@ -73,30 +72,25 @@ class Packing:
             chosen: which of them go through the model.
         """
         masks = [bytes(mask) for mask in loss_masks]
-        starts = [0]
-        for mask in masks:
-            starts.append(starts[-1] + mask.count(1))
-        packed = [index for index in chosen if starts[index] < starts[index + 1]]
-        self._sequences: list[_Sequence] = []
-        groups: list[tuple[list[int], list[_Rest]]] = []  # of each tree the beginning, and what follows it
-        start = 0
-        for index in packed:
-            sequence, first, last = tokens[index], masks[index].find(1), masks[index].rfind(1)
-            beginning = sequence[:first]
-            if not groups or groups[-1][0] != beginning:
-                groups.append((beginning, []))
-            groups[-1][1].append((sequence, first, last))
-            trained = range(starts[index], starts[index + 1])
-            self._sequences.append(_Sequence(len(groups) - 1, start, start + first, start + last, trained))
-            start += len(sequence)
+        self._trained_before = [0, *accumulate(mask.count(1) for mask in masks)]  # each sequence of the batch, and all
+        self._packed = packed = [index for index in chosen if any(masks[index])]
+        # Of each that is packed:
         self._lists = [tokens[index] for index in packed]
         self._flags = [masks[index] for index in packed]
+        self._starts = [0, *accumulate(map(len, self._lists))]
+        self._firsts = [mask.find(1) for mask in self._flags]
+        self._lasts = [mask.rfind(1) for mask in self._flags]
+        self._tree_of: list[int] = []
         self.trees: list[Tree] = []
         """Lengths of all; a sequence's name is its place among those that are packed."""
+        beginnings = [sequence[:first] for sequence, first in zip(self._lists, self._firsts, strict=True)]
         named = 0
-        for beginning, rests in groups:
-            self.trees.append(_tree(len(beginning), range(named, named + len(rests)), rests))
-            named += len(rests)
+        for beginning, alike in groupby(beginnings):
+            names = range(named, named + sum(1 for _ in alike))
+            rests = [(self._lists[name], self._firsts[name], self._lasts[name]) for name in names]
+            self._tree_of += [len(self.trees)] * len(names)
+            self.trees.append(_tree(len(beginning), names, rests))
+            named = names.stop
 
     @cached_property
     def _tokens(self) -> NDArray[np.int64]:
@@ -106,6 +100,18 @@ class Packing:
     @cached_property
     def _masks(self) -> NDArray[np.bool_]:
         return np.frombuffer(b"".join(self._flags), np.bool_)
+
+    @cached_property
+    def _spans(self) -> NDArray[np.int64]:
+        """[packed, 2] of `_tokens` those from the first trained one of each to the last: where, and how many."""
+        firsts = np.array(self._firsts)
+        return np.stack((np.array(self._starts[:-1]) + firsts, np.array(self._lasts) + 1 - firsts), 1)
+
+    @cached_property
+    def _trained(self) -> NDArray[np.int64]:
+        """[packed, 2] of the trained tokens of the whole batch those of each: where, and how many."""
+        before = np.array(self._trained_before)
+        return np.stack((before[:-1], np.diff(before)), 1)[self._packed]
 
     def bins(self, room: Room, count: int = 1) -> list[list[int]]:
         """Names of the sequences of each micro-batch, ascending.
@@ -118,15 +124,14 @@ class Packing:
 
     def microbatch(self, names: Sequence[int]) -> MicroBatch:
         """The sequences of these names, ascending, on the CPU."""
-        sequences = [self._sequences[name] for name in names]
         merged = _Merged()
         in_bin = set(names)
-        for number in dict.fromkeys(each.tree for each in sequences):
+        for number in dict.fromkeys(self._tree_of[name] for name in names):
             self._merge(self.trees[number], in_bin, merged)
         ends = np.array(sorted(merged.ends))
-        # Of each sequence the tokens from the first trained one to the last, and the places that predict them.
-        spans = places_of([(each.first, each.last + 1 - each.first) for each in sequences])
+        spans = places_of(self._spans[names])
         trained = self._masks[spans]
+        # The places that predict those of the spans.
         select = places_of([run for name in names for run in merged.paths[name]])
         return MicroBatch(
             cu_seqlens=torch.tensor(merged.edges, dtype=torch.int32),
@@ -135,7 +140,7 @@ class Packing:
             positions=torch.from_numpy(places_of(merged.positions)),
             select=torch.from_numpy(select[trained]),
             targets=torch.from_numpy(self._tokens[spans[trained]]),
-            trained=torch.from_numpy(places_of([(each.trained.start, len(each.trained)) for each in sequences])),
+            trained=torch.from_numpy(places_of(self._trained[names])),
         )
 
     def _merge(self, tree: Tree, in_bin: set[int], merged: _Merged) -> None:
@@ -143,7 +148,7 @@ class Packing:
         members = [place for place, name in enumerate(tree.names) if name in in_bin]
         start, beginning = merged.edges[-1], tree.beginning
         end = start + beginning
-        merged.add(self._sequences[tree.names[members[0]]].start, 0, beginning)
+        merged.add(self._starts[tree.names[members[0]]], 0, beginning)
         last_of_beginning: Run = (end - 1, 1)
         path: list[Run] = []
         predicting = [last_of_beginning]
@@ -157,27 +162,13 @@ class Packing:
                 path = merged.leave(path, shared, end)
                 path.append((end, rest - shared))
                 predicting = [last_of_beginning, *path]
-                source = self._sequences[tree.names[place]].first + shared
-                merged.add(source, beginning + shared, rest - shared)
+                name = tree.names[place]
+                merged.add(self._starts[name] + self._firsts[name] + shared, beginning + shared, rest - shared)
                 end += rest - shared
             merged.paths[tree.names[place]] = predicting
         merged.leave(path, 0, end)
         merged.ends.append((start, beginning, end))
         merged.edges.append(end)
-
-
-class _Sequence(NamedTuple):
-    """One that is packed."""
-
-    tree: int
-    start: int
-    """Where it begins among the tokens of all that are packed."""
-    first: int
-    """... its first trained token is there,"""
-    last: int
-    """... and its last one, which predicts nothing."""
-    trained: range
-    """Its trained tokens among all of the batch."""
 
 
 Run = tuple[int, int]
@@ -217,7 +208,8 @@ class _Merged:
 
 def places_of(runs: Sequence[Run] | NDArray[np.int64]) -> NDArray[np.int64]:
     """All places of some runs, one after the other."""
-    starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
+    numbers = runs if isinstance(runs, np.ndarray) else np.fromiter(chain.from_iterable(runs), np.int64, 2 * len(runs))
+    starts, lengths = numbers.reshape(-1, 2).T
     before = lengths.cumsum() - lengths
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 

@@ -185,7 +185,7 @@ STEP_METRICS: dict[str, Metric] = {
         lambda step: int(step.stats.update.updates - step.stats.update.applied),
     ),
     "packed_tokens_ratio": Metric(
-        "packed tokens over tokens of the prompts and answers that are run: below 1 where prompts are shared",
+        "packed tokens over those of the trajectories that are run: below 1 where beginnings are shared",
         lambda step: _ratio(step.stats.batch.packed_tokens, step.stats.batch.unpacked_tokens),
     ),
     "generation_rounds": Metric(

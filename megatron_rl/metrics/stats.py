@@ -42,7 +42,7 @@ class BatchStats:
     packed_tokens: Total
     """Tokens of all micro-batches of one pass."""
     unpacked_tokens: Total
-    """Tokens of the prompts and answers in them, were nothing shared."""
+    """Tokens of the trajectories in them, were nothing shared."""
     turns: Total
     """Of the model, in all answers."""
     tool_calls: Total

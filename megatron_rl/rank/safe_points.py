@@ -98,13 +98,14 @@ class SafePoints:
             raise LeaveAgreed
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """[ranks] what each tells: numbers, in tensors of one shape. A safe point too, in the same message. Collective,
-        once the ranks are connected.
+        """[ranks] what each tells: numbers, in tensors of one shape. A safe point too, in the same message. Collective.
 
         Raises:
             LeaveAgreed: as `agree` does.
         """
-        assert self._control is not None
+        if self._control is None:
+            self.agree()
+            return [own]
         with self.phase("wait"):
             mine = torch.cat((own.new_tensor([self.poll()]), own.flatten()))
             of_all = gathered(mine, self._control)

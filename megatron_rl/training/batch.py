@@ -69,7 +69,7 @@ def training_batch(
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     credit = assign_credit(groups, config, rewards)
-    lengths = torch.tensor([sum(t.loss_mask) for t in trajectories], dtype=torch.long)
+    lengths = torch.tensor([t.loss_mask.count(True) for t in trajectories], dtype=torch.long)
     trained = list(chain.from_iterable(t.loss_mask for t in trajectories))
     logprobs = list(compress(chain.from_iterable(t.logprobs for t in trajectories), trained))
     versions = list(compress(chain.from_iterable(t.versions for t in trajectories), trained))
@@ -111,9 +111,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         answer_length_min=min(answer_lengths, default=float("inf")),
         prompt_tokens=sum(t.prompt_length for t in batch.trajectories),
         packed_tokens=packed_tokens,
-        unpacked_tokens=sum(
-            t.prompt_length + t.answer_length for t in compress(batch.trajectories, batch.has_gradient)
-        ),
+        unpacked_tokens=sum(len(t.tokens) for t in compress(batch.trajectories, batch.has_gradient)),
         turns=sum(len(t.turns) for t in batch.trajectories),
         tool_calls=sum(t.tool_calls or 0 for t in batch.trajectories),
         with_tools=sum(t.tool_calls is not None for t in batch.trajectories),
