@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.places import page_table
 from megatron_rl.inference.plans import Prefill
 from megatron_rl.inference.sampling import SamplingRows, SamplingWork, sample, uniforms
@@ -70,6 +71,9 @@ class RowState:
         self._limit = torch.zeros(rows, **integers)
         self._ended = torch.ones(rows, dtype=torch.bool, device=self._device)
         self._sampling = SamplingRows.empty(rows, self._device, end_ids)
+        # Rows of one number have the same parameters, as most have: then there is nothing to copy.
+        self._numbers = np.zeros(rows, dtype=np.int64)
+        self._newest: tuple[int, Sampling | None] = (0, None)
         self._top = TopLogprobsRows(rows, policy.tokens_between_looks, policy.vocabulary, self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros(rows, max_length, **integers)
@@ -88,10 +92,13 @@ class RowState:
         """(from, to): copy rows into the places of others."""
         sources, targets = (list(rows) for rows in zip(*moves, strict=True))
         source, target = to_device(moves, self._device).unbind(1)
-        self._sampling.move(sources, targets)
+        if (self._numbers[sources] != self._numbers[targets]).any():
+            self._sampling.move(sources, targets)
+            self._limit[target] = self._limit[source]
+            self._numbers[targets] = self._numbers[sources]
         self._top.move(sources, targets, source, target)
         for column in (
-            self.token, self.position, self.pages, self._count, self._limit, self._ended, self._uniforms, self._tokens,
+            self.token, self.position, self.pages, self._count, self._ended, self._uniforms, self._tokens,
             self._logprobs,
         ):  # fmt: skip
             column[target] = column[source]
@@ -147,10 +154,19 @@ class RowState:
             keys, samples = zip(*((prefill.key, i) for prefill in alike for i in prefill.samples), strict=True)
             numbers = uniforms(np.array(keys, dtype=np.uint64), samples, limit)
             same = slice(first, first + len(numbers))
-            self._limit[same] = limit
-            self._sampling.set(same, sampling)
+            self._set_parameters(same, sampling)
             self._uniforms[same, :limit] = torch.from_numpy(numbers).to(self._device, non_blocking=True)
             first = same.stop
+
+    def _set_parameters(self, rows: slice, sampling: Sampling) -> None:
+        number, known = self._newest
+        if sampling != known:
+            number += 1
+            self._newest = number, sampling
+        if (self._numbers[rows] != number).any():
+            self._sampling.set(rows, sampling)
+            self._limit[rows] = sampling.max_new_tokens
+            self._numbers[rows] = number
 
     # A token
 

@@ -89,7 +89,7 @@ class Answering:
         Args:
             made: by this driver, by position in the batch.
             ordinals: that the batch settles.
-            gather: over all ranks, before which nothing has changed.
+            gather: over all ranks; it may raise LeaveAgreed where the caller can still leave.
         """
         failures: Counter[str] = Counter()
         for group in made.values():
