@@ -3,7 +3,7 @@
 import re
 from typing import Dict, NamedTuple, Optional
 
-from launcher.host.slurm.formats import CLOCK_S, seconds_of, time_of
+from launcher.host.slurm.formats import CLOCK_S, ENDED, seconds_of, time_of
 from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.codes import CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
 
@@ -72,7 +72,9 @@ def cause_of(
         return Cause(PREEMPTED, end)
     if preempted:
         # The end of the grace time requeues a job, unless preemption cancels: then only the times tell the two apart.
-        return Cause(PREEMPTED if state == "RUNNING" or cancels else CANCELLED, end)
+        # One that lives is RUNNING, or SIGNALING until its nodes have confirmed the signal, or SUSPENDED.
+        is_over = state == "COMPLETING" or state in ENDED
+        return Cause(CANCELLED if is_over and not cancels else PREEMPTED, end)
     if start is not None and end is not None and limit is not None and abs(start + limit - end) <= CLOCK_S:
         return Cause(TIME_LIMIT, end) if end - now <= notice + EARLY_S else Cause(SIGNALLED, end)
     return Cause(CANCELLED if over else SIGNALLED, end)

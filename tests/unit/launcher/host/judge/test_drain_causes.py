@@ -84,6 +84,12 @@ def test_a_preempted_job_that_does_not_run_and_was_not_requeued_has_been_cancell
     assert cause_of(GRACE_OVER, NOW + 21, NOTICE, end_before=end_before).cause == "preempted"
 
 
+@pytest.mark.parametrize("state", ["RUNNING", "SIGNALING", "SUSPENDED", "a word of a later Slurm"])
+def test_a_preempted_job_that_lives_is_preempted_whatever_slurm_calls_that(state):
+    """SIGNALING: until all nodes have confirmed the signal, so the batch host may well ask before."""
+    assert cause_of(GRACE | {"JobState": state}, NOW, NOTICE).cause == "preempted"
+
+
 def test_where_preemption_cancels_only_an_early_end_tells_a_scancel_from_it():
     at_its_end = GRACE | {"JobState": "COMPLETING"}
     assert cause_of(at_its_end, NOW + 21, NOTICE, end_before=NOW + 20, cancels=True).cause == "preempted"
