@@ -20,6 +20,7 @@ from megatron_rl.contract.files import read_bytes
 
 DEEPEST = 50  # collections in one another
 MOST = 100_000  # values
+_TOO_DEEP = f"is nested more than {DEEPEST} deep"
 
 
 class YamlProblems(Exception):
@@ -171,7 +172,7 @@ def _refuse_bombs(text: str) -> None:
             add(*open_ones.pop())
         line = event.start_mark.line + 1 if event.start_mark else None
         if len(open_ones) > DEEPEST:
-            raise YamlProblems([(line, f"is nested more than {DEEPEST} deep")])
+            raise YamlProblems([(line, _TOO_DEEP)])
         if open_ones[-1][1] > MOST:
             raise YamlProblems([(line, f"stands for more than {MOST} values, with its aliases written out")])
 
@@ -217,8 +218,11 @@ def _explain(error: yaml.YAMLError) -> tuple[int | None, str]:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error).split("\n")[0]
     context = getattr(error, "context", None)
+    line = mark.line + 1 if mark else None
+    if "exceeded maximum nesting depth" in what:  # libyaml's own limit: it reads ahead of the events it gives
+        return line, _TOO_DEEP
     return (
-        mark.line + 1 if mark else None,
+        line,
         f"not valid YAML: {what}"
         + (f" ({context})" if context else "")
         + (f", column {mark.column + 1}" if mark else ""),
