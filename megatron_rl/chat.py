@@ -22,7 +22,7 @@ from megatron_rl.rank.world import die_with_parent
 
 if TYPE_CHECKING:
     from megatron_rl.inference.config import Sampling
-    from megatron_rl.standalone import OpenedPolicy
+    from megatron_rl.standalone.policy import OpenedPolicy
 
 MAX_NEW_TOKENS = 512
 """Of an answer, where neither a run nor the user says how long it may be."""
@@ -59,11 +59,19 @@ def _converse(asked: dict[str, Any]) -> None:
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.errors import ConfigurationError
     from megatron_rl.inference.config import InferenceConfig, Sampling
-    from megatron_rl.standalone import open_policy
+    from megatron_rl.standalone.followers import open_with_followers
+    from megatron_rl.standalone.siblings import end_process
+    from megatron_rl.standalone.source import find_source
 
     one_at_a_time = InferenceConfig(max_batch=1)
     with (
-        open_policy(asked["path"], device=asked["device"], dtype=asked["dtype"], inference=one_at_a_time) as opened,
+        open_with_followers(
+            find_source(asked["path"], asked["dtype"]),
+            device=asked["device"],
+            inference=one_at_a_time,
+            tp=asked["tp"],
+            lost=end_process,
+        ) as opened,
         asyncio.Runner() as loop,
     ):
         recipe, chats = opened.source.recipe, opened.tokenizer.chat_template is not None

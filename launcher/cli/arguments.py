@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+TP_HELP = "GPUs, or processes, of one machine that hold the model together (tensor parallelism)."
+
 
 class RunDirectory(click.Path):
     """A path that is not empty: pathlib takes an empty one for the current directory."""

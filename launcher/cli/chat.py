@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from launcher.backends.child import Child
+from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.runs.policy import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
@@ -34,6 +35,7 @@ LEAVE, CLEAR = "/exit", "/clear"
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same says the same again.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the run's, or that of the weights.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
 @click.option("--trust", is_flag=True, help="Of another user: what is in a checkpoint can act as you.")
 @click.pass_context
 def command(ctx: click.Context, path: str, **options: Any) -> None:
@@ -53,7 +55,7 @@ def command(ctx: click.Context, path: str, **options: Any) -> None:
     """
     prepare_policy(path, options["trust"])
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
-    asked = {name: options[name] for name in ("system", "dtype", "device", "seed")}
+    asked = {name: options[name] for name in ("system", "dtype", "device", "seed", "tp")}
     with Child(MODULE) as child:
         child.send(json.dumps({"path": path, "sampling": sampling, **asked}))
         ctx.exit(_Conversation(child, options["system"]).run())

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import BadInput
@@ -21,6 +22,7 @@ from megatron_rl.contract.shapes import to_json
 from megatron_rl.evaluate.config import Evaluation
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas")
 JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 
 
@@ -45,13 +47,21 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the answers.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the run's, or that of the weights.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the run's; of no run: cpu, in a job cuda.")
-@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU. Default: one for each processor.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Copies of the model, of --tp GPUs or processes each, that share out the problems.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU, of each process. Default: all processors.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File of the result, with the answers beside it. Default: in evaluations/ of the run, or of this directory.",
 )
-@click.option("--cluster", help="Submit a job of one rank to this cluster, instead of evaluating here.")
+@click.option("--cluster", help="Submit a job of one node to this cluster, instead of evaluating here.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="With --cluster: directory of the job.")
 @click.option("--dry-run", is_flag=True, help="With --cluster: show the script, submit and write nothing.")
 @click.option("--script", is_flag=True, help="With --dry-run: the sbatch script alone.")
@@ -96,7 +106,7 @@ def command(ctx: click.Context, **options: Any) -> None:
 def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> Evaluation:
     """device: where neither the user nor a run says which."""
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
-    asked = {name: options[name] for name in ("checkpoint", "k", "prompts", "greedy", "seed", "dtype", "threads")}
+    asked = {name: options[name] for name in (*ASKED, "checkpoint")}
     asked["sets"] = tuple(options["sets"]) or None
     asked["device"] = options["device"] or (origin.config.job.device if origin else device)
     asked["out"] = options["out"] and str(options["out"].absolute())

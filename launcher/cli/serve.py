@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from launcher.cli.arguments import TP_HELP
 from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.runs.policy import prepare_policy
 
@@ -28,7 +29,8 @@ SERVER = [sys.executable, "-m", "megatron_rl.server"]
 @click.option("--name", help="Of the model, for clients. Default: that of the run or directory.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the recipe's, or that of the weights.")
-@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU. Default: one for each processor.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
+@click.option("--threads", type=click.IntRange(min=1), help="Of the CPU, of each process. Default: all processors.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Longest prompt and answer together, in tokens.")
 @click.option(
     "--max-waiting",
@@ -55,6 +57,7 @@ def command(
     name: str | None,
     device: str,
     dtype: str | None,
+    tp: int,
     threads: int | None,
     max_length: int | None,
     max_waiting: int,
@@ -86,6 +89,7 @@ def command(
         "--name": name,
         "--device": device,
         "--dtype": dtype,
+        "--tp": tp,
         "--threads": threads,
         "--max-length": max_length,
         "--max-waiting": max_waiting,

@@ -168,7 +168,7 @@ def code_version(environment: str) -> str:
 
 
 def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, caches: Sequence[Path]) -> Recipe:
-    """The recipe of a job of one rank that evaluates. Raises BadInput.
+    """The recipe of a job of one node that evaluates. Raises BadInput.
 
     caches: of the Hugging Face libraries, where the shape of published weights may be.
     """
@@ -187,13 +187,13 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
             "training": {"steps": 1},
             "job": device,
         }
-    values["job"] |= {"nodes": 1, "gpus_per_node": 1, "spare_nodes": 0}
+    values["job"] |= {"nodes": 1, "gpus_per_node": asked.ranks, "spare_nodes": 0}
     values["training"] |= {"sequence_length": None}
     of = origin.run.root.name if origin else Path(asked.checkpoint).name
     values |= {
         "name": f"evaluate-{re.sub('[^A-Za-z0-9._-]', '-', of)}",
         "cluster": cluster,
-        "placement": {},
+        "placement": {"training": {"tp": asked.tp}},  # of what generates, which nothing else says
         "grpo": {},
         "save": {},
         "logging": {},

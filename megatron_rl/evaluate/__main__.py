@@ -3,6 +3,7 @@
     python -m megatron_rl.evaluate < EVALUATION.json
 
 Says how far it is and at last what was found on stdout, a JSON object a line, and what is wrong on stderr, in one line.
+Where there are several ranks it starts the others, with their places as an argument (see standalone/siblings.py).
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from megatron_rl.contract.shapes import to_json
 from megatron_rl.rank.world import die_with_parent
 
 
-def main() -> int:
-    """The exit code."""
+def main(place: str | None = None) -> int:
+    """The exit code. place: of a rank that another one has started."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
     try:
-        _evaluate(sys.stdin.read())
+        _evaluate(sys.stdin.read(), place)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except _refusals() as error:
@@ -53,13 +54,15 @@ def _refusals() -> tuple[type[Exception], ...]:
     return CheckpointError, ConfigurationError
 
 
-def _evaluate(text: str) -> None:
+def _evaluate(text: str, place: str | None) -> None:
     """Imports take seconds; by then there are handlers."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.agent.api import EvaluationResponse
     from megatron_rl.evaluate.config import Evaluation
     from megatron_rl.evaluate.evaluator import Progress, evaluate
     from megatron_rl.inference.engine import Engine
+    from megatron_rl.standalone.siblings import end_process, place_of, siblings
+    from megatron_rl.standalone.source import find_source
 
     def report(progress: Progress) -> None:
         _say(progress=asdict(progress))
@@ -69,7 +72,16 @@ def _evaluate(text: str) -> None:
         def run(work: Coroutine[Any, Any, list[EvaluationResponse]], engine: Engine) -> list[EvaluationResponse] | None:
             return loop.run(work)
 
-        done = evaluate(Evaluation.model_validate_json(text), run, report)
+        evaluation = Evaluation.model_validate_json(text)
+        asked = evaluation.evaluate
+        if place is not None:
+            evaluate(evaluation, run, report, place_of(place))
+            return
+        if asked.ranks > 1:  # all evaluate what is the newest checkpoint now
+            pinned = str(find_source(asked.checkpoint, asked.dtype).folder)
+            evaluation = evaluation.model_copy(update={"evaluate": asked.model_copy(update={"checkpoint": pinned})})
+        with siblings("megatron_rl.evaluate", evaluation.model_dump_json(), asked.ranks, end_process) as first:
+            done = evaluate(evaluation, run, report, first)
     assert done is not None, "nobody asks this one to leave but by a signal"
     found, out = done
     _say(result=to_json(found), out=str(out))
@@ -81,4 +93,4 @@ def _say(**what: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

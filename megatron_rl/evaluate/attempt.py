@@ -1,9 +1,10 @@
-"""One attempt of an evaluation's job: the rank that evaluates, as `megatron_rl.attempt` is the rank that trains."""
+"""One attempt of an evaluation's job: a rank that evaluates, as `megatron_rl.attempt` is one that trains."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from datetime import timedelta
 from typing import Any
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
@@ -14,26 +15,28 @@ from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.evaluator import Progress, evaluate
 from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.small_world import Place
 from megatron_rl.rank.world import World
 
 
 def run_attempt(
     run_dir: RunDir, attempt: Attempt, world: World, activity: Activity, drain: DrainListener, timeline: Timeline
 ) -> str:
-    """Evaluate until all is answered, or this rank is asked to leave. Returns FINISHED or DRAINED, once it has written
+    """Evaluate until all is answered, or a rank is asked to leave. Returns FINISHED or DRAINED, once rank 0 has written
     so; the step of the outcome is the number of problems that have been answered."""
     config = read_config(run_dir)
     assert config.evaluate is not None
-    if world.size != 1:
-        raise ConfigurationError(f"evaluate: an evaluation runs on one rank, and here are {world.size}")
+    timeout = timedelta(seconds=config.job.collective_timeout_s)
+    store = meet(attempt.address("train"), world.rank, world.size, timeout)
+    place = Place(world.rank, world.size, world.local_rank, store)
     out = config.evaluate.out or str(run_dir.evaluation)
     evaluation = Evaluation(
         evaluate=config.evaluate.model_copy(update={"out": out}),
@@ -50,14 +53,18 @@ def run_attempt(
         answered = progress.done
         activity.enter("evaluating", answered)
 
+    def conclude(done: bool) -> None:
+        if not done:
+            drain.tell_host(world.rank)
+        outcome = Outcome(FINISHED if done else DRAINED, answered)
+        once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, outcome))
+
     with asyncio.Runner() as loop:
 
         def run(work: Coroutine[Any, Any, list[EvaluationResponse]], engine: Engine) -> list[EvaluationResponse] | None:
             return loop.run(safe_points.run_until_asked(work, sign_of_life=lambda: engine.busy_s))
 
-        done = evaluate(evaluation, run, report)
-    outcome = FINISHED if done else DRAINED
-    if not done:
-        drain.tell_host(world.rank)
-    once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(outcome, answered)))
-    return outcome
+        done = evaluate(evaluation, run, report, place, activity.waits, conclude)
+    if world.rank:  # rank 0 has said what has become of it
+        return DRAINED if drain.asked else FINISHED
+    return FINISHED if done else DRAINED

@@ -33,9 +33,17 @@ class EvaluateConfig(Section):
     """Of the weights; default: the run's, or that of the published weights."""
     device: Literal["cpu", "cuda"] = "cpu"
     threads: PositiveInt | None = None
-    """Of the CPU; default: one for each processor that the process may use."""
+    """Of each rank on a CPU; default: all processors that the process may use, among its ranks."""
+    tp: PositiveInt = 1
+    """Ranks of a node that hold the model together, as a layout of training does by tensor parallelism ..."""
+    replicas: PositiveInt = 1
+    """... and how many such copies of it share out the problems. What is found is the same with any number of them."""
     code: str = ""
     """Version of mrl and of the environment's code, for the record."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.replicas
 
 
 class Evaluation(Section):

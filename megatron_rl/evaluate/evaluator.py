@@ -1,8 +1,9 @@
-"""An evaluation from its request to its result, in a process that has the whole model.
+"""An evaluation from its request to its result, on all ranks of its world.
 
 Problems are answered a block at a time, whole blocks are kept, and one that was cut short is answered again. So every
 answer is made beside the same others however often the evaluation is interrupted, and does not depend on whether the
-device adds up alike beside others: on a CPU the result is the same bit for bit.
+device adds up alike beside others: on a CPU the result is the same bit for bit. Replicas answer a block each at the
+same time; rank 0 keeps what they all have found, and tells it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment, EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.keys import stable_key
@@ -28,11 +32,18 @@ from megatron_rl.evaluate.result import result
 from megatron_rl.evaluate.settings import default_out, settings_of
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.standalone import ROWS, Source, find_source, open_policy
+from megatron_rl.rank.small_world import Place
+from megatron_rl.standalone.policy import ROWS, OpenedPolicy, open_policy
+from megatron_rl.standalone.source import Source, find_source
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 UNEXPLAINED = "the environment does not say why"
+
+Waits = Callable[[], AbstractContextManager[None]]
+"""What to enter while this rank waits for others."""
 
 Run = Callable[[Coroutine[Any, Any, list[EvaluationResponse]], Engine], list[EvaluationResponse] | None]
 """Drives a block to its end; None where it was given up because the process was asked to leave."""
@@ -57,19 +68,36 @@ class _Block:
     mode: str
     problems: range
 
+    @property
+    def places(self) -> list[tuple[str, str, int]]:
+        return [(self.set, self.mode, problem) for problem in self.problems]
+
 
 def evaluate(
-    evaluation: Evaluation, run: Run, report: Callable[[Progress], None]
+    evaluation: Evaluation,
+    run: Run,
+    report: Callable[[Progress], None],
+    place: Place | None = None,
+    waits: Waits = nullcontext,
+    conclude: Callable[[bool], None] | None = None,
 ) -> tuple[EvaluationResult, Path] | None:
-    """Answer what is not answered yet, and write the result; it and its file. None where it was given up: what has been
-    answered is kept.
+    """Answer what is not answered yet, and write the result; it and its file. None where it was given up, when what has
+    been answered is kept, and on all ranks but the first. Collective.
+
+    Args:
+        place: of this rank; default: there is no other.
+        conclude: called on rank 0 before any rank leaves, with whether all is answered.
 
     Raises:
         ConfigurationError: it cannot be asked so, or its file holds something else.
         CheckpointError: the checkpoint is damaged or cannot be read.
         OSError: the files cannot be written.
     """
-    asked = evaluation.evaluate
+    asked, place = evaluation.evaluate, place or Place.alone()
+    if place.size != asked.ranks:
+        raise ConfigurationError(
+            f"evaluate: {asked.replicas} replicas of {asked.tp} ranks are {asked.ranks}, and there are {place.size}"
+        )
     source = find_source(asked.checkpoint, asked.dtype)
     try:
         environment = build_environment(evaluation.environment, source.tokenizer)
@@ -80,23 +108,35 @@ def evaluate(
     # A block must not depend on what the blocks before it have left in the cache.
     inference = inference.model_copy(update={"share_prefixes": False})
     with open_policy(
-        asked.checkpoint,
+        source,
         device=asked.device,
         threads=asked.threads,
-        dtype=asked.dtype,
         max_length=_longest(sets, source, evaluation.sampling),
         inference=inference,
+        tp=asked.tp,
+        place=place,
     ) as opened:
+        if not opened.ranks.drives:
+            opened.engine.follow(waits)
+            return None
+        answering = _Answering(evaluation, environment, opened, sets, inference.max_batch, run, report, waits)
+        if place.rank:
+            answering.help()
+            answering.part()
+            return None
         settings = settings_of(evaluation, opened, environment, sets, inference.max_batch)
         out = Path(asked.out) if asked.out else default_out(source, evaluation, sets, settings)
+        found = None
         with kept_answers(out.with_suffix(".answers.jsonl"), settings) as answers:
-            if not _answer_all(evaluation, environment, opened.engine, sets, inference.max_batch, answers, run, report):
-                return None
-            sizes = {name: len(problems) for name, problems in sets.items()}
-            found = result(settings, sizes, answers.known, str(answers.path))
-            with naming(out):
-                write(out, found)
-            return found, out
+            if answering.lead(answers):
+                sizes = {name: len(problems) for name, problems in sets.items()}
+                found = result(settings, sizes, answers.known, str(answers.path))
+                with naming(out):
+                    write(out, found)
+        if conclude:
+            conclude(found is not None)
+        answering.part()
+        return found and (found, out)
 
 
 def choose_sets(
@@ -144,38 +184,87 @@ def blocks(sizes: Mapping[str, int], modes: Mapping[str, int], rows: int) -> Ite
                 yield _Block(name, mode, range(first, min(size, first + problems)))
 
 
-def _answer_all(
-    evaluation: Evaluation,
-    environment: Environment,
-    engine: Engine,
-    sets: Mapping[str, Sequence[Problem]],
-    rows: int,
-    answers: Answers,
-    run: Run,
-    report: Callable[[Progress], None],
-) -> bool:
-    """Whether all is answered now."""
-    asked = evaluation.evaluate
-    modes = {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
-    sizes = {name: len(problems) for name, problems in sets.items()}
-    total = len(modes) * sum(sizes.values())
-    for block in blocks(sizes, modes, rows):
-        report(Progress(block.set, block.mode, len(answers.known), total))
-        places = [(block.set, block.mode, problem) for problem in block.problems]
-        if all(place in answers.known for place in places):
-            continue
-        problems = [sets[block.set][problem] for problem in block.problems]
-        responses = run(_answer(evaluation, environment, engine, block, problems, modes[block.mode]), engine)
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """All blocks that are left, shared out over the replicas, on the first rank of one of them."""
+
+    evaluation: Evaluation
+    environment: Environment
+    opened: OpenedPolicy
+    sets: Mapping[str, Sequence[Problem]]
+    rows: int
+    run: Run
+    report: Callable[[Progress], None]
+    waits: Waits
+
+    def lead(self, answers: Answers) -> bool:
+        """Have all replicas answer what is not known, and keep it; whether all is answered now."""
+        sizes = {name: len(problems) for name, problems in self.sets.items()}
+        left = [
+            block
+            for block in blocks(sizes, self._modes, self.rows)
+            if not all(place in answers.known for place in block.places)
+        ]
+        return self._answer(self._told(left), len(answers.known), answers.add)
+
+    def help(self) -> None:
+        """Answer this replica's share of them."""
+        self._answer(self._told([]), 0, lambda lines: None)
+
+    @property
+    def _modes(self) -> dict[str, int]:
+        """Answers to each problem."""
+        asked = self.evaluation.evaluate
+        return {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
+
+    def _answer(self, left: list[_Block], done: int, keep: Callable[[list[ProblemAnswers]], None]) -> bool:
+        ranks = self.opened.ranks
+        total = len(self._modes) * sum(map(len, self.sets.values()))
+        for first in range(0, len(left), ranks.count):
+            together = left[first : first + ranks.count]
+            self.report(Progress(together[0].set, together[0].mode, done, total))
+            own = together[ranks.index] if ranks.index < len(together) else None
+            found = self._gathered([] if own is None else self._lines(own))
+            for lines in filter(None, found):
+                keep(lines)
+                done += len(lines)
+            if None in found:
+                break
+        self.report(Progress("", "", done, total))
+        return done == total
+
+    def _lines(self, block: _Block) -> list[ProblemAnswers] | None:
+        """What a block comes to; None where it was given up."""
+        problems = [self.sets[block.set][problem] for problem in block.problems]
+        samples, engine = self._modes[block.mode], self.opened.engine
+        responses = self.run(_answer(self.evaluation, self.environment, engine, block, problems, samples), engine)
         if responses is None:
-            return False
-        answers.add(
-            [
-                _line(place, response, modes[block.mode], environment.agent_of(problem))
-                for place, response, problem in zip(places, responses, problems, strict=True)
-            ]
-        )
-    report(Progress("", "", len(answers.known), total))
-    return True
+            return None
+        return [
+            _line(place, response, samples, self.environment.agent_of(problem))
+            for place, response, problem in zip(block.places, responses, problems, strict=True)
+        ]
+
+    def part(self) -> None:
+        """Leave when all do, which the first one says by leaving."""
+        self._gathered(None)
+
+    def _told(self, left: list[_Block]) -> list[_Block]:
+        """What the first replica says."""
+        told = [left]
+        if self.opened.ranks.count > 1:
+            with self.waits():
+                dist.broadcast_object_list(told, group=self.opened.leaders, group_src=0)
+        return told[0]
+
+    def _gathered(self, own: T) -> list[T]:
+        """What all replicas have, in their order."""
+        if (count := self.opened.ranks.count) == 1:
+            return [own]
+        found: list[Any] = [None] * count
+        with self.waits():
+            dist.all_gather_object(found, own, group=self.opened.leaders)
+        return found
 
 
 async def _answer(

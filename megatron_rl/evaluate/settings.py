@@ -16,7 +16,8 @@ from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.evaluate.config import Evaluation
-from megatron_rl.standalone import OpenedPolicy, Source
+from megatron_rl.standalone.policy import OpenedPolicy
+from megatron_rl.standalone.source import Source
 
 
 def settings_of(

@@ -11,20 +11,21 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 if TYPE_CHECKING:
     from megatron_rl.server.app import Application
-    from megatron_rl.standalone import OpenedPolicy
+    from megatron_rl.standalone.policy import OpenedPolicy
 
 LOOK_EVERY_S = 0.05
 
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"])
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--max-length", type=int)
     parser.add_argument("--max-waiting", type=int, default=1024)
     parser.add_argument("--requests-per-minute", type=int)
@@ -58,7 +60,8 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.publish import CheckpointError
     from megatron_rl.errors import ConfigurationError
-    from megatron_rl.standalone import open_policy
+    from megatron_rl.standalone.followers import open_with_followers
+    from megatron_rl.standalone.source import find_source
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
@@ -68,12 +71,13 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
         return refused(f"serving needs `pip install 'mrl[serve]'`: {error}", EXIT_USAGE)
     limits = Limits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
     try:
-        with open_policy(
-            options.path,
+        with open_with_followers(
+            find_source(options.path, options.dtype),
             device=options.device,
             threads=options.threads,
-            dtype=options.dtype,
             max_length=options.max_length,
+            tp=options.tp,
+            lost=_end,
         ) as opened:
             application = Application(
                 opened.engine,
@@ -82,6 +86,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 max_length=opened.engine.max_length,
                 tokens=tokens,
                 limits=limits,
+                failed=None if opened.ranks.alone else _end_of_ranks,
             )
             allow_connections()
             gc.collect()
@@ -96,12 +101,25 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                     leave=partial(_finish, application, options.grace_s),
                 )
             )
+            if application.thread.computes:
+                os._exit(EXIT_FINISHED)  # other ranks may wait for what it does next
             return EXIT_FINISHED
     except (ConfigurationError, CheckpointError) as error:
         return refused(str(error), EXIT_USAGE)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return refused(f"{where}{error.strerror or error}", EXIT_CRASHED)
+
+
+def _end(why: str) -> NoReturn:
+    """Say why this process ends, which may wait in vain for a rank that is lost."""
+    refused(why, EXIT_CRASHED)
+    os._exit(EXIT_CRASHED)
+
+
+def _end_of_ranks(error: Exception) -> NoReturn:
+    """A step has failed on one of several ranks, and the others may be in the middle of it."""
+    _end(f"a step of the engine has failed: {error}")
 
 
 def _about(opened: OpenedPolicy, options: argparse.Namespace) -> dict[str, Any]:

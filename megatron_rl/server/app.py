@@ -43,14 +43,16 @@ class Application:
         max_length: int,
         tokens: Sequence[str],
         limits: Limits | None = None,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """
         model: its name for clients.
         max_length: of a prompt and its answer together, in tokens.
         tokens: bearer tokens, any of which opens the server.
+        failed: see EngineThread.
         """
         limits = limits or Limits()
-        self.thread = EngineThread(engine)
+        self.thread = EngineThread(engine, failed)
         self.metrics = ServerMetrics(lambda: self.thread.load)
         self._limits = limits
         self._model = ServedModel(model, tokenizer, max_length)

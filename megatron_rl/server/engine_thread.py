@@ -114,8 +114,10 @@ class Subscription:
 class EngineThread:
     """Runs an engine. All but what says so is for the HTTP loop, in which `start` is called."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, failed: Callable[[Exception], None] | None = None) -> None:
+        """failed: called where a step has failed, in the engine's thread, before anybody is told."""
         self._engine = engine
+        self._failed = failed
         self._http = cast(asyncio.AbstractEventLoop, None)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._open: set[Subscription] = set()
@@ -180,6 +182,11 @@ class EngineThread:
             self.forget(subscription)
         self._calls.put(None)
 
+    @property
+    def computes(self) -> bool:
+        """Whether the thread is still there, in the middle of a step if it was asked to stop."""
+        return self._thread.is_alive()
+
     def join(self) -> bool:
         """Wait for the end of the thread after `stop`, in any other thread; whether it has come."""
         self._thread.join(STOP_S)
@@ -236,6 +243,8 @@ class EngineThread:
             if self._engine.busy:
                 self._engine.step()
         except Exception as error:  # noqa: BLE001 - it has cost all requests, and each raises it where it is read
+            if self._failed:
+                self._failed(error)
             asked, self._asked = self._asked, {}
             return [(subscription, error) for subscription in asked.values()]
         return []

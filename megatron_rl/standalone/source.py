@@ -1,52 +1,28 @@
-"""A policy outside a run: found by a path, given its weights in this one process, and an engine that answers by it.
-
-with open_policy("runs/mine") as opened:
-    opened.engine, opened.tokenizer, opened.model, opened.source
-"""
+"""What a path names: a run's newest checkpoint, a checkpoint, or published weights. Reads no weights."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.origin import origin_of
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, check_tokenizer
-from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, find_latest, read_manifest
-from megatron_rl.checkpoint.replicas import sharded_weights
 from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import InferenceConfig
-from megatron_rl.inference.engine import Engine
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
 from megatron_rl.model.hub import local_folder
-from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-from megatron_rl.platform.api import Platform
-from megatron_rl.rank.alone import alone
-from megatron_rl.rank.groups import Groups
 
 logger = logging.getLogger(__name__)
 
 Precision = Literal["fp32", "bf16"]
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-MOST_POSITIONS = 4096
-"""Longest prompt and answer, in tokens, of a model that knows more positions, unless more is asked for: the cache has
-room for as many in each row."""
-ROWS = 32
-"""Answers at once, where neither a recipe nor the caller says how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,62 +40,6 @@ class Source:
     """The run's."""
     model: ModelConfig
     tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedPolicy:
-    """A policy and what answers by it."""
-
-    engine: Engine
-    source: Source
-    digest: str
-    """Of the weights: two paths with the same one hold the same."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.source.tokenizer
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.source.model
-
-
-@contextmanager
-def open_policy(
-    path: str,
-    *,
-    device: Literal["cpu", "cuda"] = "cpu",
-    threads: int | None = None,
-    dtype: Precision | None = None,
-    max_length: int | None = None,
-    inference: InferenceConfig | None = None,
-) -> Iterator[OpenedPolicy]:
-    """Load the policy that a path names, whole, into this process, which must have no process groups yet.
-
-    Args:
-        path: see `find_source`.
-        threads: default: a thread for each processor that this process may use.
-        dtype: default: the recipe's, or that of the published weights.
-        max_length: of a prompt and its answer together, in tokens; default: the recipe's, or all positions of the
-            model up to MOST_POSITIONS.
-        inference: default: the recipe's, or ROWS answers at once.
-
-    Raises:
-        ConfigurationError: the path names nothing that can be used, or it cannot be used here.
-        CheckpointError: the checkpoint is damaged or cannot be read.
-    """
-    source = find_source(path, dtype)
-    recipe, positions = source.recipe, source.model.max_position_embeddings
-    max_length = max_length or (recipe.sequence_length if recipe else min(positions, MOST_POSITIONS))
-    if max_length > positions:
-        raise ConfigurationError(f"{path}: the model knows {positions} positions, and not the {max_length} asked for")
-    inference = inference or (recipe.inference if recipe else InferenceConfig(max_batch=ROWS))
-    with alone(device, threads or len(os.sched_getaffinity(0))) as platform:
-        policy, digest, version = load_policy(source, platform, Groups.from_megatron(COLLECTIVE_TIMEOUT))
-        tokenizer = source.tokenizer
-        engine = Engine(policy, source.model, inference, tokenizer.end_ids, max_length, decode=tokenizer.decode)
-        engine.policy_version = version
-        yield OpenedPolicy(engine, source, digest)
 
 
 def find_source(path: str, dtype: Precision | None = None) -> Source:
@@ -207,20 +127,3 @@ def _tokenizer(config: TokenizerConfig) -> Tokenizer:
         return build_tokenizer(config)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-
-
-def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:
-    """The policy, whole, with the weights of its source; the digest of these; the number of optimizer steps behind
-    them. groups: of one rank.
-
-    Raises UnusableWeights or CheckpointError.
-    """
-    policy = build_policy(source.model, source.tokenizer.vocab_size, platform, initialize=False)
-    policy.requires_grad_(False).eval()
-    if source.kind == "huggingface":
-        return policy, load_pretrained(policy, source.model, source.folder), 0
-    checkpoint = verify(source.folder, groups.control)
-    weights = sharded_weights(policy, groups.data_context, groups.expert_data)
-    state, meta = read(checkpoint, {"model": weights}, groups.data_context, groups.expert_data)
-    policy.load_state_dict(state["model"])
-    return policy, checkpoint.manifest.digest, int(meta.get("policy_version", 0))

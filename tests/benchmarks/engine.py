@@ -50,7 +50,7 @@ from megatron_rl.model.hf_config import read_hf_config, shape
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.rank.alone import alone
+from megatron_rl.rank.small_world import Place, connected
 
 ROWS = 64
 GROUPS, SHARED = 8, 400
@@ -90,7 +90,10 @@ def main() -> None:
     if repeats < 1 or requests < 1:
         parser.error("--repeats and --requests are at least 1")
     torch.set_num_threads(CORES)
-    with tempfile.TemporaryDirectory(prefix="engine-") as scratch, alone(threads=CORES) as platform:
+    with (
+        tempfile.TemporaryDirectory(prefix="engine-") as scratch,
+        connected(Place.alone(), threads=CORES) as (platform, _),
+    ):
         folder = weights(options.size, Path(scratch))
         theirs = load_theirs(folder, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]))
         policy, model = load_ours(folder, options.dtype, platform)

@@ -42,7 +42,8 @@ import megatron_rl.platform.megatron_core  # noqa: F401  before the modules belo
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.standalone import open_policy
+from megatron_rl.standalone.policy import open_policy
+from megatron_rl.standalone.source import find_source
 
 TOKENS = 16
 PROMPT = list(range(1, TOKENS + 1))
@@ -78,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "tiny"
         publish(weights, PUBLISHED["Qwen2"])
-        with serving(weights, Path(folder)) as server, open_policy(str(weights), threads=1) as opened:
+        with serving(weights, Path(folder)) as server, open_policy(find_source(str(weights)), threads=1) as opened:
             turns = asyncio.run(compare(opened.engine, server, options.requests, options.repeats))
     print(f"{'ms a request':32} {'elapsed':>9} {'processor':>10} {'client':>8}    {'requests/s':>10}")
     for name, turn in turns.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -141,21 +142,46 @@ def test_one_that_was_ended_goes_on_and_finds_the_same(
     assert found(out) == undisturbed
 
 
+def test_copies_of_the_model_share_out_the_problems_and_find_the_same(
+    run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    asked = request(run.root, tmp_path / "r.json")
+    evaluating = Evaluating(asked | {"evaluate": asked["evaluate"] | {"replicas": 2}}, tmp_path)
+    assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
+    assert found(tmp_path / "r.json") == undisturbed
+    progress = [json.loads(line).get("progress") for line in evaluating.said.read_text().splitlines()]
+    done = [each["done"] for each in progress if each]
+    assert done[0] == 0 and max(b - a for a, b in itertools.pairwise(done)) > ROWS // 2, "two blocks at a time"
+
+
+def test_ranks_that_hold_the_model_together_find_the_same_to_rounding(
+    run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    asked = request(run.root, tmp_path / "r.json")
+    evaluating = Evaluating(asked | {"evaluate": asked["evaluate"] | {"tp": 2}}, tmp_path)
+    assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
+    together = found(tmp_path / "r.json")
+    assert together["settings"] == undisturbed["settings"]
+    for name, scores in undisturbed["sets"].items():
+        for kind, score in scores["scores"].items():
+            assert together["sets"][name]["scores"][kind]["value"] == pytest.approx(score["value"], abs=0.05)
+
+
 def test_a_job_leaves_when_it_is_asked_to_and_its_next_attempt_goes_on(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    recipe = loop_recipe(job=ALONE, environment={"args": {"evaluation_problems": 64}})
-    recipe["evaluate"] = request(run.root, tmp_path)["evaluate"] | {"out": None}
+    recipe = loop_recipe(job=ALONE | {"gpus_per_node": 2}, environment={"args": {"evaluation_problems": 64}})
+    recipe["evaluate"] = request(run.root, tmp_path)["evaluate"] | {"out": None, "replicas": 2}
     job = prepare(tmp_path / "job", recipe)
     kept = job.evaluation.with_suffix(".answers.jsonl")
-    attempt = Attempt(job, tmp_path, ranks=1)
+    attempt = Attempt(job, tmp_path, ranks=2)
     wait_until(lambda: lines(kept) > 1, "the first answers")
-    os.kill(attempt.processes[0].pid or 0, signal.SIGUSR1)
-    assert attempt.exit_codes() == [EXIT_DRAINED], attempt.logs()
+    os.kill(attempt.processes[1].pid or 0, signal.SIGUSR1)  # one of them hears it, and all leave
+    assert set(attempt.exit_codes()) <= {EXIT_DRAINED, EXIT_FINISHED}, attempt.logs()
     outcome = outcome_of(attempt.files)
     assert outcome and outcome.outcome == DRAINED and outcome.step == lines(kept) - 1
-    attempt = Attempt(job, tmp_path, ranks=1)
-    assert attempt.exit_codes() == [EXIT_FINISHED], attempt.logs()
+    attempt = Attempt(job, tmp_path, ranks=2)
+    assert attempt.exit_codes() == [EXIT_FINISHED] * 2, attempt.logs()
     outcome = outcome_of(attempt.files)
     assert outcome and outcome.outcome == FINISHED
     assert found(job.evaluation) == undisturbed

@@ -22,7 +22,7 @@ from loop_helpers import Attempt, loop_recipe, prepare
 from server_helpers import TEMPLATE, byte_backend
 
 from launcher.host.process.processes import start_time
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 
 READY_S = 180.0
 LONG = 400  # tokens, which take the tiny model seconds
@@ -86,6 +86,15 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     model = publish(folder, PUBLISHED["Qwen2"] | {"vocab_size": tokens, "max_position_embeddings": 512})
     tokenizer.save_pretrained(folder)
     return folder, model
+
+
+def greedy(served: Served) -> list[int]:
+    """Tokens that follow PROMPT."""
+    answer = served.client.completions.create(
+        model=served.model, prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"return_token_ids": True}
+    )
+    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +257,20 @@ def test_a_start_that_is_ended_leaves_no_process(
 
 
 @pytest.mark.slow
+def test_ranks_that_hold_the_model_together_answer_like_one_and_end_when_one_is_lost(
+    served: Served, published: tuple[Path, Any], tmp_path: Path
+) -> None:
+    together = Served(published[0], tmp_path, "--tp", "2")
+    assert greedy(together) == greedy(served)
+    (server,) = _children(together.command.pid)
+    (follower,) = [pid for pid in _children(server) if "megatron_rl.standalone.followers" in _words(pid)]
+    os.kill(follower, signal.SIGKILL)
+    _, errors = together.command.communicate(READY_S)
+    assert together.command.returncode == EXIT_CRASHED
+    assert errors.splitlines()[-1] == "error: rank 1 was ended by SIGKILL"
+    assert not Path(f"/proc/{server}").exists()
+
+
 def test_weights_that_are_not_whole_are_one_error(published: tuple[Path, Any], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

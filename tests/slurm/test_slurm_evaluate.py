@@ -1,4 +1,4 @@
-"""mrl evaluate --cluster: a job of one rank, which is preempted, comes back and goes on where it was."""
+"""mrl evaluate --cluster: a job of two replicas, which is preempted, comes back and goes on where it was."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ from records import STEPS, finish, hold, preempt, wait_until_held
 
 from megatron_rl.contract.paths import RunDir
 
-BLOCK = 16
-"""Problems that are answered together: twice the demo's 256 rows, with 32 answers to each problem."""
+ROUND = 32
+"""Problems that two replicas answer at the same time, each twice the demo's 256 rows with 32 answers to a problem."""
 
 
 @pytest.mark.slow
 def test_an_evaluation_that_is_preempted_goes_on(login: Login, undisturbed: RunDir) -> None:
-    hold(login, {"attempt": 1, "where": "evaluate", "step": BLOCK})
-    asked = (undisturbed.root, "--cluster", "real", "--env-args", "evaluation_problems=24", "--set", "trained")
+    hold(login, {"attempt": 1, "where": "evaluate", "step": ROUND})
+    asked = (
+        undisturbed.root,
+        "--cluster",
+        "real",
+        "--env-args",
+        "evaluation_problems=80",
+        "--set",
+        "trained",
+        "--replicas",
+        2,
+    )
     said = json.loads(login.call("mrl", "evaluate", *asked, "--json").stdout)
     login.jobs.append(said["job_id"])
     job = login.adopt(said["run_dir"], said["job_id"])
@@ -27,8 +37,8 @@ def test_an_evaluation_that_is_preempted_goes_on(login: Login, undisturbed: RunD
     finish(job)
     assert job.ends() == [("drained", "preempted"), ("finished", None)]
     left = next(line for line in job.ledger() if line["event"] == "end")
-    assert left["step"] == BLOCK
+    assert left["step"] == ROUND
     result = read_json(job.dir.evaluation)
     assert result["settings"]["checkpoint"]["path"] == str(undisturbed.checkpoint(STEPS))
-    assert (result["sets"]["trained"]["problems"], result["sets"]["trained"]["answers"]) == (24, 24 * 32)
+    assert (result["sets"]["trained"]["problems"], result["sets"]["trained"]["answers"]) == (80, 80 * 32)
     assert "finished" in login.call("mrl", "status", job.dir.root).stdout

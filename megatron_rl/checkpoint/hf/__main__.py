@@ -74,7 +74,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
     from megatron_rl.errors import ConfigurationError
     from megatron_rl.model.hf_config import CONFIG_FILE
     from megatron_rl.model.hub import local_folder
-    from megatron_rl.rank.alone import alone
+    from megatron_rl.rank.small_world import Place, connected
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     if options.direction == "hf-to-megatron":
@@ -82,7 +82,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
             source = local_folder(options.source, "SRC", CONFIG_FILE)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        with alone() as platform:
+        with connected(Place.alone()) as (platform, _):
             done = to_megatron(
                 source,
                 options.target,
@@ -93,7 +93,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
                 replace=options.force,
             )
     else:
-        with alone() as platform:
+        with connected(Place.alone()) as (platform, _):
             done = to_hugging_face(
                 Path(options.source),
                 options.target,

@@ -1,0 +1,100 @@
+"""A policy that several processes of this machine hold together: the one that opens it, and those that follow it:
+
+python -m megatron_rl.standalone.followers PLACE < FOLLOWED.json
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Literal, NoReturn
+
+import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.rank.world import die_with_parent
+from megatron_rl.section import PositiveInt, Section
+from megatron_rl.standalone.policy import OpenedPolicy, open_policy
+from megatron_rl.standalone.siblings import place_of, siblings
+from megatron_rl.standalone.source import Precision, Source, find_source
+
+MODULE = "megatron_rl.standalone.followers"
+
+
+class Followed(Section):
+    """What all ranks open alike; see `open_policy`."""
+
+    path: str
+    dtype: Precision
+    device: Literal["cpu", "cuda"]
+    threads: PositiveInt | None
+    max_length: PositiveInt | None
+    inference: InferenceConfig | None
+    tp: PositiveInt
+
+
+@contextmanager
+def open_with_followers(
+    source: Source,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: int | None = None,
+    max_length: int | None = None,
+    inference: InferenceConfig | None = None,
+    tp: int = 1,
+    lost: Callable[[str], NoReturn],
+) -> Iterator[OpenedPolicy]:
+    """As `open_policy`, in this process and tp - 1 further ones. lost: see `siblings`."""
+    followed = Followed(
+        path=str(source.folder),  # and not what it was found by: a run may have a newer checkpoint in a moment
+        dtype=source.model.dtype,
+        device=device,
+        threads=threads,
+        max_length=max_length,
+        inference=inference,
+        tp=tp,
+    )
+    with (
+        siblings(MODULE, followed.model_dump_json(), tp, lost) as place,
+        open_policy(
+            source,
+            device=device,
+            threads=threads,
+            max_length=max_length,
+            inference=inference,
+            tp=tp,
+            place=place,
+        ) as opened,
+    ):
+        yield opened
+
+
+def main() -> int:
+    """The exit code of a follower."""
+    die_with_parent()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    asked = Followed.model_validate_json(sys.stdin.read())
+    try:
+        with open_policy(
+            find_source(asked.path, asked.dtype),
+            device=asked.device,
+            threads=asked.threads,
+            max_length=asked.max_length,
+            inference=asked.inference,
+            tp=asked.tp,
+            place=place_of(sys.argv[1]),
+        ) as opened:
+            opened.engine.follow(nullcontext)
+    except (ConfigurationError, CheckpointError) as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""A policy that is opened, whole or a part of it in each of several ranks, and an engine that answers by it.
+
+with open_policy(find_source("runs/mine")) as opened:
+    opened.engine, opened.tokenizer, opened.model, opened.source
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.load import read, verify
+from megatron_rl.checkpoint.replicas import sharded_weights
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.engine import Engine
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_parts import held_weights
+from megatron_rl.model.parallel import send_no_tokens
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.platform.api import Platform
+from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.small_world import Place, connected
+from megatron_rl.standalone.source import Source
+
+MOST_POSITIONS = 4096
+"""Longest prompt and answer, in tokens, of a model that knows more positions, unless more is asked for: the cache has
+room for as many in each row."""
+ROWS = 32
+"""Answers at once, where neither a recipe nor the caller says how many."""
+IDLE = timedelta(days=365)
+"""That the first rank may ask nothing. Who waits for it ends with it, so this bounds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPolicy:
+    """A policy, as far as it is on this rank, and what answers by it."""
+
+    engine: Engine
+    """To be asked where `ranks.drives`; elsewhere it follows."""
+    ranks: EngineRanks
+    leaders: dist.ProcessGroup
+    """The first ranks of all replicas, over gloo."""
+    source: Source
+    digest: str
+    """Of the weights: two paths with the same one hold the same."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.source.tokenizer
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.source.model
+
+
+@contextmanager
+def open_policy(
+    source: Source,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: int | None = None,
+    max_length: int | None = None,
+    inference: InferenceConfig | None = None,
+    tp: int = 1,
+    place: Place | None = None,
+) -> Iterator[OpenedPolicy]:
+    """Load a policy into this process, which must have no process groups yet, and the others of its world. Collective.
+    Where the body ends well, the ranks that follow this one are let go.
+
+    Args:
+        threads: of each rank; default: all processors that this process may use, among the ranks.
+        max_length: of a prompt and its answer together, in tokens; default: the recipe's, or all positions of the
+            model up to MOST_POSITIONS.
+        inference: default: the recipe's, or ROWS answers at once.
+        tp: ranks that hold the model together.
+        place: of this rank; default: there is no other.
+
+    Raises:
+        ConfigurationError: it cannot be used here, or not so.
+        CheckpointError: the checkpoint is damaged or cannot be read.
+    """
+    place = place or Place.alone()
+    recipe, positions = source.recipe, source.model.max_position_embeddings
+    max_length = max_length or (recipe.sequence_length if recipe else min(positions, MOST_POSITIONS))
+    if max_length > positions:
+        raise ConfigurationError(
+            f"{source.name}: the model knows {positions} positions, and not the {max_length} asked for"
+        )
+    if undivided := next(source.model.undivided(tp), None):
+        raise ConfigurationError(f"{source.name}: {undivided}")
+    inference = inference or (recipe.inference if recipe else InferenceConfig(max_batch=ROWS))
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // place.size)
+    with connected(place, device, threads, tp) as (platform, groups):
+        policy, digest, version = load_policy(source, platform, groups)
+        ranks, tokenizer = _engine_ranks(place, groups, tp), source.tokenizer
+        leaders = dist.new_group([*range(0, place.size, tp)], timeout=IDLE, backend="gloo", group_desc="leaders")
+        engine = Engine(policy, source.model, inference, tokenizer.end_ids, max_length, ranks, decode=tokenizer.decode)
+        engine.policy_version = version
+        yield OpenedPolicy(engine, ranks, leaders, source, digest)
+        if ranks.drives:
+            engine.let_go()
+
+
+def _engine_ranks(place: Place, groups: Groups, tp: int) -> EngineRanks:
+    control, _ = dist.new_subgroups(tp, timeout=IDLE, backend="gloo", group_desc="engine control")
+    return EngineRanks(place.rank // tp, place.size // tp, groups.tensor, control)
+
+
+def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:
+    """What this rank has of the policy, with the weights of its source; the digest of these; the number of optimizer
+    steps behind them. Collective.
+
+    Raises UnusableWeights or CheckpointError.
+    """
+    policy = build_policy(source.model, source.tokenizer.vocab_size, platform, initialize=False)
+    policy.requires_grad_(False).eval()
+    if source.model.num_experts is not None and groups.tensor.size() > 1:
+        for layer in policy.decoder.layers:
+            send_no_tokens(layer.mlp, policy.pg_collection)
+    if source.kind == "huggingface":
+        digest = load_pretrained(policy, source.model, source.folder)
+        for held in held_weights(policy, source.model):  # replicas get what the first of them has read
+            if held.copies.size() > 1:
+                dist.broadcast(held.tensor, group=held.copies, group_src=0)
+        return policy, digest, 0
+    checkpoint = verify(source.folder, groups.control)
+    weights = sharded_weights(policy, groups.data_context, groups.expert_data)
+    state, meta = read(checkpoint, {"model": weights}, groups.data_context, groups.expert_data)
+    policy.load_state_dict(state["model"])
+    return policy, checkpoint.manifest.digest, int(meta.get("policy_version", 0))

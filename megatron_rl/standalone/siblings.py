@@ -1,0 +1,152 @@
+"""The other ranks of a policy that this process opens: processes of this machine, which it starts, watches and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE, PARENT_VARIABLE, STEP_VARIABLE
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.rank.small_world import Place
+
+MET_S = 5.0
+"""That this process has to meet the loss of a rank by itself, as it does at once where they compute together."""
+LAST_LINES = 40
+"""Of what a rank has said on stderr, that are told when it is lost."""
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Ranks of one machine talk to one another there alone, unless the environment says where."""
+
+
+@contextmanager
+def siblings(module: str, asked: str, size: int, lost: Callable[[str], NoReturn]) -> Iterator[Place]:
+    """The place of this process, rank 0 of `size`, while the others are there.
+
+    Args:
+        module: run by each of them as `python -m module PLACE`; see `place_of`.
+        asked: what they read on stdin.
+        lost: told why, where a rank has ended before its time. Ends this process, which may be waiting for that rank,
+            and is called in whatever thread.
+
+    Raises ConfigurationError where a rank has said that what was asked for cannot be used.
+    """
+    if size == 1:
+        yield Place.alone()
+        return
+    for name, value in LOOPBACK.items():
+        os.environ.setdefault(name, value)
+    with tempfile.TemporaryDirectory(prefix="mrl-ranks-") as folder:
+        others = _Siblings(module, asked, size, Path(folder), lost)
+        try:
+            yield Place(0, size, 0, dist.FileStore(str(others.store), size))
+        except RuntimeError as error:
+            if (loss := others.loss(MET_S)) is None:
+                raise
+            if loss.is_refusal:
+                raise ConfigurationError(loss.why) from error
+            others.give_up(loss)
+        finally:
+            others.end()
+
+
+def end_process(why: str) -> NoReturn:
+    """A `lost` that says why on stderr."""
+    sys.stderr.write(f"{why}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_CRASHED)
+
+
+def place_of(text: str) -> Place:
+    """The place that a sibling was started with."""
+    rank, size, store = json.loads(text)
+    return Place(rank, size, rank, dist.FileStore(store, size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """How a rank has ended before its time."""
+
+    rank: int
+    code: int
+    said: list[str]
+
+    @property
+    def is_refusal(self) -> bool:
+        return self.code == EXIT_USAGE
+
+    @property
+    def why(self) -> str:
+        last = next((line.strip() for line in reversed(self.said) if line.strip()), "")
+        if self.is_refusal:
+            return last
+        how = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
+        return f"rank {self.rank} {how}{': ' if last else ''}{last}"
+
+
+class _Siblings:
+    def __init__(self, module: str, asked: str, size: int, folder: Path, lost: Callable[[str], NoReturn]) -> None:
+        self.store = folder / "store"
+        self._folder, self._lost = folder, lost
+        self._ending = threading.Event()
+        self._died = threading.Event()
+        self._losses: list[_Loss] = []
+        environment = {name: value for name, value in os.environ.items() if name != STEP_VARIABLE}
+        self._processes = []
+        for rank in range(1, size):
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps([rank, size, str(self.store)])],
+                env=environment | {PARENT_VARIABLE: str(os.getpid())},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a Ctrl-C is for rank 0, which ends them
+            )
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process, asked), daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[str], asked: str) -> None:
+        assert process.stdin and process.stderr
+        with suppress(BrokenPipeError):  # it has ended: told below
+            process.stdin.write(asked)
+            process.stdin.close()
+        said = deque(process.stderr, maxlen=LAST_LINES)
+        code = process.wait()
+        if self._ending.is_set():
+            return
+        self._losses.append(_Loss(rank, code, list(said)))
+        self._died.set()
+        if not self._ending.wait(MET_S):
+            self.give_up(self._losses[0])
+
+    def loss(self, within_s: float) -> _Loss | None:
+        """The rank that was lost first; None where none is lost for so long."""
+        return self._losses[0] if self._died.wait(within_s) else None
+
+    def give_up(self, loss: _Loss) -> NoReturn:
+        """End this process, and with it the other ranks."""
+        sys.stderr.writelines(loss.said)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lost(loss.why)
+
+    def end(self) -> None:
+        """End the others: nothing is theirs alone."""
+        self._ending.set()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
