@@ -14,7 +14,7 @@ from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import BadInput
-from launcher.job.evaluation import Origin, job_recipe, origin_of, requested
+from launcher.job.evaluation import Origin, job_recipe, origin_of, refuse_ranks, requested
 from launcher.runs.policy import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 from megatron_rl.contract.paths import RunDir
@@ -163,6 +163,7 @@ def _as_job(evaluation: Evaluation, origin: Origin | None, cluster: str, options
 
     clusters = load_clusters()
     recipe = job_recipe(evaluation, origin, cluster, known_caches(clusters))
+    refuse_ranks(recipe.config, clusters.profile(cluster))
     given = options["run_dir"]
     if given is not None:
         refuse_unusable(given)

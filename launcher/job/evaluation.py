@@ -11,8 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.host.code.git import GitError, dirty, work_tree
+from launcher.plan.memory_terms import WEIGHT_BYTES
+from launcher.plan.parameters import vocabulary, weights
+from launcher.plan.summary import gpu_bytes
 from launcher.recipe.load import Recipe, dump_resolved, read_resolved
 from launcher.recipe.located_yaml import YamlProblems, read
 from launcher.recipe.problems import validation_problems
@@ -193,7 +197,8 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
     values |= {
         "name": f"evaluate-{re.sub('[^A-Za-z0-9._-]', '-', of)}",
         "cluster": cluster,
-        "placement": {"training": {"tp": asked.tp}},  # of what generates, which nothing else says
+        # How the model is cut, which for what only generates nothing else says.
+        "placement": {"training": {"tp": asked.tp, "sequence_parallel": asked.tp > 1}},
         "grpo": {},
         "save": {},
         "logging": {},
@@ -205,6 +210,25 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
     published = find_published(values, caches, lambda path: (_option(path), True))
     config: RunConfig = _validated(RunConfig, published.fill(values) if published else values, _option)
     return Recipe("mrl evaluate", dump_resolved(config), (), config)
+
+
+def refuse_ranks(config: RunConfig, profile: Profile) -> None:
+    """Raises BadInput where a node of the cluster cannot hold what an evaluation's job asks for."""
+    asked, model = config.evaluate, config.model
+    assert asked is not None
+    if asked.ranks > profile.gpus_per_node:
+        raise BadInput(
+            f"--tp {asked.tp} --replicas {asked.replicas}: {asked.ranks} ranks are more than the "
+            f"{profile.gpus_per_node} GPUs of a node, and an evaluation has one node"
+        )
+    if undivided := next(model.undivided(asked.tp), None):
+        raise BadInput(f"--{undivided}")
+    held = WEIGHT_BYTES[asked.dtype or model.dtype] * weights(model, vocabulary(config) or 0, asked.tp).all
+    if (limit := gpu_bytes(config, profile)) is not None and held > limit:
+        raise BadInput(
+            f"--tp {asked.tp}: {held / 2**30:.0f} GiB of weights do not fit in a GPU's {limit / 2**30:.0f} GiB; a "
+            "larger --tp shares them out"
+        )
 
 
 def _published(checkpoint: str) -> str:

@@ -1,0 +1,44 @@
+"""The job of `mrl evaluate --cluster`: as many ranks of one node as copies of the model need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.cluster.choice import load_clusters
+from launcher.errors import BadInput
+from launcher.job.evaluation import Origin, job_recipe, refuse_ranks, requested
+from launcher.recipe.load import load_recipe
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+
+
+def job_of(tmp_path: Path, recipe: str, **asked: Any) -> RunConfig:
+    origin = Origin(RunDir(tmp_path), load_recipe(recipe).config)
+    given = {"checkpoint": str(tmp_path), "device": "cuda"} | asked
+    config = job_recipe(requested(origin, None, [], {}, given), origin, "h100", []).config
+    refuse_ranks(config, load_clusters({}).profile("h100"))
+    return config
+
+
+@pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen3-30b-a3b-dapo"])
+def test_it_has_a_rank_for_each_part_of_each_copy(tmp_path: Path, recipe: str) -> None:
+    config = job_of(tmp_path, recipe, tp=4, replicas=2)
+    assert (config.job.nodes, config.job.gpus_per_node, config.placement.training.tp) == (1, 8, 4)
+    assert config.evaluate and (config.evaluate.tp, config.evaluate.replicas) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"tp": 4, "replicas": 4}, "--tp 4 --replicas 4: 16 ranks are more than the 8 GPUs of a node"),
+        ({"tp": 3}, "--tp 3 does not divide model.num_attention_heads 40"),
+        ({"tp": 1, "dtype": "fp32"}, "--tp 1: 122 GiB of weights do not fit in a GPU's 80 GiB"),
+    ],
+)
+def test_what_a_node_cannot_hold_is_refused_by_the_option(tmp_path: Path, asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        job_of(tmp_path, "qwen2.5-32b-dapo", **asked)
+    assert str(refused.value).startswith(why)
