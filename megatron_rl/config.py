@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import EvaluateConfig
-from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, beyond_megatron, pages_of
+from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, beyond_megatron, beyond_vllm, pages_of
 from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
@@ -130,6 +130,7 @@ class RunConfig(Section):
             raise ValueError("environments and environment are both given: keep one of them, the other one null")
         self._transformer_engine_fits()
         self._megatron_engine_fits()
+        self._server_fits()
         if self.asynchronous.max_lag > 0 and self.resume.partial == "regenerate":
             raise ValueError(
                 f"async.max_lag is {self.asynchronous.max_lag} and resume.partial regenerate, which promises the same "
@@ -225,6 +226,39 @@ class RunConfig(Section):
         ):
             if holds:
                 raise ValueError(f"inference.engine is megatron, but {why}")
+
+    def _server_fits(self) -> None:
+        server = self.inference.server
+        if (server is not None) != (self.inference.engine == "server"):
+            raise ValueError(
+                f"inference.engine is {self.inference.engine} and inference.server is "
+                f"{'given' if server else 'missing'}: the one needs the other"
+            )
+        if server is None:
+            return
+        beyond = beyond_vllm(self.sampling, processed_logprobs=server.processed_logprobs)
+        for holds, why in (
+            (
+                self.placement.mode == "partitioned",
+                "placement.mode is partitioned, whose replicas answer: say colocated, where all ranks train",
+            ),
+            (
+                self.placement.inference.tp is not None,
+                "placement.inference.tp is given, and how the server cuts the model it knows itself: leave it out",
+            ),
+            (
+                self.model.init != "huggingface",
+                f"model.init is {self.model.init}, and a server wants a configuration and a tokenizer as they are "
+                "published: say huggingface",
+            ),
+            (
+                self.resume.partial == "regenerate",
+                "resume.partial is regenerate, which promises the same answers again, and no server does: say keep",
+            ),
+            (server.kind == "vllm" and beyond is not None, beyond),
+        ):
+            if holds:
+                raise ValueError(f"inference.engine is server, but {why}")
 
 
 def read_config(run_dir: RunDir) -> RunConfig:

@@ -1,5 +1,5 @@
 """Who answers the prompts of a run. Whoever asks cannot tell whether the ranks that train do, as here, or replicas of
-other ranks, as in partitioned.py."""
+other ranks, as in partitioned.py, or a server, as in external.py."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,13 +98,24 @@ class ReplicaLoop(AgentLoop):
         return work
 
 
+class Feeding(Protocol):
+    """What gives those who answer their weights."""
+
+    @property
+    def starved(self) -> bool:
+        """See LastingLoop.starved."""
+        ...
+
+    def renew(self) -> None:
+        """Give them the newest. Collective over all ranks."""
+
+
 class AgentThread(LastingLoop):
-    """Agents in a thread of their own, which goes on while the rank trains; replicas answer."""
+    """Agents in a thread of their own, which goes on while the rank trains; others answer."""
 
     spare_s = 0.0
 
-    def __init__(self, place: DriverPlace, refit: OverlappedRefit) -> None:
-        """refit: that gives the replicas their weights."""
+    def __init__(self, place: DriverPlace, refit: Feeding) -> None:
         self.place = place
         self._refit = refit
         self._loop = asyncio.new_event_loop()

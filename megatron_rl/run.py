@@ -179,7 +179,11 @@ def set_up(
         policy_version=counters.policy_version,
         nonfinite_in_a_row=counters.nonfinite_in_a_row,
     )
-    if pool is None:
+    if config.inference.engine == "server":
+        from megatron_rl.external import generate_by_server  # and with it an HTTP client
+
+        generation = generate_by_server(models.policy, config, tokenizer, groups, safe_points)
+    elif pool is None:
         generation = generate_here(models.policy, config, tokenizer, platform, groups, safe_points)
     else:
         generation = partitioned.generate_elsewhere(models.policy, pool, config, platform, groups, safe_points)

@@ -128,11 +128,15 @@ def command(
     from launcher.simulate.splits import compare
 
     run = None if measured is None else find(measured)
-    assumed = assume(asked.config, profile, card, given_lengths(asked.config, answer_tokens, lengths), run)
+    assumed = None
+    if asked.config.inference.engine != "server":  # of which nothing is known here
+        assumed = assume(asked.config, profile, card, given_lengths(asked.config, answer_tokens, lengths), run)
     if simulate:
         from launcher.simulate.scenario import NEVER, Faults
         from launcher.simulate.sweep import Sweep
 
+        if asked.config.inference.engine == "server":
+            raise BadInput("inference.engine is server: how fast that answers is not known; simulate native")
         if assumed is None:
             raise BadInput("job.device is cpu: how fast that is only a run can tell: --measured RUN")
         faults = Faults(

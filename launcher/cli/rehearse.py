@@ -48,7 +48,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     if config.inference.engine != "native":
         raise BadInput(
             f"inference.engine {config.inference.engine} cannot be rehearsed, because it computes with what it reads "
-            "from the device: rehearse all else with inference.engine=native"
+            "from the device, or elsewhere: rehearse all else with inference.engine=native inference.server=null"
         )
     limit = gpu_bytes(config, profile)
     tokens = tokens_known(config) or ASSUMED_VOCABULARY

@@ -33,6 +33,11 @@ SERVER = [sys.executable, "-m", "megatron_rl.server"]
 @click.option("--threads", type=click.IntRange(min=1), help="Of the CPU, of each process. Default: all processors.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Longest prompt and answer together, in tokens.")
 @click.option(
+    "--weights-from",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of weights that a run writes (inference.server.folder), which it may have read here after every step.",
+)
+@click.option(
     "--max-waiting",
     type=click.IntRange(min=1),
     default=1024,
@@ -60,6 +65,7 @@ def command(
     tp: int,
     threads: int | None,
     max_length: int | None,
+    weights_from: Path | None,
     max_waiting: int,
     requests_per_minute: int | None,
     grace: float,
@@ -92,6 +98,7 @@ def command(
         "--tp": tp,
         "--threads": threads,
         "--max-length": max_length,
+        "--weights-from": weights_from,
         "--max-waiting": max_waiting,
         "--requests-per-minute": requests_per_minute,
         "--grace-s": grace,

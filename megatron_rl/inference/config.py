@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, Section
+from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
 MOST_STOPS = 16
 
@@ -61,13 +61,68 @@ def beyond_megatron(sampling: Sampling) -> str | None:
     return None
 
 
-class InferenceConfig(Section):
-    """The in-process engine."""
+def beyond_vllm(sampling: Sampling, *, processed_logprobs: bool) -> str | None:
+    """Why vLLM cannot tell the log-probs of these samples, which are those of softmax(logits / temperature) over all
+    tokens; None where it can."""
+    if not processed_logprobs and sampling.temperature not in (0.0, 1.0):
+        return (
+            f"sampling.temperature {sampling.temperature}: vLLM's raw log-probs are those of temperature 1; start it "
+            "with --logprobs-mode processed_logprobs and say so (processed_logprobs)"
+        )
+    cuts = {
+        "sampling.top_p": sampling.top_p < 1,
+        "sampling.top_k": sampling.top_k > 0,
+        "sampling.min_p": sampling.min_p > 0,
+        "sampling.min_new_tokens": sampling.min_new_tokens > 0,
+    }
+    if processed_logprobs and (cut := [name for name, asked in cuts.items() if asked]):
+        return f"{cut[0]}: vLLM's processed log-probs are those of what is left, not of all tokens"
+    return None
 
-    engine: Literal["native", "megatron"] = "native"
+
+class ServerConfig(Section):
+    """A server that samples by the run's weights, which it is told to read after every step."""
+
+    kind: Literal["vllm", "mrl"]
+    """vllm: started with VLLM_SERVER_DEV_MODE=1 on FOLDER/current. mrl: `mrl serve FOLDER/current --weights-from
+    FOLDER`."""
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})]
+    """With the version of the interface: http://HOST:PORT/v1. All ranks must reach it."""
+    folder: Annotated[str, Field(min_length=1)]
+    """Where the weights of each version are written and read: on a file system that ranks and server share, in
+    /dev/shm where they share a node. Nobody else may be able to write there."""
+    model: Annotated[str, Field(min_length=1)] = "policy"
+    """Its name there: of vLLM --served-model-name, of `mrl serve` --name."""
+    token_file: str | None = None
+    """File on the ranks' nodes that holds the server's token ..."""
+    token_variable: str | None = None
+    """... or the name of an environment variable that does: one of the cluster profile's `secrets`."""
+    processed_logprobs: bool = False
+    """Of vllm: started with --logprobs-mode processed_logprobs, which a temperature other than 1 needs."""
+    answer_limit_s: PositiveFloat = 3600.0
+    """Longest wait for one answer, which is told when it is whole; and for the server to read new weights."""
+
+    @model_validator(mode="after")
+    def _has_one_token(self) -> ServerConfig:
+        if self.token_file is not None and self.token_variable is not None:
+            raise ValueError("token_file and token_variable are both given: keep the one that the server's token is in")
+        if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
+            raise ValueError("mrl serve answers nobody without its token: say token_file or token_variable")
+        if self.kind == "mrl" and self.processed_logprobs:
+            raise ValueError("processed_logprobs is a way to start vLLM, and kind is mrl: leave it out")
+        return self
+
+
+class InferenceConfig(Section):
+    """What samples."""
+
+    engine: Literal["native", "megatron", "server"] = "native"
     """native: this project's own; needs nothing. megatron: megatron-core's DynamicInferenceEngine; needs GPUs, bf16, a
     model without experts, flash-attn 2.7.3 or later and einops. It takes neither min_p nor min_new_tokens nor top_k
-    together with top_p, and what it draws depends on what else is answered at the same time."""
+    together with top_p, and what it draws depends on what else is answered at the same time. server: one that was
+    started apart from the run, see `server`; then the ranks only train."""
+    server: ServerConfig | None = None
+    """Of `engine: server`."""
     max_batch: PositiveInt = 256
     """Sequences decoded together on one replica; the rest wait for a free row."""
     prefill_tokens: PositiveInt = 16384
@@ -98,8 +153,8 @@ def pages_of(inference: InferenceConfig, page_tokens: int, longest: int) -> tupl
 
 def without_graphs(inference: InferenceConfig, model: ModelConfig, *, fp8: bool) -> str | None:
     """Why decode steps are not recorded, whatever the device and its kernels; None: they are where those allow it."""
-    if inference.engine == "megatron":
-        return "inference.engine is megatron"
+    if inference.engine != "native":
+        return f"inference.engine is {inference.engine}"
     if not inference.cuda_graphs:
         return "inference.cuda_graphs is false"
     if model.num_experts is not None:

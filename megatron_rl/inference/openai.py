@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httpx
 
@@ -30,6 +33,8 @@ PASSING = {408, 429, 500, 502, 503, 504}
 """Statuses of a server that is busy or just coming up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 CONNECT_S = 10.0
+TELL_EVERY_S = 30.0
+"""Between two lines of the log about a server that is away."""
 
 
 class EndpointError(RuntimeError):
@@ -65,16 +70,28 @@ class OpenAIInference:
             )
         self.policy_version = 0
         """Of the server's weights, where it does not say so of each token; see refit/external.py."""
+        self._told_at = -math.inf
         self._endpoint = endpoint
         self._tokenizer = tokenizer
         self._sleep = sleep
-        self._client = httpx.AsyncClient(
-            base_url=endpoint.url.rstrip("/") + "/",
-            headers=authorization(endpoint),
-            timeout=httpx.Timeout(endpoint.timeout_s, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            transport=transport,
-        )
+        self._headers = authorization(endpoint)
+        self._transport = transport
+        # Connections belong to the loop in which they were made, and agents may run in several.
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        """Of the running loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients[loop] = httpx.AsyncClient(
+                base_url=self._endpoint.url.rstrip("/") + "/",
+                headers=self._headers,
+                timeout=httpx.Timeout(self._endpoint.timeout_s, connect=CONNECT_S),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                transport=self._transport,
+            )
+        return self._clients[loop]
 
     async def __aenter__(self) -> OpenAIInference:
         return self
@@ -161,10 +178,16 @@ class OpenAIInference:
                     raise error
             if not left:
                 raise error
-            logger.info("asking again, %d more times at most: %s", left, error)
+            self._tell(error)
             await self._sleep(min(LONGEST_PAUSE_S, pause if wait is None else wait))
             pause *= 2
         raise AssertionError("there is at least one attempt")
+
+    def _tell(self, error: Exception) -> None:
+        """Say, now and then, that requests are asked again: there may be hundreds."""
+        if (now := time.monotonic()) - self._told_at >= TELL_EVERY_S:
+            self._told_at = now
+            logger.warning("asking again, and so until it answers: %s", error)
 
     def _error(self, response: httpx.Response) -> Exception:
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.inference.api import Completion, Delta, FinishReason, GenerationRequest, TopLogprobs, Unsupported
+from megatron_rl.inference.config import beyond_vllm
 from megatron_rl.inference.stops import Decode, StopStrings
 
 MOST_STOPS_OF_OPENAI = 4
@@ -95,21 +96,8 @@ def _check_openai(request: GenerationRequest) -> None:
 
 
 def _check_vllm_logprobs(request: GenerationRequest, endpoint: Endpoint) -> None:
-    """Ours are those of softmax(logits / temperature) over all tokens."""
-    sampling = request.sampling
-    if not endpoint.processed_logprobs and sampling.temperature not in (0.0, 1.0):
-        raise Unsupported(
-            f"sampling.temperature {sampling.temperature}: vLLM's raw log-probs are those of temperature 1; start it "
-            "with --logprobs-mode processed_logprobs and say so (processed_logprobs)"
-        )
-    cuts = {
-        "sampling.top_p": sampling.top_p < 1,
-        "sampling.top_k": sampling.top_k > 0,
-        "sampling.min_p": sampling.min_p > 0,
-        "sampling.min_new_tokens": sampling.min_new_tokens > 0,
-    }
-    if endpoint.processed_logprobs and (cut := [name for name, asked in cuts.items() if asked]):
-        raise Unsupported(f"{cut[0]}: vLLM's processed log-probs are those of what is left, not of all tokens")
+    if against := beyond_vllm(request.sampling, processed_logprobs=endpoint.processed_logprobs):
+        raise Unsupported(against)
 
 
 def delta(choice: Mapping[str, Any], request: GenerationRequest, version: int) -> Delta:

@@ -5,7 +5,7 @@
 
 FOLDER is on shared memory (/dev/shm/...) where server and trainer share a node, else on the shared file system. A
 version is there whole or not at all, and the one before stays until the server has taken the next one. Where it does
-not, `current` goes back to it.
+not, `current` goes back to it; where there is no server to be asked, one that is started reads the newest.
 """
 
 from __future__ import annotations
@@ -27,18 +27,23 @@ import httpx
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.checkpoint.hf.folder import INDEX
+from megatron_rl.checkpoint.hf.folder import INDEX, POLICY_VERSION
 from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import CONNECT_S, OpenAIInference, authorization
 from megatron_rl.inference.openai_bodies import Endpoint
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
-from megatron_rl.refit.reload import ReloadFailed, ServerKind, reload
+from megatron_rl.refit.reload import ReloadFailed, ServerAway, ServerKind, reload
 from megatron_rl.refit.whole import buckets, published_weights, whole_tensors
 
 SHARD_BYTES = 1 << 30
 _VERSION = re.compile(r"version-\d{6}")
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    """Where in the folder of a server a version is."""
+    return folder / f"version-{version:06d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class ServedFolder:
         return self.folder / "current"
 
     def version(self, version: int) -> Path:
-        return self.folder / f"version-{version:06d}"
+        return version_folder(self.folder, version)
 
     def own(self) -> None:
         """Make the folder, or see that nobody else put it there: in /dev/shm everybody may, and who has it chooses what
@@ -86,21 +91,24 @@ class ServedFolder:
             files |= dict.fromkeys(bucket, file)
         return files
 
-    def describe(self, into: Path, files: dict[str, str]) -> None:
+    def describe(self, into: Path, files: dict[str, str], version: int) -> None:
         """Put beside the weights what a server wants to know of them."""
         carry(self.published, into)
         size = sum((into / file).stat().st_size for file in set(files.values()))
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+        metadata = {"total_size": size, POLICY_VERSION: version}
+        index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
         (into / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     @contextmanager
     def pointing(self, version: int) -> Iterator[None]:
-        """Have `current` name this version; where what is done then fails, what it named before. So a server that is
-        started again has the weights that the trainer takes it to have."""
+        """Have `current` name this version; where the server does not take it then, what it named before. So a server
+        that is started again has the weights that the trainer takes it to have."""
         before = self.current.readlink() if self.current.is_symlink() else None
         self._point(Path(self.version(version).name))
         try:
             yield
+        except ServerAway:
+            raise
         except BaseException:
             self._point(before)
             raise
@@ -149,12 +157,17 @@ class ExternalPolicy:
         cannot be written. The server has then the weights it had; see `reload`."""
         self._served.own()
         with staged(self._served.version(version), 0, replace=True) as folder:
-            self._served.describe(folder, self._served.write(folder, 0, tensors))
+            self._served.describe(folder, self._served.write(folder, 0, tensors), version)
         await self.reload(version)
 
     async def reload(self, version: int) -> None:
-        """Have the server take a version that is written. Raises ReloadFailed; then `current` names the version before,
-        which the server has, unless only its answer was lost or what it had cached could not be cleared."""
+        """Have the server take a version that is written.
+
+        Raises:
+            ReloadFailed: it has not. Then `current` names the version before, which the server has, unless what it had
+                cached could not be cleared.
+            ServerAway: there is no answer. Then `current` names this version; ask again.
+        """
         base = self._server.url.rstrip("/").removesuffix("/v1")
         async with httpx.AsyncClient(
             base_url=base,
@@ -178,13 +191,19 @@ class ExternalRefit:
         external: ExternalPolicy,
         served: ServedFolder,
         control: dist.ProcessGroup,
+        wait: Callable[[ServerAway], None] | None = None,
     ) -> None:
-        """control: all ranks, over gloo."""
+        """
+        control: all ranks, over gloo.
+        wait: called on all ranks before a server that is away is asked again; to raise where that has been long enough.
+            None: that is not waited for.
+        """
         self._trained = trained
         self._model = model
         self._external = external
         self._served = served
         self._control = control
+        self._wait = wait
         own = sum(held.tensor.nbytes for held in published_weights(trained, model))
         self.moved_bytes: int = sum(self._agree(lambda: own))
         """That are written with a publication."""
@@ -196,8 +215,16 @@ class ExternalRefit:
             (folder, *_) = self._agree(partial(self._begin, stack, policy_version) if leads else _nothing)
             of_ranks = self._agree(partial(self._write, Path(folder)))
             files = {name: file for each in of_ranks for name, file in each.items()}
-            self._agree(partial(self._finish, stack, Path(folder), files) if leads else _nothing)
-        self._agree((lambda: asyncio.run(self._external.reload(policy_version))) if leads else _nothing)
+            self._agree(partial(self._finish, stack, Path(folder), files, policy_version) if leads else _nothing)
+        while True:
+            try:
+                self._agree((lambda: asyncio.run(self._external.reload(policy_version))) if leads else _nothing)
+            except ServerAway as away:
+                if self._wait is None:
+                    raise
+                self._wait(away)
+            else:
+                return
 
     def finish(self) -> None:
         """See `Refit.finish`: it is."""
@@ -215,22 +242,23 @@ class ExternalRefit:
             for _ in tensors:  # the other ranks of a tensor wait for this one
                 pass
 
-    def _finish(self, stack: ExitStack, folder: Path, files: dict[str, str]) -> None:
-        self._served.describe(folder, files)
+    def _finish(self, stack: ExitStack, folder: Path, files: dict[str, str], version: int) -> None:
+        self._served.describe(folder, files, version)
         stack.close()
 
     def _agree(self, work: Callable[[], Any]) -> list[Any]:
         """What the work of each rank comes to. Raises ReloadFailed on all where it failed on one."""
-        result, failure = None, None
+        result, failure, kind = None, None, ReloadFailed
         try:
             result = work()
         except (OSError, ConfigurationError, ReloadFailed) as error:
-            failure = str(error)
+            failure, kind = str(error), ServerAway if isinstance(error, ServerAway) else ReloadFailed
         found: list[Any] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(found, (result, failure), group=self._control)
-        if failures := [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(found) if reason]:
-            raise ReloadFailed("; ".join(failures))
-        return [result for result, _ in found]
+        dist.all_gather_object(found, (result, failure, kind), group=self._control)
+        if failures := [(f"rank {rank}: {why}", kind) for rank, (_, why, kind) in enumerate(found) if why]:
+            kind = ServerAway if all(kind is ServerAway for _, kind in failures) else ReloadFailed
+            raise kind("; ".join(why for why, _ in failures))
+        return [result for result, *_ in found]
 
 
 def _nothing() -> None:

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--max-length", type=int)
+    parser.add_argument("--weights-from", type=Path)
     parser.add_argument("--max-waiting", type=int, default=1024)
     parser.add_argument("--requests-per-minute", type=int)
     parser.add_argument("--grace-s", type=float, default=30.0)
@@ -67,6 +68,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
     try:
         from megatron_rl.server.app import Application
         from megatron_rl.server.guard import Limits
+        from megatron_rl.server.weights import WrittenWeights
     except ImportError as error:
         return refused(f"serving needs `pip install 'mrl[serve]'`: {error}", EXIT_USAGE)
     limits = Limits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
@@ -87,6 +89,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 tokens=tokens,
                 limits=limits,
                 failed=None if opened.ranks.alone else _end_of_ranks,
+                weights=WrittenWeights(options.weights_from, opened.engine) if options.weights_from else None,
             )
             allow_connections()
             gc.collect()

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,15 +16,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from megatron_rl.model.hf_config import UnusableWeights
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.answering import Service
 from megatron_rl.server.asking import Asked, ServedModel
-from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
-from megatron_rl.server.engine_thread import EngineThread, ServedEngine
+from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateBody, parse
+from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
 from megatron_rl.server.errors import ApiError
 from megatron_rl.server.guard import Guard, Limits
 from megatron_rl.server.metrics import ServerMetrics
 from megatron_rl.server.respond import ClientGone, EventStream, unless_gone
+from megatron_rl.server.weights import WrittenWeights
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +47,14 @@ class Application:
         tokens: Sequence[str],
         limits: Limits | None = None,
         failed: Callable[[Exception], None] | None = None,
+        weights: WrittenWeights | None = None,
     ) -> None:
         """
         model: its name for clients.
         max_length: of a prompt and its answer together, in tokens.
         tokens: bearer tokens, any of which opens the server.
         failed: see EngineThread.
+        weights: that a run writes, for the engine to read.
         """
         limits = limits or Limits()
         self.thread = EngineThread(engine, failed)
@@ -57,6 +62,7 @@ class Application:
         self._limits = limits
         self._model = ServedModel(model, tokenizer, max_length)
         self._service = Service(self.thread, tokenizer, self.metrics, limits.max_waiting)
+        self._weights = weights
         self._created = int(time.time())
         routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
             "/v1/completions": ("POST", self._completions),
@@ -65,6 +71,7 @@ class Application:
             "/v1/models/{model:path}": ("GET", self._one_model),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
+            "/update_weights": ("POST", self._update_weights),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics_text),
         }
@@ -100,6 +107,18 @@ class Application:
         events = self._service.events(asked)
         first = await unless_gone(request.receive, anext(events))  # what goes wrong before it has a status of its own
         return EventStream(first, events, self._limits.stall_s)
+
+    async def _update_weights(self, request: Request) -> Response:
+        body = parse(UpdateBody, await _body(request))
+        if self._weights is None:
+            raise ApiError(404, "this server keeps the weights it has: it was started without --weights-from")
+        try:
+            await self.thread.call(partial(self._weights.read, body.version))
+        except UnusableWeights as error:
+            raise ApiError(409, str(error), param="version", code="unusable_weights") from error
+        except EngineGone as error:
+            raise ApiError(503, str(error), code="shutting_down") from error
+        return JSONResponse({"version": body.version})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

@@ -211,6 +211,10 @@ class DetokenizeBody(Body):
     tokens: list[TokenId]
 
 
+class UpdateBody(Body):
+    version: Annotated[int, Field(ge=0)]
+
+
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """A request's body. Raises ApiError."""
     try:

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.replicas import sharded_weights
@@ -132,7 +133,7 @@ def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Pol
         for held in held_weights(policy, source.model):  # replicas get what the first of them has read
             if held.copies.size() > 1:
                 dist.broadcast(held.tensor, group=held.copies, group_src=0)
-        return policy, digest, 0
+        return policy, digest, WeightsFolder(source.folder).policy_version
     checkpoint = verify(source.folder, groups.control)
     weights = sharded_weights(policy, groups.data_context, groups.expert_data)
     state, meta = read(checkpoint, {"model": weights}, groups.data_context, groups.expert_data)

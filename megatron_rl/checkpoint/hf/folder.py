@@ -18,6 +18,8 @@ from megatron_rl.model.hf_mapping import HF_OUTPUT, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+POLICY_VERSION = "policy_version"
+"""In the index of weights that a run writes for a server: how many optimizer steps are behind them."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Those of weights, as safetensors call them."""
 MOST_MAPPED = 2**28
@@ -112,9 +114,21 @@ class WeightsFolder:
         for file in sorted({stored.file for stored in self.tensors.values()}):
             path = (self.folder / file).resolve()
             content.update(f"{file} {path.name} {path.stat().st_size}\n".encode())
+        if version := self.policy_version:
+            content.update(f"{POLICY_VERSION} {version}\n".encode())
         heads = {name: [list(stored.shape), str(stored.dtype)] for name, stored in self.tensors.items()}
         content.update(json.dumps(heads, sort_keys=True).encode())
         return content.hexdigest()
+
+    @property
+    def policy_version(self) -> int:
+        """Number of optimizer steps behind weights that a run has written for a server; 0 of all others."""
+        try:
+            metadata = json.loads(read_bytes(self.folder / INDEX)).get("metadata")
+        except FileNotFoundError:
+            return 0
+        found = metadata.get(POLICY_VERSION, 0) if isinstance(metadata, dict) else 0
+        return found if isinstance(found, int) else 0
 
     def _file(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open  # an extra of mrl

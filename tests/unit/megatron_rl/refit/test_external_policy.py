@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import OpenAIInference
 from megatron_rl.inference.openai_bodies import Endpoint
 from megatron_rl.refit.external import ExternalPolicy, ServedFolder
-from megatron_rl.refit.reload import ReloadFailed, ServerKind
+from megatron_rl.refit.reload import Call, ReloadFailed, ServerAway, ServerKind, reload_calls
 
 
 def tensors(version: int) -> dict[str, Tensor]:
@@ -109,6 +109,24 @@ def test_a_server_that_refuses_keeps_its_version(setting: Setting, reply: httpx.
     setting.update(3)
     assert setting.server.has(tensors(3))
     assert setting.versions == ["current", "version-000003"]
+
+
+def test_a_server_that_is_away_reads_the_newest_version_when_it_comes(setting: Setting) -> None:
+    def away(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("connection refused")
+
+    replies, setting.server = setting.server, away  # type: ignore[assignment]
+    with pytest.raises(ServerAway, match="connection refused"):
+        setting.update(1)
+    assert setting.served.current.resolve() == setting.served.version(1)
+    assert setting.inference.policy_version == 0, "nobody has taken it"
+    setting.server = replies
+    asyncio.run(setting.policy.reload(1))
+    assert setting.server.has(tensors(1)) and setting.inference.policy_version == 1
+
+
+def test_the_server_of_mrl_is_told_the_version_and_knows_the_folder(tmp_path: Path) -> None:
+    assert reload_calls("mrl", tmp_path, 12) == (Call("/update_weights", {"version": 12}),)
 
 
 def test_a_vllm_that_cannot_be_told_is_one_clear_error(tmp_path: Path) -> None:

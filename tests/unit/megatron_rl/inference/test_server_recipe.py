@@ -1,0 +1,53 @@
+"""What a recipe can ask of a server that samples by the run's weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.errors import BadInput
+from launcher.plan.gpu_memory import rank_memories
+from launcher.plan.summary import make_plan
+from launcher.recipe.load import load_recipe
+from megatron_rl.inference.config import ServerConfig
+from megatron_rl.inference.served import endpoint_of
+
+VLLM = "inference.server={kind: vllm, url: 'http://gpu17:8000/v1', folder: /dev/shm/policy}"
+
+
+def recipe(*overrides: str) -> list[str]:
+    return ["inference.engine=server", VLLM, *overrides]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["inference.engine=server"], "inference.server is missing: the one needs the other"),
+        ([VLLM], "inference.engine is native and inference.server is given"),
+        (recipe("placement.mode=partitioned", "placement.inference.nodes=1"), "placement.mode is partitioned"),
+        (recipe("placement.inference.tp=2"), "placement.inference.tp is given"),
+        (recipe("model.init=from-scratch", "model.huggingface=null"), "model.init is from-scratch"),
+        (recipe("resume.partial=regenerate"), "resume.partial is regenerate"),
+        (recipe("sampling.temperature=0.7"), "sampling.temperature 0.7: vLLM's raw log-probs"),
+        (recipe("inference.server.processed_logprobs=true", "sampling.top_k=5"), "sampling.top_k: vLLM's processed"),
+        (recipe("inference.server.url=gpu17:8000"), "inference.server.url: expected http://HOST:PORT/v1"),
+        (recipe("inference.server.token_file=a", "inference.server.token_variable=B"), "both given"),
+        (recipe("inference.server.kind=mrl"), "mrl serve answers nobody without its token"),
+        (recipe("inference.server.kind=sglang"), "inference.server.kind"),
+    ],
+)
+def test_what_no_server_can_do_is_refused_by_the_key(overrides: list[str], why: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_recipe("qwen2.5-32b-dapo", overrides)
+    assert why in str(refused.value)
+
+
+def test_ranks_that_only_train_need_no_cache() -> None:
+    config = load_recipe("qwen2.5-32b-dapo", recipe()).config
+    (memory,) = rank_memories(config, make_plan(load_recipe("qwen2.5-32b-dapo", recipe()), None).sizes, 152064)
+    assert {phase.name for phase in memory.phases} == {"build", "train", "update"}
+
+
+def test_requests_are_patient_for_as_long_as_the_server_may_be_away() -> None:
+    server = ServerConfig(kind="vllm", url="http://gpu17:8000/v1", folder="/dev/shm/policy", token_variable="KEY")
+    endpoint = endpoint_of(server, limit_s=1800)
+    assert (endpoint.attempts, endpoint.timeout_s, endpoint.token_variable) == (66, 3600, "KEY")
