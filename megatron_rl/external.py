@@ -144,7 +144,7 @@ def generate_by_server(
         raise ConfigurationError(str(error)) from error
     limit_s = config.job.silence_limit_s
     endpoint = endpoint_of(server, limit_s)
-    served, folder = ServedPolicy(endpoint, tokenizer), ServedFolder(Path(server.folder), published)
+    served, folder = ServedPolicy(endpoint, tokenizer), ServedFolder(Path(server.folder).expanduser(), published)
     patience = Patience(safe_points, groups, start_of(server, folder), limit_s)
     external = ExternalPolicy(served, endpoint, server.kind, folder)
     refit = ServerRefit(ExternalRefit(policy, model, external, folder, groups.control, patience.wait), served)
@@ -157,6 +157,6 @@ def start_of(server: ServerConfig, folder: ServedFolder) -> str:
     """A command that starts such a server, for people."""
     current, name = shlex.quote(str(folder.current)), shlex.quote(server.model)
     if server.kind == "mrl":
-        return f"`mrl serve {current} --weights-from {shlex.quote(server.folder)} --name {name}`"
+        return f"`mrl serve {current} --weights-from {shlex.quote(str(folder.folder))} --name {name}`"
     processed = " --logprobs-mode processed_logprobs" if server.processed_logprobs else ""
     return f"`VLLM_SERVER_DEV_MODE=1 vllm serve {current} --served-model-name {name}{processed}`"

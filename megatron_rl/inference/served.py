@@ -22,7 +22,7 @@ def endpoint_of(server: ServerConfig, limit_s: float) -> Endpoint:
         url=server.url,
         model=server.model,
         kind=server.kind,
-        token_file=None if server.token_file is None else Path(server.token_file),
+        token_file=None if server.token_file is None else Path(server.token_file).expanduser(),
         token_variable=server.token_variable,
         timeout_s=server.answer_limit_s,
         attempts=FIRST_ATTEMPTS + int(limit_s / LONGEST_PAUSE_S),
