@@ -1,0 +1,55 @@
+"""The pages that people read: their links lead somewhere, and the commands that they name exist."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def without_code(text: str) -> str:
+    """Without indented and fenced blocks and code spans, where brackets are not links."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`]*`", "code", text)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings: lower case, without punctuation, dashes for spaces."""
+    text = re.sub(r"^    .*$", "", page.read_text(), flags=re.MULTILINE)
+    headings = re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_every_relative_link_leads_to_a_file_and_to_a_heading_of_it(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists() and file.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@every_page
+def test_every_command_that_is_named_exists(page):
+    text = page.read_text()
+    lines = re.findall(r"^ {4,}(?:\$ )?(?:.*(?:&&|\||\$\() )?mrl ([a-z][a-z-]*)", text, flags=re.MULTILINE)
+    spans = re.findall(r"`mrl ([a-z][a-z-]*)[^`]*`", text)
+    assert not {*lines, *spans} - set(COMMANDS)
+
+
+def test_every_page_is_reached_from_the_readme():
+    readme = PAGES[0].read_text()
+    assert not [page.name for page in PAGES[1:] if f"({page.relative_to(ROOT)}" not in readme]
