@@ -205,11 +205,11 @@ class _Answering:
             for block in blocks(sizes, self._modes, self.rows)
             if not all(place in answers.known for place in block.places)
         ]
-        return self._answer(self._told(left), len(answers.known), answers.add)
+        return self._answer(self._told(left), answers.add)
 
     def help(self) -> None:
         """Answer this replica's share of them."""
-        self._answer(self._told([]), 0, lambda lines: None)
+        self._answer(self._told([]), lambda lines: None)
 
     @property
     def _modes(self) -> dict[str, int]:
@@ -217,9 +217,11 @@ class _Answering:
         asked = self.evaluation.evaluate
         return {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
 
-    def _answer(self, left: list[_Block], done: int, keep: Callable[[list[ProblemAnswers]], None]) -> bool:
+    def _answer(self, left: list[_Block], keep: Callable[[list[ProblemAnswers]], None]) -> bool:
         ranks = self.opened.ranks
         total = len(self._modes) * sum(map(len, self.sets.values()))
+        # Of a block that was cut short some answers may be known: they are made again with the others.
+        done = total - sum(len(block.problems) for block in left)
         for first in range(0, len(left), ranks.count):
             together = left[first : first + ranks.count]
             self.report(Progress(together[0].set, together[0].mode, done, total))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, NoReturn
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
@@ -16,6 +16,7 @@ from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.rank.small_world import Place
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.section import PositiveInt, Section
 from megatron_rl.standalone.policy import OpenedPolicy, open_policy
@@ -26,7 +27,7 @@ MODULE = "megatron_rl.standalone.followers"
 
 
 class Followed(Section):
-    """What all ranks open alike; see `open_policy`."""
+    """What all ranks open alike."""
 
     path: str
     dtype: Precision
@@ -35,6 +36,18 @@ class Followed(Section):
     max_length: PositiveInt | None
     inference: InferenceConfig | None
     tp: PositiveInt
+
+    def opened(self, source: Source, place: Place) -> AbstractContextManager[OpenedPolicy]:
+        """See `open_policy`. source: of `path`."""
+        return open_policy(
+            source,
+            device=self.device,
+            threads=self.threads,
+            max_length=self.max_length,
+            inference=self.inference,
+            tp=self.tp,
+            place=place,
+        )
 
 
 @contextmanager
@@ -58,18 +71,7 @@ def open_with_followers(
         inference=inference,
         tp=tp,
     )
-    with (
-        siblings(MODULE, followed.model_dump_json(), tp, lost) as place,
-        open_policy(
-            source,
-            device=device,
-            threads=threads,
-            max_length=max_length,
-            inference=inference,
-            tp=tp,
-            place=place,
-        ) as opened,
-    ):
+    with siblings(MODULE, followed.model_dump_json(), tp, lost) as place, followed.opened(source, place) as opened:
         yield opened
 
 
@@ -80,15 +82,7 @@ def main() -> int:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     asked = Followed.model_validate_json(sys.stdin.read())
     try:
-        with open_policy(
-            find_source(asked.path, asked.dtype),
-            device=asked.device,
-            threads=asked.threads,
-            max_length=asked.max_length,
-            inference=asked.inference,
-            tp=asked.tp,
-            place=place_of(sys.argv[1]),
-        ) as opened:
+        with asked.opened(find_source(asked.path, asked.dtype), place_of(sys.argv[1])) as opened:
             opened.engine.follow(nullcontext)
     except (ConfigurationError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")

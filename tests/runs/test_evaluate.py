@@ -134,8 +134,8 @@ def test_one_that_was_ended_goes_on_and_finds_the_same(
     assert evaluating.code() == (EXIT_INTERRUPTED if number == signal.SIGTERM else -number), evaluating.said.read_text()
     assert not out.exists()
     before = kept.read_bytes()
-    with kept.open("ab") as file:
-        file.write(b'{"torn')
+    before = before[: before.rindex(b"\n", 0, -1) + 1]  # one answer of a block is lost
+    kept.write_bytes(before + b'{"torn')
     evaluating = Evaluating(request(run.root, out), tmp_path)
     assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
     assert kept.read_bytes().startswith(before), "what was answered is not answered again"
