@@ -213,18 +213,24 @@ def _reached(sums: Tensor, part: Tensor) -> Tensor:
 
 
 def keep_likely(probs: Tensor, rows: SamplingRows, work: SamplingWork) -> Tensor:
-    """Zero what top-k, then top-p, then min-p cut away; [rows, vocab]. The likeliest token always stays."""
+    """Zero what top-k, then top-p, then min-p cut away; [rows, vocab]. The likeliest token always stays, and of equally
+    likely ones the first do."""
     vocab = probs.shape[1]
     if work.ordered is not None:
         depth = min(vocab, work.ordered or vocab)
-        ordered, order = probs.topk(depth) if depth < vocab else probs.sort(dim=-1, descending=True, stable=True)
+        # How likely they are, and not which they are: of equally likely ones, of which bf16 makes many, it depends on
+        # `depth`, and so on other rows, which come first.
+        ordered = probs.topk(depth).values if depth < vocab else probs.sort(dim=-1, descending=True).values
         rank = torch.arange(depth, device=probs.device)
         top_k = torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None]
         ordered = ordered.masked_fill(rank >= top_k, 0.0)
-        mass_before = ordered.cumsum(-1) - ordered
-        cut = mass_before >= rows.top_p[:, None] * ordered.sum(-1, keepdim=True)
-        cut &= (rows.top_p < 1)[:, None]
-        probs = torch.zeros_like(probs).scatter_(1, order, ordered.masked_fill(cut, 0.0))
+        mass = ordered.cumsum(-1)
+        stays = (mass - ordered < rows.top_p[:, None] * mass[:, -1:]) | (rows.top_p >= 1)[:, None]
+        kept = (stays & (rank < top_k)).sum(-1, keepdim=True).clamp_(min=1)
+        least = ordered.gather(1, kept - 1)
+        as_likely = probs == least
+        beyond = as_likely.cumsum(-1, dtype=torch.int32) > kept - (ordered > least).sum(-1, keepdim=True)
+        probs = probs.masked_fill((probs < least) | (as_likely & beyond), 0.0)
     if work.floor:
         probs = probs.masked_fill(probs < rows.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
     return probs
