@@ -47,7 +47,8 @@ class TopLogprobsRows:
             return
         temperature = temperature.masked_fill(temperature == 0, 1.0)
         logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
-        values, tokens = logprobs.topk(most)
+        # Of equally likely ones, which are found first depends on how many are asked for: always as many.
+        values, tokens = (each[:, :most] for each in logprobs.topk(self._most))
         place = (count % self._places)[:, None, None].expand(-1, 1, values.shape[1])
         self._tokens[rows].scatter_(1, place, tokens[:, None].int())
         self._logprobs[rows].scatter_(1, place, values[:, None])

@@ -23,6 +23,7 @@ from megatron_rl.inference.api import (
 )
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
+from megatron_rl.inference.top_logprobs import TopLogprobsRows
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import CharacterTokenizer
 
@@ -187,6 +188,25 @@ def test_each_request_gets_as_many_top_logprobs_as_it_asked_for(engine: Engine) 
             assert {len(top) for top in one.top_logprobs or []} == {count}
             for top, token, log_prob in zip(one.top_logprobs or [], one.tokens, one.logprobs, strict=True):
                 assert top.get(token, log_prob) == log_prob
+
+
+def test_of_equally_likely_tokens_the_same_are_told_whatever_the_other_rows_ask_for() -> None:
+    """In bf16 many are."""
+    logits = torch.ones(2, 5000)
+    logits[:, ::7] = 2.0
+
+    def told(asked: Sequence[int]) -> list[int]:
+        rows, count = slice(0, len(asked)), torch.zeros(len(asked), dtype=torch.long)
+        top = TopLogprobsRows(len(asked), 1, logits.shape[1], torch.device("cpu"))
+        for row, most in enumerate(asked):
+            top.set(slice(row, row + 1), most)
+        top.record(rows, count, logits[rows], torch.ones(len(asked)), top.most(rows))
+        read = torch.cat(top.columns(range(len(asked)), torch.arange(len(asked)), count[:, None]), dim=1)
+        first = top.parse(range(len(asked)), read.numpy(), 1)[0]
+        assert first is not None
+        return [*first[0]]
+
+    assert told([3]) == told([3, 4]) == told([3, 20])
 
 
 def test_an_interrupted_answer_keeps_the_top_logprobs_that_it_had(policy: Policy) -> None:
