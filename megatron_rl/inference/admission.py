@@ -87,6 +87,11 @@ class Admission:
         """How many wait."""
         return sum(len(branch.samples) for branch in self._waiting)
 
+    @property
+    def interrupted(self) -> list[Transcript]:
+        """Those of them that have tokens."""
+        return [answer for branch in self._waiting for answer in branch.samples if answer.tokens]
+
     def __bool__(self) -> bool:
         return bool(self._waiting)
 

@@ -213,9 +213,12 @@ class Scheduler:
     def partial_answers(self, answers: Iterable[RowAnswer]) -> list[PartialAnswer]:
         """All samples of unanswered requests that have tokens; `answers` is what all rows have sampled since."""
         self._take(answers)
-        begun = [(row.pending.request.id, row.answer) for row in self._rows.values()]
-        finished = [(name, answer) for name, pending in self._pending.items() for answer in pending.finished.values()]
-        return [PartialAnswer(name, answer.sample, answer.beginning()) for name, answer in begun + finished]
+        begun = [row.answer for row in self._rows.values()]
+        finished = [answer for pending in self._pending.values() for answer in pending.finished.values()]
+        return [
+            PartialAnswer(answer.request.id, answer.sample, answer.beginning())
+            for answer in begun + self._waiting.interrupted + finished
+        ]
 
     def publish(self, policy_version: int, answers: Iterable[RowAnswer]) -> None:
         """From here on the weights are those of `policy_version`; `answers` is what all rows have sampled since, by the

@@ -166,6 +166,27 @@ def test_a_finished_answer_is_partial_work_until_its_siblings_are_finished_too(p
     assert again.partial_answers() == []
 
 
+def test_answers_that_wait_to_go_on_are_partial_work_too(policy: Policy) -> None:
+    """For training to end, for room, or for the row that they have never had: an attempt that ends then leaves them."""
+    known = Beginning([3, 3], [-1.0, -1.0], [0, 0])
+    asked = [*requests(SAMPLINGS["plain"]), GenerationRequest([8], 2, SAMPLINGS["plain"], 7, known={1: known})]
+    engine = engine_of(policy, max_batch=8)
+    for request in asked:
+        engine.submit(request)
+    engine.step()
+    engine.step()
+
+    def found() -> dict[tuple[str, int], Beginning]:
+        return {(each.request_id, each.sample): each.beginning for each in engine.partial_answers()}
+
+    before = found()
+    assert engine.load.running and engine.load.waiting
+    assert before[asked[-1].id, 1] == known
+    engine.end_phase()
+    assert not engine.load.running
+    assert found() == before
+
+
 def test_an_engine_whose_requests_were_cancelled_starts_afresh(policy: Policy) -> None:
     engine = engine_of(policy)
     asked = requests(SAMPLINGS["plain"])
