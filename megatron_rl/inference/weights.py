@@ -55,7 +55,8 @@ class IncomingWeights:
         for piece in self._places[name]:
             if piece.view.numel():  # a rank may have nothing but padding
                 piece.view.copy_(tensor[piece.index].reshape(piece.view.shape))
-        self._missing.remove(name)
+        # A rank that follows is told of tensors alone: of the next set too, where nothing was computed by this one.
+        self._missing.discard(name)
 
     def finish(self) -> None:
         """Raises WrongWeights where a tensor has not come."""

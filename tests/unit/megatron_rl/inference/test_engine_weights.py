@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from transformers_witness import in_their_names
 
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
+from megatron_rl.inference.broadcast import TensorPlan
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.weights import WrongWeights
@@ -121,6 +124,32 @@ def test_a_tensor_that_comes_twice_is_no_set(policy: Policy, other: Policy) -> N
     twice = [*tensors_of(other).items()] * 2
     with pytest.raises(WrongWeights, match="came twice"):
         asyncio.run(engine_of(policy).update_weights(1, twice))
+
+
+class Told:
+    """What the first rank of a replica sends the others: tensors, and then that they may go."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = [(TensorPlan(name, tuple(tensor.shape), tensor.dtype), tensor) for name, tensor in tensors]
+
+    def receive(self) -> TensorPlan | None:
+        return self._tensors[0][0] if self._tensors else None
+
+    def receive_tensor(self, plan: TensorPlan) -> Tensor:
+        return self._tensors.pop(0)[1]
+
+
+@pytest.mark.parametrize("first", [3, None], ids=["half a set", "a set"])
+def test_a_rank_that_follows_takes_the_next_set_though_nothing_was_computed_between(
+    policy: Policy, other: Policy, first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first rank does, which may have met something wrong in the middle of the set before."""
+    before, after = ([*tensors_of(each).items()] for each in (tiny_policy(policy.platform, scale=0.3), other))
+    engine = engine_of(policy)
+    monkeypatch.setattr(engine, "_plans", Told(before[:first] + after))
+    engine.follow(nullcontext)
+    for name, tensor in tensors_of(policy).items():
+        assert torch.equal(tensor, tensors_of(other)[name])
 
 
 def test_the_trainers_own_weights_are_not_replaced(other: Policy) -> None:
