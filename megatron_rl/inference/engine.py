@@ -29,7 +29,7 @@ from megatron_rl.inference.api import (
 from megatron_rl.inference.broadcast import PlanBroadcast, TensorPlan
 from megatron_rl.inference.cache import KeyValueCache
 from megatron_rl.inference.config import InferenceConfig, pages_of
-from megatron_rl.inference.limits import Limits
+from megatron_rl.inference.limits import Limits, refuse_twice
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
@@ -117,6 +117,8 @@ class Engine:
         if request.top_logprobs and any(known.top_logprobs is None for known in request.known.values()):
             raise Unsupported("top_logprobs: an interrupted answer's first tokens came without theirs")
         self._limits.check(request)
+        refuse_twice(request, self._callers)
+        refuse_twice(request, self._streams)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its rows; one that is answered or unknown is none."""
@@ -266,7 +268,7 @@ class Engine:
         return self._stream(request)
 
     async def _stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        self._scheduler.submit(request, streamed=True)
+        self.submit(request, streamed=True)
         deltas = self._streams[request.id] = asyncio.Queue()
         self._pump.start()
         unfinished = request.num_samples

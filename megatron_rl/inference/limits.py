@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong, Unsupported
@@ -23,10 +24,18 @@ class Limits:
     def check(self, request: GenerationRequest) -> None:
         """Raise as `InferenceInterface.generate` does, where the request cannot be answered: a GPU that is asked for a
         token that is not there is lost."""
-        for name, tokens in ("prompt", request.prompt_tokens), ("sampling.stop_tokens", request.sampling.stop_tokens):
+        known = ((f"what is known of sample {sample}", each.tokens) for sample, each in request.known.items())
+        of_all = ("prompt", request.prompt_tokens), ("sampling.stop_tokens", request.sampling.stop_tokens), *known
+        for name, tokens in of_all:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
                 outside = next(token for token in tokens if not 0 <= token < self.vocabulary)
                 raise ValueError(f"{name}: {outside} is no token: they are 0 to {self.vocabulary - 1}")
+        for sample, each in request.known.items():
+            if not len(each.tokens) == len(each.logprobs) == len(each.versions):
+                raise ValueError(
+                    f"what is known of sample {sample}: {len(each.tokens)} tokens have {len(each.logprobs)} log-probs "
+                    f"and {len(each.versions)} versions"
+                )
         if request.sampling.stop and not self.finds_stops:
             raise Unsupported("sampling.stop: this engine was given no tokenizer to look for strings with")
         needed = len(request.prompt_tokens) + request.sampling.max_new_tokens
@@ -40,3 +49,10 @@ class Limits:
             raise PromptTooLong(
                 f"{asked} have no room in a cache of {self.cache_tokens} tokens (inference.cache_tokens)"
             )
+
+
+def refuse_twice(request: GenerationRequest, under_way: Container[str]) -> None:
+    """Raise ValueError where a request of this name is among those `under_way`: nobody could say which answer is
+    whose."""
+    if request.id in under_way:
+        raise ValueError(f"request {request.id} is under way already: ask once more for request.again()")

@@ -20,7 +20,7 @@ import torch
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.config import InferenceConfig, Sampling, beyond_megatron, pages_of
-from megatron_rl.inference.limits import Limits
+from megatron_rl.inference.limits import Limits, refuse_twice
 from megatron_rl.inference.megatron_parts import (
     EngineSizes,
     build_dynamic_engine,
@@ -121,6 +121,7 @@ class MegatronEngine:
         if beyond:
             raise Unsupported(f"{beyond}: megatron-core's engine cannot")
         self._limits.check(request)
+        refuse_twice(request, self._asked)
         ends = self._end_ids | frozenset(request.sampling.stop_tokens)
         transcripts = [Transcript.begin(request, sample, ends, self._decode) for sample in range(request.num_samples)]
         if self._core is None and not self.busy:

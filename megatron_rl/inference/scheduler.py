@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from megatron_rl.inference.admission import Admission, Branch, PendingRequest, Row
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
 from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.limits import refuse_twice
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
 from megatron_rl.inference.stops import Decode
@@ -75,7 +76,11 @@ class Scheduler:
         """Queue all samples of a request; those that are known to their end are finished at once.
 
         streamed: told of as deltas, instead of as completions.
+
+        Raises ValueError where it is here already.
         """
+        refuse_twice(request, self._pending)
+        refuse_twice(request, self.answered)
         end_ids = self._end_ids.union(request.sampling.stop_tokens)
         samples = [Transcript.begin(request, sample, end_ids, self._decode) for sample in range(request.num_samples)]
         pending = self._pending[request.id] = PendingRequest(request, streamed)

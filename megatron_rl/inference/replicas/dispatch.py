@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
+from megatron_rl.inference.limits import refuse_twice
 from megatron_rl.inference.replicas.choice import Pace, choose, too_slow
 from megatron_rl.inference.replicas.link import Patience, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.links import ReplicaLinks
@@ -131,6 +132,7 @@ class Dispatch:
         """See ReplicaPool.generate."""
         if self._failure is not None:
             raise self._failure
+        refuse_twice(request, self._work)
         if not self._work:
             self._since = time.monotonic()
         work = self._work[request.id] = _Work(request)

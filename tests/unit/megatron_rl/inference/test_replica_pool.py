@@ -282,6 +282,15 @@ def test_what_a_replica_refuses_is_raised_as_by_an_engine(attempt: Attempt, two)
     assert isinstance(failed, PromptTooLong)
 
 
+def test_the_same_request_twice_at_once_is_refused_and_costs_the_first_nothing(attempt: Attempt, two) -> None:
+    asked = request(1)
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+        first, second = asking(pool, [asked, asked])
+    assert first == answers(asked)
+    assert "under way already" in str(second)
+
+
 def test_what_is_asked_of_a_replica_that_is_lost_meanwhile_is_lost_with_it() -> None:
     """It hangs up, so it is asked again; by then it is known to be gone."""
 

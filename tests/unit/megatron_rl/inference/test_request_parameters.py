@@ -290,11 +290,40 @@ def test_what_never_fits_is_refused_before_anything_is_computed(policy: Policy) 
         engine.submit(replace(ask(), prompt_tokens=[-1]))
     with pytest.raises(ValueError, match=r"sampling.stop_tokens: 99 is no token"):
         engine.submit(ask(stop_tokens=(3, 99)))
+    with pytest.raises(ValueError, match=r"what is known of sample 1: 15 is no token"):
+        engine.submit(replace(ask(2), known={1: Beginning([3, 15], [-1.0, -1.0], [0, 0])}))
+    with pytest.raises(ValueError, match=r"what is known of sample 0: 2 tokens have 1 log-probs and 2 versions"):
+        engine.submit(replace(ask(2), known={0: Beginning([3, 3], [-1.0], [0, 0])}))
     wrongs = {"prompt_tokens": [], "num_samples": 0, "top_logprobs": 21, "key": -1}
     for name, value in wrongs.items():
         with pytest.raises(ValueError, match=name.removesuffix("_tokens")):
             replace(ask(), **{name: value})
     assert not engine.busy
+
+
+def test_the_same_request_twice_at_once_is_refused_and_costs_the_first_nothing(policy: Policy) -> None:
+    """Whose answers would be which, nobody could say."""
+    engine, request = engine_of(policy), ask(2)
+
+    async def twice() -> list[Any]:
+        asked = [engine.generate(request), engine.generate(request), engine.generate(request.again())]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), timeout=60)
+
+    async def streamed_twice() -> list[Delta]:
+        streams = [engine.stream(request), engine.stream(request)]
+        found = [await anext(streams[0])]
+        with pytest.raises(ValueError, match="under way already"):
+            await anext(streams[1])
+        return found + [delta async for delta in streams[0]]
+
+    first, second, other = asyncio.run(twice())
+    assert "under way already" in str(second)
+    assert_same(first, other)
+    assert_same(joined(asyncio.run(asyncio.wait_for(streamed_twice(), timeout=60))), first)
+    assert not engine.busy
+    engine.submit(request)
+    with pytest.raises(ValueError, match="under way already"):
+        engine.submit(request)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused_by_name(policy: Policy) -> None:
