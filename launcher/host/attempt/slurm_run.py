@@ -162,7 +162,7 @@ def without_dead_nodes(context: JobContext) -> JobContext:
     try:
         job = patiently(lambda: ask.show_job(context.job_id))
         still = expand_hosts(job["NodeList"])  # --no-kill takes out those that Slurm gave up
-        states = patiently(lambda: ask.node_states(still))
+        states = patiently(lambda: ask.states_of_all(still))
     except (SlurmRefused, KeyError) as error:
         print("which nodes are left is not known: {}".format(error), file=sys.stderr)
         return context._replace(given=given)

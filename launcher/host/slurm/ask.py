@@ -41,6 +41,15 @@ def node_states(hosts: Sequence[str]) -> Dict[str, str]:
     return {node: state for node, state in lines}
 
 
+def states_of_all(hosts: Sequence[str]) -> Dict[str, str]:
+    """As `node_states`, of nodes that there are. Raises SlurmSilent where the answer leaves one of them out."""
+    states = node_states(hosts)
+    missing = [host for host in hosts if host not in states]
+    if missing:
+        raise SlurmSilent("sinfo: no word of {}".format(",".join(missing)))
+    return states
+
+
 def avoided_nodes(job: Dict[str, str]) -> List[str]:
     """Nodes that a job may not get. Raises SlurmSilent where its record does not say so in a way that can be read.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.host.attempt import own
+from launcher.host.attempt import own, slurm_run
 from launcher.host.attempt import runner as runner_module
 from launcher.host.attempt.begin import begin_attempt, next_attempt
 from launcher.host.attempt.job_context import JobContext, Refused
@@ -148,6 +148,17 @@ def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(context: JobC
     left = without_dead_nodes(context)
     assert (left.hosts, left.given) == (["n1", "n3"], 3)
     assert (left.environ["SLURM_JOB_NUM_NODES"], left.environ["SLURM_JOB_NODELIST"]) == ("2", "n1,n3")
+
+
+def test_nodes_that_slurm_says_nothing_about_are_not_taken_for_dead(context: JobContext, monkeypatch) -> None:
+    monkeypatch.setattr(ask, "show_job", lambda job_id: {"NodeList": "n[1-3]"})
+    monkeypatch.setattr(call, "ASK_AGAIN_S", 0.0)
+    answers = iter(["", "n1 allocated\n", "n1 allocated\nn2 down*\nn3 allocated\n"])
+    monkeypatch.setattr(ask, "call", lambda command: next(answers))
+    assert without_dead_nodes(context).hosts == ["n1", "n3"]
+    monkeypatch.setattr(ask, "call", lambda command: "")
+    monkeypatch.setattr(slurm_run, "patiently", lambda ask_slurm: call.patiently(ask_slurm, 0.0))
+    assert without_dead_nodes(context) == context._replace(given=3)
 
 
 def test_a_run_is_taken_over_only_from_a_job_that_is_known_to_have_ended(
