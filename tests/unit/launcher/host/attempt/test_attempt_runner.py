@@ -136,6 +136,38 @@ def test_of_two_deadlines_the_earlier_one_counts(watched, first, then):
     assert "KILL" in watched.look(56)
 
 
+def test_of_two_requests_the_first_says_why_and_the_earlier_deadline_by_when(watched):
+    for cause, seconds in (("signal", None), ("preempted", 100.0), ("cancelled", 60.0), ("requeue", 80.0)):
+        deadline = None if seconds is None else watched.now + seconds
+        watched.runner.ask_to_leave(Drain(cause, "test", watched.now, deadline=deadline))
+    assert watched.runner.request == Drain("signal", "test", watched.now, deadline=watched.now + 60)
+    watched.train().send_heartbeats(silent=0.0)
+    assert "KILL" not in watched.look(0, 54)
+    assert "KILL" in watched.look(55)
+
+
+def test_a_request_that_somebody_has_replaced_stands_as_he_wrote_it(watched):
+    watched.train().send_heartbeats(silent=0.0)
+    watched.ask(deadline=watched.now + 60)
+    watched.look(0)
+    watched.ask("cancelled", deadline=watched.now + 100)
+    watched.look(1, 2)
+    assert watched.runner.request == read(Drain, watched.attempt.drain)
+    assert (watched.runner.request.cause, watched.runner.request.deadline) == ("cancelled", watched.now + 100)
+
+
+def test_but_for_an_earlier_deadline_of_ours_that_the_disk_has_not_taken_yet(watched, monkeypatch):
+    watched.train().send_heartbeats(silent=0.0)
+    watched.runner.ask_to_leave(Drain("preempted", "us", watched.now, deadline=watched.now + 60))
+    monkeypatch.setattr(runner_module, "write", failing(99, FULL, write))
+    watched.look(0)
+    watched.ask("cancelled", deadline=watched.now + 100)
+    watched.look(1)
+    monkeypatch.undo()
+    watched.look(2)
+    assert read(Drain, watched.attempt.drain) == Drain("cancelled", "test", watched.now, deadline=watched.now + 60)
+
+
 def test_nobody_hangs_before_the_ranks_are_started(watched):
     assert watched.look(0, 10, 20) == []
 

@@ -147,3 +147,16 @@ def test_a_clock_that_is_wrong_on_some_node_changes_nothing(beats, hours):
     assert [(one.rank, round(one.at, 3), one.written) for one in wrong] == [
         (one.rank, round(one.at, 3), one.written) for one in beats
     ]
+
+
+def test_one_that_waited_and_has_ended_over_it_is_not_the_one_that_did_not_come():
+    """A rank whose collective timed out reports it and is gone, and sends no heartbeats any more."""
+    gone = beat(0, 700, phase=HEARTBEAT_WAIT, written=NOW - 90)
+    others = [*(beat(rank, 600, phase=HEARTBEAT_WAIT) for rank in (1, 2)), beat(3, 800, phase="generate")]
+    assert absent_rank([gone, *others], {0}).rank == 3
+
+
+def test_nobody_is_accused_where_one_that_waited_was_itself_as_far_behind():
+    beats = [beat(0, 600, entered=9), beat(1, 600, entered=7), beat(2, 600, entered=8), beat(3, 600, entered=9)]
+    assert absent_rank(beats, {0, 1}) is None
+    assert absent_rank(beats, {0, 3}).rank == 1

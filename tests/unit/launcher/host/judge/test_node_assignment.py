@@ -50,6 +50,7 @@ def test_a_spare_node_stands_in_for_that_of_a_replica_which_died():
     assert after.steps == {"train": ["n1", "n2"], "infer-0": ["n5"], "infer-1": ["n4"]}
     assert (after.spare, after.bad) == ([], {"n3": "died in the attempt"})
     assert replaced(after, "infer-1", ["n4"]) == after, "there is none left"
+    assert replaced(before, "infer-0", ["n3", "n5"]) == before, "the spare one has died too"
 
 
 def test_too_many_bad_nodes_are_named():

@@ -47,6 +47,7 @@ UNKNOWN = ended(EMPTY, cause="signal")
 TOO_SHORT = ended(EMPTY, cause="time limit")
 TOO_LATE = [ended(EMPTY, checkpoint, cause="time limit") for checkpoint in (20, 40)]  # saved, and then did not leave
 ANOTHER = ended(OTHER)
+SINCE_LOST = ended(OTHER, 60)  # its checkpoint turned out to be damaged
 THE_SAME = ended(crash())
 WITHOUT_N3 = ended(crash())._replace(excluded=["n3"])
 NO_ROOM = crash(error="OSError: [Errno 28] No space left on device: 'metrics.jsonl'")
@@ -88,6 +89,7 @@ TABLE: list[tuple[Verdict, str, list[AttemptEnd], int, str, str, float, str, int
     (crash(),        "-",            [ANOTHER],                        46, "crashed",       "requeue",  30, "",    1),
     (crash(),        "-",            [ANOTHER],                        40, "crashed",       "requeue",  60, "",    1),
     (crash(),        "-",            [ANOTHER, PREEMPTED],             40, "crashed",       "requeue",  60, "",    1),
+    (crash(),        "-",            [SINCE_LOST],                     40, "crashed",       "requeue",  60, "",    1),
     (crash(),        "-",            [ANOTHER] * 2,                    40, "crashed",       "held",    120, "",    1),
     (crash(),        "-",            [ANOTHER] * 2,                    46, "crashed",       "requeue",  30, "",    1),
     (crash(),        "-",            [ANOTHER] * 2 + [PREEMPTED] * 9,  40, "crashed",       "held",    120, "",    1),

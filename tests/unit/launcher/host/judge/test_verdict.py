@@ -119,6 +119,14 @@ def test_a_collective_that_timed_out_is_held_against_the_rank_that_did_not_come(
     assert verdict.error.endswith("(stacks: here)")
 
 
+def test_of_all_that_report_a_time_out_none_is_held_to_be_the_one_that_did_not_come():
+    """Those that have ended over it are silent by now."""
+    second = TIMED_OUT._replace(rank=2, host="node02")
+    gone = beat(2, 300.0, HEARTBEAT_WAIT, 3)._replace(written=900.0)
+    beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 300.0, "generate", 3), gone]
+    assert blamed(errors=[TIMED_OUT, second], heartbeats=beats, exits=exits({0: 1, 2: 1}))[0] == 1
+
+
 def test_a_rank_that_died_while_all_showed_their_stacks_is_not_the_one_that_did_not_come():
     beats = [beat(0, 400.0, HEARTBEAT_WAIT, 3), beat(1, 300.0, "generate", 3), beat(2, 400.0, HEARTBEAT_WAIT, 3)]
     assert blamed(errors=[TIMED_OUT], heartbeats=beats, exits=exits({2: -11}))[0] == 1
