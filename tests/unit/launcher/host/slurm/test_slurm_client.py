@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm import call as call_module
-from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, call, patiently, run
+from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, SlurmUnclear, call, patiently, run
 from launcher.host.slurm.formats import expand_hosts, seconds_of, text_of, time_of
 
 
@@ -49,15 +52,20 @@ def test_limits_and_what_is_no_time():
 
 
 @pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def scontrol(text: str) -> None:
-        tool = tmp_path / "scontrol"
+def slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def slurm_says(command: str, text: str) -> None:
+        tool = tmp_path / command
         tool.write_text(f"#!/bin/sh\n{text}\n")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     monkeypatch.setattr(call_module, "ASK_AGAIN_S", 0.0)
-    return scontrol
+    return slurm_says
+
+
+@pytest.fixture
+def scontrol(slurm_says):
+    return partial(slurm_says, "scontrol")
 
 
 @pytest.mark.parametrize(
@@ -145,3 +153,41 @@ def test_the_users_own_output_settings_do_not_reach_slurm(scontrol, monkeypatch)
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     scontrol('echo "${SQUEUE_FORMAT-unset} $SLURM_TIME_FORMAT"')
     assert run(["scontrol"]).out == "unset standard\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "ask_slurm"),
+    [
+        ("scontrol", lambda: ask.show_job("7")),
+        ("sinfo", ask.partitions),
+        ("sbatch", lambda: tell.submit_command([], ["true"], dict(os.environ))),
+        ("sbatch", lambda: tell.submit_successor("7", "job.sbatch", "it", "mrl:1", None, [], {})),
+    ],
+    ids=["a job", "the partitions", "the id of a new job", "the id of a successor"],
+)
+def test_a_command_that_is_content_and_says_nothing_has_not_answered(slurm_says, command, ask_slurm):
+    """A wrapper of the site's, a disk that is full: neither is there no such job, nor has one been submitted."""
+    slurm_says(command, "exit 0")
+    with pytest.raises(SlurmUnclear, match="no answer that makes sense: ''"):
+        ask_slurm()
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "ask_slurm"),
+    [
+        ("scontrol", "JobId=7 JobName=it", lambda: ask.show_job("7")),
+        ("sinfo", "n1 idle\nn2", lambda: ask.node_states(["n1", "n2"])),
+    ],
+    ids=["a job without a state", "a node without one"],
+)
+def test_an_answer_that_breaks_off_is_none(slurm_says, command, answer, ask_slurm):
+    slurm_says(command, f"printf '{answer}'")
+    with pytest.raises(SlurmUnclear, match="no answer that makes sense"):
+        ask_slurm()
+
+
+def test_a_command_is_run_by_its_job_word_for_word(slurm_says, tmp_path):
+    slurm_says("sbatch", f'for word; do echo "${{word#--wrap=}}"; done | tail -n 1 >{tmp_path}/wrapped; echo 8')
+    tell.submit_command([], ["printf", "%s|", "two words", "it's", "$HOME", "*"], dict(os.environ))
+    ran = subprocess.run(["sh", tmp_path / "wrapped"], capture_output=True, text=True, check=True)
+    assert ran.stdout == "two words|it's|$HOME|*|"
