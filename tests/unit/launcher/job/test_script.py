@@ -386,3 +386,14 @@ def test_slurm_shows_an_evaluation_as_what_it_is():
     script = render(replace(job, recipe=replace(job.recipe, config=config)))
     assert "--job-name=evaluate" in script and "--job-name=train" not in script
     assert "--job-name=train" in render(job)
+
+
+def test_the_options_of_a_harvested_replicas_job_reach_the_host_side_word_for_word():
+    odd = "--comment=it's $HOME `id` 100% ;"
+    harvest = f'harvest={{partition: idle, max_replicas: 2, sbatch: ["{odd}"]}}'
+    script = render(a_job("qwen2.5-32b-dapo-partitioned", harvest))
+    (start,) = re.findall(r"-m launcher\.host\.job run .*?\n(.*?)\n +elsewhere", script, re.DOTALL)
+    shown = subprocess.run(["bash", "-c", f'printf "%s\\0" {start}'], capture_output=True, text=True, check=True).stdout
+    words = shown.split("\0")
+    assert words[words.index("--harvest") + 1] == "2"
+    assert {"--harvest-sbatch=--partition=idle", f"--harvest-sbatch={odd}"} <= {*words}

@@ -83,6 +83,14 @@ def test_plan_json_and_the_script_ask_srun_for_the_same(recipe, overrides):
             assert words[2:] == completed([*step.srun, *plan.container])
 
 
+def test_a_flag_of_the_profile_is_one_word_whatever_is_in_it():
+    odd = "--comment=it's $HOME `id` * \\ ;"
+    on = load_clusters(environ=HOME).profile("h100").model_copy(update={"srun": [odd]})
+    drafted = a_draft("demo", on=on)
+    assert odd in plan_of(drafted).steps[0].srun
+    assert odd in in_bash(drafted.script, "train", "train")
+
+
 def test_each_plan_of_a_range_has_its_own(tmp_path):
     plan = plan_of(a_draft("qwen2.5-32b-dapo", "job.nodes=4-8"))
     assert [len(other.steps) for other in plan.alternatives] == [1] * len(plan.alternatives)
