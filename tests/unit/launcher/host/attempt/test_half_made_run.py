@@ -1,0 +1,55 @@
+"""A start of the job that died while it made the run directory: the next one finishes what it began."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.host.attempt.begin import create
+from launcher.host.attempt.job_context import JobContext
+from megatron_rl.contract.paths import RunDir
+
+DOCUMENTS = ["sources_json", "script", "recipe_yaml", "plan_json", "resolved_yaml"]
+
+
+def document(name: str) -> str:
+    return "[]" if name == "sources_json" else f"{name}\n"
+
+
+def context_in(tmp_path: Path) -> JobContext:
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    return JobContext(run, "lab", "7", ["n1"])
+
+
+def made(run: RunDir) -> list[str]:
+    return [path.read_text() for path in (run.script, run.recipe, run.plan, run.resolved)]
+
+
+@pytest.mark.parametrize("last", DOCUMENTS)
+def test_whenever_it_died_all_is_there_after_the_next(tmp_path: Path, last: str) -> None:
+    context = context_in(tmp_path)
+
+    def until(name: str) -> str:
+        if name == last:
+            raise KeyboardInterrupt
+        return document(name)
+
+    with pytest.raises(KeyboardInterrupt):
+        create(context, until)
+    assert not context.run.resolved.exists(), "with it the directory is a run's"
+    create(context, document)
+    assert made(context.run) == [f"{name}\n" for name in DOCUMENTS[1:]]
+    assert context.run.code_record.is_file()
+    assert context.run.checkpoints.is_dir()
+
+
+def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
+    context = context_in(tmp_path)
+    context.run.recipe.write_text("asked for before\n")
+    create(context, document)
+    assert context.run.recipe.read_text() == "asked for before\n"
+    before = {path: path.stat().st_mtime_ns for path in context.run.root.iterdir()}
+    create(context, lambda name: pytest.fail(f"{name} is not needed any more"))
+    assert {path: path.stat().st_mtime_ns for path in context.run.root.iterdir()} == before
