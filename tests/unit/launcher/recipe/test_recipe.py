@@ -316,3 +316,11 @@ def test_both_one_and_several_are_refused():
     assert (
         load_recipe("demo", ["environment=null", "environments=[{name: countdown}]"]).config.task.name == "multi-task"
     )
+
+
+def test_the_mistakes_of_all_environments_are_said_at_once(write):
+    write_several(write, SEVERAL.replace("seed: 1", "sead: 1").replace("chain_sum", "chain_sum\n    args: {draws: 0}"))
+    assert [problem.partition(": ")[2].partition(": ")[0] for problem in problems("my.yaml")] == [
+        "environments.0.args.sead",
+        "environments.1.args.draws",
+    ]

@@ -10,7 +10,13 @@ from pydantic import ValidationError
 
 from megatron_rl.agent import registry
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import build_environment, described, environment_class, environment_names
+from megatron_rl.agent.registry import (
+    build_environment,
+    described,
+    environment_arguments,
+    environment_class,
+    environment_names,
+)
 from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
@@ -76,6 +82,19 @@ def test_bad_arguments_are_refused_by_the_environments_own_config(site: Path) ->
     install(site, "plugin_args", "riddles_args", "plugin_args:Riddles", PLUGIN)
     with pytest.raises(ValidationError, match="coutn"):
         build_environment(EnvironmentConfig(name="riddles_args", args={"coutn": 3}), TOKENIZER)
+
+
+def test_what_the_name_says_already_is_no_argument(site: Path) -> None:
+    """Which of the two would hold?"""
+    source = PLUGIN.replace("class Config", 'variant_argument = "kind"\n\n        class Config').replace(
+        "count: int = 2", 'count: int = 2\n            kind: str = "old"'
+    )
+    install(site, "plugin_kinds", "riddles_of", "plugin_kinds:Riddles", source)
+    new = environment_arguments(EnvironmentConfig(name="riddles_of/new", args={"count": 3}))
+    assert (new.kind, new.count) == ("new", 3)
+    assert environment_arguments(EnvironmentConfig(name="riddles_of", args={"kind": "new"})).kind == "new"
+    with pytest.raises(ValueError, match="'riddles_of/new' says kind by its name: leave it out of its arguments"):
+        environment_arguments(EnvironmentConfig(name="riddles_of/new", args={"kind": "old"}))
 
 
 def test_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
