@@ -199,6 +199,27 @@ def test_its_name_is_durable_before_what_it_supersedes_goes(run_dir: RunDir, mon
     assert run_dir.checkpoint_steps() == [40]
 
 
+def test_all_its_names_are_durable_before_it_is_one(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave a folder with the name of a checkpoint and without its manifest."""
+    changes: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        for folder in run_dir.checkpoints.iterdir():
+            if folder.is_dir() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+                changes.append(f"{len(list(folder.iterdir()))} names")
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        changes.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    make(run_dir, 20)
+    assert changes == ["3 names", "step-000020"], "the shard, the manifest and where `latest` waits"
+
+
 def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,26 @@ def test_two_nodes_with_the_same_process_id_may_write_one_file_at_once(tmp_path,
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_all_of_it_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    """Else a power failure could leave a file that is empty, or half of one, under the name of a whole one."""
+    path = tmp_path / "job.json"
+    write_atomic(path, "old")
+    synced: list[tuple[str, str]] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        (temporary,) = (each for each in tmp_path.iterdir() if each != path)
+        assert os.path.samestat(os.fstat(descriptor), temporary.stat())
+        synced.append((path.read_text(), temporary.read_text()))
+        real(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    write_atomic(path, "new")
+    write_atomic(path, "newer", durable=False)
+    assert synced == [("old", "new")]
+    assert path.read_text() == "newer"
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "job.json"
     write_atomic(path, "old")
