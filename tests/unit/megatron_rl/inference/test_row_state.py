@@ -1,0 +1,83 @@
+"""A row that takes the place of another one brings all of it along, and what follows in its old place begins anew."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.plans import Prefill
+from megatron_rl.inference.row_state import RowState
+
+ROWS, VOCAB, END = 3, 16, 15
+GREEDY = Sampling(temperature=0.0, max_new_tokens=9)
+WARM = Sampling(temperature=0.7, top_k=5, min_p=0.1, min_new_tokens=3, max_new_tokens=6)
+POLICY: Any = SimpleNamespace(
+    device=torch.device("cpu"),
+    pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+    tokens_between_looks=4,
+    vocabulary=VOCAB,
+)
+
+
+def state() -> RowState:
+    return RowState(POLICY, ROWS, max_length=24, page_tokens=4, end_ids=[END])
+
+
+def begin(rows: RowState, place: int, sampling: Sampling, length: int = 5, known: int = 0, top: int = 0) -> None:
+    answer = list(range(1, known + 1))
+    pages, own = [3 * place + each for each in range(length // 4)], [20 + place]
+    prefill = Prefill([7] * length, 0, pages, [place], own, answer, [-0.5] * known, place + 11, sampling, top)
+    rows.begin(slice(place, place + 1), [prefill])
+
+
+def draw(rows: RowState, count: int) -> None:
+    these = slice(0, count)
+    logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(count))
+    rows.draw(these, logits, rows.work(these))
+    rows.count_token(these)
+
+
+def all_of(rows: RowState, place: int) -> dict[str, list[Any]]:
+    """Whatever there is of one row, by name."""
+    names = {part: getattr(rows, part) for part in ("_sampling", "_top")}
+    found = {}
+    for part, holder in [("", rows), *names.items()]:
+        for name in getattr(holder, "__slots__", None) or vars(holder):
+            column = getattr(holder, name)
+            if isinstance(column, torch.Tensor | np.ndarray):
+                assert len(column) == ROWS
+                found[f"{part}.{name}"] = column[place].tolist()
+    return found
+
+
+def test_of_a_row_that_is_moved_nothing_stays_behind() -> None:
+    rows = state()
+    begin(rows, 0, GREEDY)
+    begin(rows, 1, WARM, length=6)
+    begin(rows, 2, WARM.model_copy(update={"top_p": 0.9, "max_new_tokens": 5}), length=9, known=4, top=3)
+    draw(rows, 3)
+    before = all_of(rows, 2)
+    assert rows.ended(ROWS) == [2], "at its limit"
+    different = {name for name, value in all_of(rows, 0).items() if value != before[name]}
+    assert len(different) > 20, different
+    rows.move([(2, 0)])
+    assert all_of(rows, 0) == before
+    assert (rows.ended(1), rows.lengths(slice(0, 1)).tolist()) == ([0], [10])
+
+
+def test_a_place_forgets_the_parameters_of_the_row_that_had_it_before() -> None:
+    """Rows of one number have the same parameters, which are copied only where the numbers differ."""
+    rows = state()
+    begin(rows, 1, WARM)
+    begin(rows, 0, GREEDY)
+    rows.move([(1, 0)])
+    assert not rows.work(slice(0, 1)).sampling.greedy
+    begin(rows, 0, GREEDY)
+    assert rows.work(slice(0, 1)).sampling.greedy
+    begin(rows, 1, GREEDY)
+    rows.move([(0, 2)])
+    assert rows.work(slice(2, 3)).sampling.greedy
