@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from core_helpers import quiet_safe_points
+from torch import Tensor
 
 from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.codes import HEARTBEAT_WAIT, MARGIN_S, SIGNALLED
@@ -68,6 +69,39 @@ def test_a_rank_that_nobody_asked_leaves_with_the_one_that_was(groups: Any, monk
     with pytest.raises(LeaveAgreed):
         safe_points.agree()
     assert safe_points.drain.asked
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, [1, 1]), (3, [1, 0])], ids=["the first one", "another one"])
+def test_the_first_ranks_clock_says_whether_there_is_time_to_finish(
+    rank: int, said: list[int], groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hosts' may be apart, and one that is ahead would have all of them leave too early."""
+    safe_points = quiet_safe_points()
+    safe_points.connect(groups)
+    flags: list[list[int]] = []
+
+    def reduce(mine: Tensor, **_: Any) -> None:
+        flags.append(mine.tolist())
+        mine.zero_()
+
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(safe_points.drain, "deadline", lambda: time.time() + 10)
+    safe_points.drain.asked = True
+    safe_points.agree(unfinished_s=3600.0)
+    safe_points.agree(unfinished_s=0.1)
+    assert flags == [said, [1, 0]]
+
+
+def test_what_another_rank_tells_may_be_that_it_was_asked(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them know it then, and so all agree to leave; one that did not would wait for numbers that never come."""
+    safe_points = quiet_safe_points()
+    safe_points.connect(groups)
+    of_all = [torch.tensor([0.0, 1.5]), torch.tensor([1.0, 2.5])]
+    monkeypatch.setattr(safe_points_module, "gathered", lambda mine, group: of_all)
+    monkeypatch.setattr(dist, "all_reduce", lambda flags, **_: flags.fill_(1))
+    with pytest.raises(LeaveAgreed):
+        safe_points.gather(torch.tensor([1.5]))
 
 
 def test_a_heartbeat_says_what_failed_and_not_what_was_around_it() -> None:

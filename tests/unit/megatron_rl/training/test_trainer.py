@@ -484,6 +484,25 @@ def test_an_update_counts_what_all_ranks_train_on_and_is_as_long_on_each(
     assert max(sizes) < len(whole.tokens) / 2, "spread evenly over those that are run anyway, none left empty"
 
 
+def test_ranks_with_another_part_of_the_model_are_not_counted_again(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They train on the same answers."""
+
+    def gather(of_ranks: list[Tensor], mine: Tensor, group: Any) -> None:
+        for table, times in zip(of_ranks, (1, 1, 2, 2), strict=True):
+            table.copy_(mine * times)
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
+    monkeypatch.setattr(dist, "all_gather", gather)
+    two_by_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 4), data=None)
+    config = tiny_run()
+    batch = training_batch(GROUPS, config, 0, CPU)
+    part = update_part(batch, range(len(batch.trajectories)), config, platform)
+    (agreed,) = agree([part], two_by_two)
+    assert agreed.normaliser == 3 * part.normaliser > 0
+
+
 def test_micro_batches_are_larger_where_attention_gathers_nothing(platform: Any) -> None:
     """64 answers of 12 tokens to a prompt of 500: 1,268 packed tokens, and 32,768 gathered."""
     trajectories = [scored([1] * 500, [2 + answer % 3, answer] * 6, float(answer % 2)) for answer in range(64)]
