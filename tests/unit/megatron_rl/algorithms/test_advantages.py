@@ -100,6 +100,17 @@ def test_equal_rewards_give_exactly_zero(reward, size, divide_by_std):
     assert group_advantages(rewards, group, 1, divide_by_std=divide_by_std).tolist() == [0.0] * size
 
 
+@pytest.mark.parametrize("divide_by_std", [True, False])
+def test_rewards_that_differ_by_rounding_alone_give_exactly_zero(divide_by_std):
+    """A sum of parts in another order, for example: divided by its own spread it would look like an achievement."""
+    one = torch.tensor(100 / 3)
+    rewards = torch.stack([one, torch.nextafter(one, one + 1), one])
+    group = torch.zeros(3, dtype=torch.int64)
+    assert rewards.unique().numel() == 2
+    assert group_advantages(rewards, group, 1, divide_by_std=divide_by_std).tolist() == [0.0] * 3
+    assert batch_advantages(rewards, RewardMoments.of(rewards), divide_by_std=divide_by_std).tolist() == [0.0] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_computed_in_fp32_whatever_the_rewards_are(dtype):
     rewards = torch.tensor([1, 0, 0], dtype=dtype)

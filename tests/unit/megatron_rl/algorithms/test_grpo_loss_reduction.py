@@ -42,6 +42,12 @@ def test_sequence_reduction_by_hand():
     assert token_weights(lengths, trained, "sequence", 2).tolist() == [0.25, 0.0625, 0]
 
 
+def test_an_answer_without_a_token_has_no_mean_that_would_count():
+    lengths, trained = torch.tensor([2, 0]), torch.tensor([1.0, 1.0])
+    assert local_normaliser(lengths, trained, "sequence") == 1
+    assert local_normaliser(lengths, trained, "token") == 2
+
+
 @given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(REDUCTIONS))
 def test_weighted_sums_of_the_ranks_add_up_to_the_global_mean(ranks, reduction):
     normaliser = sum(local_normaliser(*columns(answers), reduction) for answers in ranks)
