@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.algorithms.bins import Room
 from megatron_rl.algorithms.logprobs import token_logprobs
-from megatron_rl.algorithms.packing import HEAD, MicroBatch, Packing
+from megatron_rl.algorithms.packing import HEAD, MicroBatch, Packing, pack
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.dense_attention import branches
 
@@ -192,3 +192,9 @@ def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature: floa
 def test_greedy_decoding_counts_as_temperature_one() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     assert torch.equal(token_logprobs(logits, torch.arange(4), 0.0)[0], token_logprobs(logits, torch.arange(4), 1.0)[0])
+
+
+def test_what_follows_the_last_trained_token_does_not_go_through_the_model() -> None:
+    """What a tool said last, for example: nothing is predicted from it."""
+    (micro,) = pack([[5, 1, 2, 3, 4]], [[False, True, True, False, False]], [0], 100)
+    assert (micro.tokens.tolist(), micro.targets.tolist()) == ([5, 1], [1, 2])
