@@ -113,6 +113,14 @@ def test_an_evaluation_before_the_first_step_is_kept_too(tmp_path: Path) -> None
     assert path.read_bytes() == b"", "of what nothing is kept of, nothing can be lost"
 
 
+def test_a_run_that_starts_from_nothing_needs_no_record_of_before(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for path in (run.metrics, run.evaluations):
+        path.write_bytes(bytes(30))
+    writer(tmp_path).close()
+    assert (run.metrics.read_bytes(), run.evaluations.read_bytes()) == (b"", b"")
+
+
 def test_a_line_that_was_torn_in_the_middle_and_written_again_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
