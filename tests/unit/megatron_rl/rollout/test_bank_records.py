@@ -129,6 +129,8 @@ def test_another_prompt_is_another_answer() -> None:
         ({"environment": {"args": {"evaluation_problems": 9}}}, True),
         ({"grpo": {"group_size": 2}}, True),
         ({"training": {"seed": 4}}, True),
+        ({"training": {"sequence_length": 40}}, True),
+        ({"tokenizer": {"alphabet": "=0123456789+-"}}, True),
         ({"training": {"steps": 99}}, False),
         ({"optimizer": {"learning_rate": 0.5}}, False),
         ({"job": {"gpus_per_node": 2}}, False),
