@@ -118,6 +118,17 @@ def test_jobs_that_end_soon_are_submitted_less_and_less_often(tmp_path: Path, sl
     assert 5 < len(slurm.submitted) < 30
 
 
+def test_one_that_ran_for_a_moment_has_ended_soon_too(tmp_path: Path, slurm: Slurm) -> None:
+    harvested, now = harvest(tmp_path, most=1), 0.0
+    for _ in range(1000):
+        harvested.look(now)
+        slurm.jobs = dict.fromkeys(slurm.jobs, "n8")
+        harvested.look(now + LOOK_S)
+        slurm.jobs.clear()
+        now += 2 * LOOK_S
+    assert 5 < len(slurm.submitted) < 30
+
+
 def test_jobs_that_end_soon_for_weeks_end_no_run(tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for effect in ("write", "forget_start"):
         monkeypatch.setattr(harvest_module, effect, lambda *_: None)
@@ -170,6 +181,10 @@ def test_what_slurm_refuses_is_said_once_and_tried_again_later(
     harvested = harvest(tmp_path)
     slurm.error = SlurmRefused("sbatch: invalid partition specified: idle")
     harvested.look(0.0)
+    slurm.error = None
+    harvested.look(LONGEST_PAUSE_S - 1)
+    assert not slurm.submitted, "who has refused is not asked all the time"
+    slurm.error = SlurmRefused("sbatch: invalid partition specified: idle")
     harvested.look(LONGEST_PAUSE_S)
     assert capsys.readouterr().out.count("invalid partition specified: idle") == 1
     slurm.error = None
