@@ -91,6 +91,24 @@ def test_only_full_pages_are_found_and_only_as_far_as_they_go_together() -> None
     assert pages.find([4, 5, 6]) == [], "the same tokens at another place are others"
 
 
+def test_a_page_that_is_found_has_a_holder_again() -> None:
+    pages = Pages(1, TOKENS)
+    taken = pages.take(1)
+    pages.name([1, 2, 3], taken)
+    pages.release(taken)
+    assert pages.available == 1
+    assert (pages.find([1, 2, 3]), pages.available) == (taken, 0)
+
+
+def test_of_two_pages_with_the_same_tokens_the_first_is_found_and_no_page_has_two_names() -> None:
+    pages = Pages(2, TOKENS)
+    one, other = pages.take(1), pages.take(1)
+    for each in (one, other):
+        pages.name([1, 2, 3], each)
+    pages.name([4, 5, 6], one)
+    assert (pages.find([1, 2, 3]), pages.find([4, 5, 6])) == (one, [])
+
+
 def test_the_pages_let_go_first_are_forgotten_first_and_the_end_of_a_sequence_before_its_beginning() -> None:
     pages = Pages(4, TOKENS)
     sequences = [[1] * 6, [2] * 6]
