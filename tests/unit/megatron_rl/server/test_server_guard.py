@@ -32,13 +32,22 @@ def test_any_of_several_tokens_opens() -> None:
         assert ask(SayingEngine(), COMPLETIONS, BODY, token=token, tokens=[TOKEN, "another-of-the-tests"]).is_success
 
 
+def test_a_token_that_comes_by_another_scheme_is_none() -> None:
+    async def come(given: str) -> httpx.Response:
+        async with running(SayingEngine()) as application, client_of(application) as client:
+            return await client.post(COMPLETIONS, json=BODY, headers={"Authorization": given})
+
+    for given, status in ((f"Basic {TOKEN}", 401), (TOKEN, 401), (f"bearer {TOKEN}", 200)):
+        assert asyncio.run(come(given)).status_code == status, given
+
+
 def test_a_body_that_is_too_large_is_not_read() -> None:
     """Whether its length is said or not."""
     taken = 0
 
     async def endless() -> AsyncIterator[bytes]:
         nonlocal taken
-        while True:
+        while taken < 1000:
             taken += 1
             yield b" " * 1000
 
@@ -62,6 +71,8 @@ def test_a_token_has_so_many_requests_a_minute() -> None:
     assert [allowance.take() for _ in range(3)] == [0, 0, 30]
     now = 45
     assert [allowance.take() for _ in range(2)] == [0, 15]
+    now = 10**6
+    assert [allowance.take() for _ in range(3)] == [0, 0, 30], "what was not used for long is not saved up"
 
     async def many() -> list[httpx.Response]:
         limits = Limits(requests_per_minute=2)
@@ -96,6 +107,11 @@ def test_what_would_wait_too_long_is_turned_away_and_comes_in_later() -> None:
             assert application.thread.waiting == 0
 
     asyncio.run(asyncio.wait_for(crowd(), 60))
+
+
+def test_a_server_with_nothing_to_do_takes_on_whatever_one_request_asks_for() -> None:
+    response = ask(SayingEngine(), COMPLETIONS, BODY | {"n": 5}, limits=Limits(max_waiting=2))
+    assert len(response.json()["choices"]) == 5
 
 
 def test_a_server_that_is_leaving_takes_nothing_more_and_finishes_what_it_has() -> None:
