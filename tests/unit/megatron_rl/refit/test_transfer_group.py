@@ -21,7 +21,7 @@ from transfer_helpers import LIMIT, begin
 from megatron_rl.refit import lifeline as lifeline_module
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, TransferFailed
 from megatron_rl.refit.lifeline import Lifeline, Listener
-from megatron_rl.refit.transfer import checksum
+from megatron_rl.refit.transfer import Checksums, checksum
 from megatron_rl.refit.transfer_group import TransferGroup
 
 EPOCHS = st.builds(
@@ -160,3 +160,16 @@ def test_a_checksum_tells_of_a_wrong_bit_and_of_pieces_in_each_others_place(word
     if len(packed) >= 2 * piece:
         swapped = torch.cat([packed[piece : 2 * piece], packed[:piece], packed[2 * piece :]])
         assert torch.equal(swapped, packed) or checksum(packed) != checksum(swapped)
+
+
+def test_of_several_packages_it_tells_in_which_order_they_came_and_of_which_version_they_are() -> None:
+    def of(version: int, *packages: torch.Tensor) -> list[int]:
+        sums = Checksums(version, torch.device("cpu"))
+        for package in packages:
+            sums.add(1, package)
+        told: list[int] = sums.of_peers[1].tolist()
+        return told
+
+    one, other = (torch.full((16,), value, dtype=torch.uint8) for value in (1, 2))
+    assert of(3, one, other) == of(3, one, other)
+    assert of(3, one, other) not in (of(3, other, one), of(4, one, other), of(3, one))

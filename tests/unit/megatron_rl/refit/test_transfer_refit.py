@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from scripted_replica import until
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
 
 from megatron_rl.model.policy import Policy
-from megatron_rl.refit import transfer_refit
+from megatron_rl.refit import transfer, transfer_refit
 from megatron_rl.refit.epoch import NoReplicaLeft
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
@@ -115,6 +116,16 @@ def test_one_that_fails_again_and_again_is_asked_less_and_less_often(
     replicas.replicas.pop((1, 0)).leave()
     publish.publish(10)
     assert have(replicas, trained, 10) == [0], "there is nobody else"
+
+
+def test_what_did_not_come_as_it_was_sent_is_used_by_nobody(
+    refit: Any, replicas: ThreadedReplicas, trained: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, real = itertools.count(), transfer.checksum
+    monkeypatch.setattr(transfer, "checksum", lambda packed: real(packed) + next(times))
+    with pytest.raises(NoReplicaLeft):
+        refit(patience=timedelta(seconds=0.1)).publish(1)
+    assert have(replicas, trained, 1) == []
 
 
 def test_a_failure_between_two_publications_is_noticed(refit: Any, replicas: ThreadedReplicas, trained: Policy) -> None:
