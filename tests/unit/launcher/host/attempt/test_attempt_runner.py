@@ -15,7 +15,8 @@ import pytest
 
 from launcher.host.attempt import runner as runner_module
 from launcher.host.attempt.interfaces import Steps, Surroundings
-from launcher.host.attempt.runner import AttemptRunner
+from launcher.host.attempt.runner import LEAVE_LIMIT_S, AttemptRunner
+from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.policy import Facts
 from launcher.host.process.signals import Signals
 from launcher.host.slurm.call import SlurmSilent
@@ -166,6 +167,16 @@ def test_but_for_an_earlier_deadline_of_ours_that_the_disk_has_not_taken_yet(wat
     monkeypatch.undo()
     watched.look(2)
     assert read(Drain, watched.attempt.drain) == Drain("cancelled", "test", watched.now, deadline=watched.now + 60)
+
+
+def test_once_a_rank_has_left_the_others_have_a_minute_to_follow(watched):
+    """Where nothing ends them all with the first."""
+    watched.asked.end_together = watched.job.takes_nodes = False
+    watched.train().send_heartbeats(silent=0.0)
+    watched.asked.exits = lambda: [RankExit(1, 0)]
+    assert "KILL" not in watched.look(0, LEAVE_LIMIT_S - 1)
+    assert "KILL" in watched.look(LEAVE_LIMIT_S)
+    assert watched.runner.observed().late == "rank 1 left, the others did not follow"
 
 
 def test_nobody_hangs_before_the_ranks_are_started(watched):

@@ -73,6 +73,12 @@ def test_ranks_that_we_ended_are_not_blamed():
     )
 
 
+def test_who_was_asked_to_leave_and_had_to_be_ended_did_not_leave_in_order():
+    late = AttemptEvidence(drain=BY_US, late="Ctrl-C; no save within 60 s", code=-9)
+    assert verdict_of(late)[:3] == (CRASHED, None, "stopped before it had saved: Ctrl-C; no save within 60 s")
+    assert verdict_of(late._replace(late=None)).outcome == DRAINED, "before there was anything to save"
+
+
 def test_a_killed_rank_is_the_cause_of_the_errors_its_sisters_report():
     sister = ERROR._replace(rank=0, error="RuntimeError: Connection closed by peer")
     verdict = verdict_of(AttemptEvidence(errors=[sister], exits=exits({1: -signal.SIGKILL, 0: 1})))
