@@ -15,8 +15,9 @@ from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
+from megatron_rl.evaluate.answering import Progress
 from megatron_rl.evaluate.config import Evaluation
-from megatron_rl.evaluate.evaluator import Progress, evaluate
+from megatron_rl.evaluate.evaluator import evaluate
 from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
