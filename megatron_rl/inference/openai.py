@@ -194,7 +194,8 @@ class OpenAIInference:
             found = response.json()
         except ValueError:
             found = response.text
-        message, code = _message(found), found.get("error", {}).get("code") if isinstance(found, dict) else None
+        error = found.get("error") if isinstance(found, dict) else None
+        message, code = _message(found), error.get("code") if isinstance(error, dict) else None
         if response.status_code in (401, 403):
             named = self._endpoint.token_file or self._endpoint.token_variable or "none is given"
             return ConfigurationError(f"{self._endpoint.url} refuses the token ({named}): {message}")

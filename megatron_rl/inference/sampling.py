@@ -22,8 +22,9 @@ BLOCKS_FROM, BLOCK = 4096, 64
 
 BELOW_1 = 1 - 2.0**-53
 
-LEAST = 1e-30
-"""Of a temperature or top_p above 0: the likeliest token is all that is left long before, and fp32 has no less."""
+LEAST, MOST = 1e-30, 1e30
+"""Of a temperature or top_p above 0: below LEAST the likeliest token alone is left, beyond MOST all tokens are alike,
+and fp32 knows neither much less nor much more."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -108,7 +109,7 @@ class SamplingRows:
         )
 
     def set(self, rows: slice, sampling: Sampling) -> None:
-        self.temperature[rows] = sampling.temperature and max(LEAST, sampling.temperature)
+        self.temperature[rows] = sampling.temperature and min(MOST, max(LEAST, sampling.temperature))
         self.top_k[rows] = sampling.top_k
         self.top_p[rows] = max(LEAST, sampling.top_p)
         self.min_p[rows] = sampling.min_p

@@ -12,7 +12,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.answers import Part, Sample, event, usage
 from megatron_rl.server.asking import Asked
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription
-from megatron_rl.server.errors import ApiError
+from megatron_rl.server.errors import ApiError, internal_error
 from megatron_rl.server.metrics import ServerMetrics
 
 
@@ -57,10 +57,12 @@ class Service:
             if asked.body.stream_options.include_usage:
                 yield event({**head, "choices": [], "usage": answer.usage()})
             yield event("[DONE]")
-        except ApiError as error:
+        except Exception as error:  # also of the engine: who has read a part of it is told that it is not all
             if not begun:
                 raise
-            yield event(error.body)
+            yield event((error if isinstance(error, ApiError) else internal_error()).body)
+            if not isinstance(error, ApiError):
+                raise  # for the log
         finally:
             answer.close()
 

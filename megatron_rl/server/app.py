@@ -22,7 +22,7 @@ from megatron_rl.server.answering import Service
 from megatron_rl.server.asking import Asked, ServedModel
 from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateBody, parse
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
-from megatron_rl.server.errors import ApiError
+from megatron_rl.server.errors import ApiError, internal_error
 from megatron_rl.server.guard import Guard, Limits
 from megatron_rl.server.metrics import ServerMetrics
 from megatron_rl.server.respond import ClientGone, EventStream, unless_gone
@@ -179,4 +179,4 @@ async def _leave(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server has failed; its log says how", code="internal_error").response()
+    return internal_error().response()

@@ -31,6 +31,8 @@ COMPLETION_TOKENS = 16
 """Of an answer to /v1/completions that says nothing else: OpenAI's."""
 LONG_TEXT = 20_000
 """Characters from which on text is encoded in another thread, not to keep the others waiting."""
+MOST_SAID = 500
+"""Characters of what is wrong with a text, which may be repeated in it."""
 _KEYS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -68,7 +70,7 @@ class ServedModel:
     async def completion(self, body: CompletionBody) -> Asked:
         """Raises ApiError."""
         self.check_model(body.model)
-        prompts = await self._prompts(body.prompt)
+        prompts = await self._prompts(body)
         form = CompletionFormat(self.name, self._show, body.likeliest, body.return_token_ids)
         return self._asked(body, prompts, form, None, COMPLETION_TOKENS, "prompt")
 
@@ -114,11 +116,16 @@ class ServedModel:
             )
         return text
 
-    async def _prompts(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[list[int]]:
+    async def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        prompt = body.prompt
         if isinstance(prompt, str):
             return [await self._encode(prompt, "prompt")]
         if prompt and isinstance(prompt[0], int):
             return [prompt]
+        if len(prompt) * body.n > MOST_CHOICES:  # before they are encoded: a body has room for millions
+            raise ApiError(
+                400, f"n: {len(prompt)} prompts of {body.n} answers each are more than {MOST_CHOICES}", param="n"
+            )
         many = cast(list[str] | list[list[int]], prompt)
         return [await self._encode(one, "prompt") if isinstance(one, str) else one for one in many]
 
@@ -128,7 +135,7 @@ class ServedModel:
                 return await asyncio.to_thread(self.tokenizer.encode, text)
             return self.tokenizer.encode(text)
         except ValueError as error:
-            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
+            raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error
 
     def _asked(
         self,
@@ -141,10 +148,6 @@ class ServedModel:
     ) -> Asked:
         if not prompts or not all(prompts):
             raise ApiError(400, f"{param}: is empty; there is nothing to answer", param=param, code="invalid_value")
-        if len(prompts) * body.n > MOST_CHOICES:
-            raise ApiError(
-                400, f"n: {len(prompts)} prompts of {body.n} answers each are more than {MOST_CHOICES}", param="n"
-            )
         for name, tokens in [*((param, prompt) for prompt in prompts), ("stop_token_ids", body.stop_token_ids)]:
             self.check_tokens(tokens, name)
         key = secrets.randbits(64) if body.seed is None else body.seed % 2**64

@@ -48,19 +48,31 @@ SAYS_NOTHING = {
 }
 """Parameters that change no answer."""
 
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong item is the only one that is told: a body has room for millions."""
+MOST_OBJECTS = 10_000
+Objects = Annotated[list[Item], Field(max_length=MOST_OBJECTS, fail_fast=True)]
+"""Of what costs more to read than a number or a string; meanwhile nobody else is answered."""
+
 TokenId = Annotated[int, Field(ge=0)]
 AnyBody = TypeVar("AnyBody", bound="Body")
 
 
 class Body(BaseModel):
-    """null is what is left out: the default."""
+    """null is what is left out: the default. Of unknown names one is told."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        said = {name: value for name, value in given.items() if value is not None}
+        known = {name: said[name] for name in cls.model_fields.keys() & said.keys()}
+        unknown = next((name for name in said if name not in known), None)
+        return known if unknown is None else known | {unknown: said[unknown]}
 
 
 class StreamOptions(Body):
@@ -86,8 +98,8 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: str | list[str] = []
-    stop_token_ids: list[TokenId] = []
+    stop: str | Items[str] = []
+    stop_token_ids: Items[TokenId] = []
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -126,7 +138,7 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @property
@@ -154,10 +166,10 @@ class Message(Body):
     """One of a conversation, also as a client sends back what it was answered."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Objects[TextPart] | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Objects[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] = []
 
@@ -181,13 +193,13 @@ class Tool(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message] = []
-    prompt_token_ids: list[TokenId] = []
+    messages: Objects[Message] = []
+    prompt_token_ids: Items[TokenId] = []
     """The prompt in place of what the template makes of the messages."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
-    tools: list[Tool] = []
+    tools: Objects[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"
 
     @property
@@ -202,13 +214,13 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] = []
-    tools: list[Tool] = []
+    messages: Objects[Message] = []
+    tools: Objects[Tool] = []
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class UpdateBody(Body):

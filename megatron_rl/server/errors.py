@@ -39,13 +39,21 @@ def unsupported(name: str, why: str = "is not supported here; leave it out") -> 
     return ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
 
 
+def internal_error() -> ApiError:
+    """What nobody has foreseen; the log has it."""
+    return ApiError(500, "the server has failed; its log says how", code="internal_error")
+
+
 def invalid(error: ValidationError, names: dict[str, str] | None = None) -> ApiError:
-    """The first of what pydantic finds wrong with a body.
+    """What pydantic finds wrong with a body, where it looked deepest: of what may be of several kinds the others are
+    wrong from the outset.
 
     names: of the fields, by the client's, where they differ.
     """
-    found = error.errors(include_url=False, include_input=False)[0]
+    found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
     path = [part for part in found["loc"] if not (isinstance(part, str) and not part.isidentifier())]
+    if found["type"] == "string_type" and path[-1:] == ["str"]:
+        path.pop()  # one of several kinds
     where = ".".join(map(str, path))
     for ours, theirs in (names or {}).items():
         where = where.replace(ours, theirs, 1) if where.startswith(ours) else where

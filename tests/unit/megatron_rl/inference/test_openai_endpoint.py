@@ -295,3 +295,9 @@ def test_a_token_that_cannot_be_read_is_one_clear_error(tmp_path: Path, write: C
     write(tmp_path / "token")
     with pytest.raises(ConfigurationError, match="token"):
         OpenAIInference(endpoint(token_file=tmp_path / "token"))
+
+
+def test_a_server_that_tells_its_error_as_a_text_is_understood() -> None:
+    server = Server(httpx.Response(400, json={"error": "no such model"}))
+    with pytest.raises(EndpointError, match="HTTP 400: no such model"):
+        server.generate(endpoint("vllm"), ask())

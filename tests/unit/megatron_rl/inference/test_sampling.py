@@ -185,6 +185,15 @@ def test_what_fp32_has_no_number_for_takes_the_likeliest_too(least: dict[str, fl
     assert (tokens.item(), logprobs.item()) == (0, pytest.approx(wanted.item()))
 
 
+def test_a_temperature_beyond_what_fp32_has_numbers_for_makes_all_tokens_alike() -> None:
+    logits = torch.tensor([[5.0, -torch.inf, 0.0, 1.0]])
+    rows = rows_of(params(temperature=1e300))
+    for uniform, expected in ((0.1, 0), (0.5, 2), (0.9, 3)):
+        token, log_prob = draw(logits, rows, torch.tensor([uniform], dtype=torch.float64))
+        assert token.item() == expected
+        assert log_prob.item() == pytest.approx(-np.log(3))
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_the_ends_of_the_unit_interval_never_draw_what_was_cut(uniform: float) -> None:
     """The kept tokens are in the middle: a rounding error at either end would land on a token of probability 0."""

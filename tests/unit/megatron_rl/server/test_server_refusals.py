@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+from copy import copy
 from operator import attrgetter
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from server_helpers import EOS, MAX_LENGTH, SayingEngine, ask, byte_tokenizer
 
 from megatron_rl.server.bodies import NEUTRAL, SAYS_NOTHING, ChatBody, CompletionBody
@@ -144,6 +146,54 @@ def test_an_engine_that_fails_is_not_the_clients_fault(caplog: pytest.LogCapture
     response = ask(engine, COMPLETIONS, {"prompt": "x"})
     assert response.status_code == 500 and "secret" not in response.text
     assert json.loads(response.text)["error"]["type"] == "server_error"
+
+
+class FailsLater(SayingEngine):
+    """Once something was said."""
+
+    def step(self) -> None:
+        if any(saying.said for saying in self._under_way.values()):
+            self.fails = RuntimeError("secret inner life")
+        super().step()
+
+
+def test_who_has_read_a_part_is_told_that_the_engine_has_failed() -> None:
+    response = ask(FailsLater(), COMPLETIONS, {"prompt": "x", "stream": True})
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert response.status_code == 200 and json.loads(lines[0])["choices"][0]["text"]
+    assert json.loads(lines[-1])["error"]["type"] == "server_error", "and not [DONE]"
+    assert "secret" not in response.text
+
+
+def test_what_is_wrong_is_told_where_it_is_deepest() -> None:
+    """Of what may be text or a list, the other kind is wrong from the outset."""
+    content = [{"type": "text", "text": "hi"}, {"type": "text", "text": 5}]
+    error = refused(CHAT, {"messages": [USER, {"role": "user", "content": content}]})
+    assert error["param"] == "messages.1.content.1.text"
+
+
+def test_of_a_body_full_of_mistakes_one_is_told() -> None:
+    """It has room for millions."""
+    for body in (
+        {"prompt": [-1] * 1000},
+        {"prompt": "x", "stop": [1] * 1000},
+        {"prompt": "x"} | {f"unknown_{number}": 1 for number in range(1000)},
+    ):
+        with pytest.raises(ValidationError) as found:
+            CompletionBody.model_validate(body)
+        assert found.value.error_count() <= 6
+        assert len(refused(COMPLETIONS, body)["message"]) < 200
+
+
+def test_prompts_that_are_too_many_are_not_encoded() -> None:
+    tokenizer = copy(byte_tokenizer())
+    tokenizer.encode = None  # type: ignore[method-assign,assignment]
+    error = refused(COMPLETIONS, {"prompt": ["x"] * 100_000}, tokenizer=tokenizer)
+    assert error["param"] == "n" and "100000 prompts" in error["message"]
+
+
+def test_a_conversation_of_more_messages_than_anybody_writes() -> None:
+    assert refused(CHAT, {"messages": [USER] * 10_001})["param"] == "messages"
 
 
 def test_tokens_to_text_and_back() -> None:
