@@ -25,11 +25,11 @@ from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.partitioned import AgentThread, TrainingDriver
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.external import ExternalPolicy, ExternalRefit, ServedFolder
 from megatron_rl.refit.reload import ServerAway
+from megatron_rl.rollout.apart import AgentThread, TrainingDriver
 from megatron_rl.rollout.generation import AgentLoop, DriverPlace, complete
 
 logger = logging.getLogger("megatron_rl")

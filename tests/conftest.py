@@ -57,7 +57,14 @@ NEED = {
     "datasets": ("datasets", "hf_dataset", "trial", "countdown", "math_environment", "reasoning_gym", "shipped_math"),
     "transformers": (
         *("tools", "hf_convert", "huggingface", "irregular_files", "text_stream", "parity", "model", "tokenizer"),
-        *("server_as_engine", "server_chat", "server_completions", "server_connections", "server_guard"),
+        *(
+            "server_as_engine",
+            "server_chat",
+            "server_completions",
+            "server_connections",
+            "server_guard",
+            "server_weights",
+        ),
         *("server_readers", "server_refusals", "standalone", "trainer"),
     ),
 }

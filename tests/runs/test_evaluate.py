@@ -154,6 +154,7 @@ def test_copies_of_the_model_share_out_the_problems_and_find_the_same(
     assert done[0] == 0 and max(b - a for a, b in itertools.pairwise(done)) > ROWS // 2, "two blocks at a time"
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_the_model_together_find_the_same_to_rounding(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

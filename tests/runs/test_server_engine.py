@@ -112,6 +112,13 @@ def until(what: Callable[[], object], why: str) -> None:
         time.sleep(0.02)
 
 
+def asks_again_soon(rank: int) -> None:
+    """Pauses grow to half a minute, which a test would wait out."""
+    from megatron_rl.inference import openai
+
+    openai.LONGEST_PAUSE_S = 1.0
+
+
 @pytest.fixture
 def setting(tmp_path: Path) -> Iterator[Setting]:
     found = Setting(tmp_path)
@@ -122,7 +129,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
 
 def test_a_run_waits_for_its_server_has_it_read_each_version_and_outlasts_its_loss(setting: Setting) -> None:
     run = setting.run("run")
-    attempt = Attempt(run, setting.root / "cache")
+    attempt = Attempt(run, setting.root / "cache", sabotage=asks_again_soon)
     setting.serve()
     attempt.wait_for_step(3)
     setting.kill_server()
@@ -155,6 +162,7 @@ def test_a_run_that_waits_for_its_server_leaves_when_it_is_asked_to(setting: Set
     assert outcome and outcome.outcome == DRAINED
 
 
+@pytest.mark.slow
 def test_answers_come_ahead_of_training_too(setting: Setting) -> None:
     run = setting.run("ahead", **{"async": {"max_lag": 1}}, training={"steps": 6})
     attempt = Attempt(run, setting.root / "cache")

@@ -20,11 +20,11 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
-from megatron_rl.partitioned import AgentThread
 from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.rollout import ahead as ahead_module
 from megatron_rl.rollout import answering as answering_module
 from megatron_rl.rollout.ahead import AheadDriver
+from megatron_rl.rollout.apart import AgentThread
 from megatron_rl.rollout.batch import RolloutBatch
 
 PROMPTS = 3
