@@ -5,7 +5,6 @@ They take half precision alone.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ class PagedKernel:
 
 
 def find_paged_kernel() -> PagedKernel | None:
-    """The first that can be imported: flash-attn's, which is made for single queries; torch's own, from 2.12 on. None
+    """The first that can be imported: flash-attn's, which is made for single queries; torch's own, from 2.13 on. None
     without either."""
     for find in (_flash_attn, _torch):
         try:
@@ -58,18 +57,20 @@ def _flash_attn() -> PagedKernel:
 
 
 def _torch() -> PagedKernel | None:
+    # 2.12 has the same parameters, but takes num_splits for FlashAttention 3 alone, which is no part of it: "num_splits
+    # requires FA3".
+    if torch.__version__ < "2.13":
+        return None
     from torch.nn.attention.varlen import varlen_attn
 
-    if not {"block_table", "enable_gqa", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys():
-        return None
-
     def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        edges = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
         attended = varlen_attn(
             query,
             keys,
             values,
-            torch.arange(len(query) + 1, dtype=torch.int32, device=query.device),
-            None,
+            edges,
+            edges * longest,  # not read, as there are `seqused_k`, but asked for: "must be both set or both not set"
             1,
             longest,
             window_size=(-1, 0),

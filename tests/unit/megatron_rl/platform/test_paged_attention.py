@@ -12,7 +12,10 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import varlen
+from torch.torch_version import TorchVersion
 
+from megatron_rl.platform import paged_kernels
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.paged_attention import GatheredAttention, PagedRows, gathered_attention
 from megatron_rl.platform.paged_kernels import KernelAttention, PagedKernel
@@ -104,7 +107,7 @@ def test_torchs_kernel_takes_what_it_is_given() -> None:
 
     kernel = _torch()
     if kernel is None:
-        pytest.skip("torch's kernel reads pages from 2.12 on")
+        pytest.skip("torch's kernel reads pages from 2.13 on")
     gpu = torch.device("cuda", 0)
     with PhantomDevice(gpu):
         cache = torch.zeros(9, 256, KV_HEADS, 64, dtype=torch.bfloat16, device=gpu)
@@ -113,3 +116,32 @@ def test_torchs_kernel_takes_what_it_is_given() -> None:
         attention = KernelAttention(kernel.attend, table, lengths, 1000)
         out = attention.attend(query, cache, cache)
         assert (out.shape, out.dtype, out.device) == ((3, HEADS * 64), torch.bfloat16, gpu)
+
+
+def test_torchs_kernel_is_told_what_its_second_generation_cannot_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises where there are edges of the queries and none of the keys, and splits sequences as it likes where it is
+    not told otherwise. Fake tensors know nothing of it."""
+    told: dict[str, Any] = {}
+
+    def varlen_attn(  # with the real one's parameters
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int,
+        *, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor, num_splits: int,
+    ) -> Tensor:  # fmt: skip
+        told.update(locals())
+        return query
+
+    _, _, _, rows = pages_of([500, 300, 7], 256, 0)
+    for version, there in (("2.12.1", False), ("2.13.0a0", False), ("2.13.0", True), ("2.15.0", True)):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+        kernel = paged_kernels._torch()
+        assert (kernel is not None) == there, version
+    assert kernel is not None
+    query = torch.zeros(3, HEADS, HEAD)
+    kernel.attend(query, query[None], query[None], rows.table, rows.lengths.int(), 512)
+    assert (told["max_q"], told["max_k"], told["num_splits"], told["window_size"]) == (1, 512, 1, (-1, 0))
+    assert told["cu_seq_q"].tolist() == [0, 1, 2, 3]
+    assert told["cu_seq_k"].tolist() == [0, 512, 1024, 1536]
+    for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table"):
+        assert told[name].dtype is torch.int32, name
+        assert told[name].is_contiguous()
