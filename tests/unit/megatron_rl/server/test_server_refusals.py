@@ -192,6 +192,17 @@ def test_prompts_that_are_too_many_are_not_encoded() -> None:
     assert error["param"] == "n" and "100000 prompts" in error["message"]
 
 
+def test_what_is_wrong_with_a_text_does_not_repeat_all_of_it() -> None:
+    tokenizer = copy(byte_tokenizer())
+
+    def encode(text: str) -> list[int]:
+        raise ValueError(f"cannot read {text}")
+
+    tokenizer.encode = encode  # type: ignore[method-assign,assignment]
+    error = refused(COMPLETIONS, {"prompt": "x" * 10_000}, tokenizer=tokenizer)
+    assert error["message"].startswith("prompt: cannot read xxx") and len(error["message"]) < 600
+
+
 def test_a_conversation_of_more_messages_than_anybody_writes() -> None:
     assert refused(CHAT, {"messages": [USER] * 10_001})["param"] == "messages"
 
