@@ -20,13 +20,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine
 from megatron_rl.contract.codes import FINISHED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, encode_line, write
 from megatron_rl.contract.run_records import Owner, RunIdentity, Submission
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+from slurm_text import squeue_record
 
 MRL = "from launcher.cli.entry import mrl; mrl()"
 FAR_AWAY = """
@@ -63,7 +65,7 @@ def make(folder: Path, count: int) -> dict[str, str]:
         append(index, Submission(str(run.root), "lab" if job_id else "local", 1e9 + number, job_id))
         if job_id is not None and runs_now:
             fields = {"JobID": job_id, "State": "RUNNING", "RestartCnt": "0", "exit_code": "0", "Name": run.root.name}
-            running.append("".join(fields.get(name, "").ljust(width) for name, width in SQUEUE_FIELDS.items()))
+            running.append(squeue_record(**fields).rstrip("\n"))
         elif job_id is not None:
             when = "2026-01-01T00:00:00"
             ended.append(f"{job_id}|COMPLETED|0:0|{when}|{when}|{when}|node[01-08]|{run.root.name}")

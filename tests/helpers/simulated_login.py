@@ -20,11 +20,11 @@ from click.testing import CliRunner
 from fault_injection import Clock, Fault, FaultyFiles, State
 from run_helpers import end
 from simulated_job import ANSWER_LOST, GARBAGE, NOTHING, OLDER, REFUSED, TIMED_OUT
+from slurm_text import squeue_record
 
 from launcher.backends import local
 from launcher.backends.slurm import jobs as jobs_module
 from launcher.backends.slurm import submit as submit_module
-from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.host.code import snapshot
@@ -250,7 +250,7 @@ class LoginNode:
             "BatchFlag": "1",
             "NodeList": "" if older or job.state == PENDING else "n1",
         }
-        return "".join(fields.get(name, "N/A").ljust(width) for name, width in SQUEUE_FIELDS.items()) + "\n"
+        return squeue_record(**fields)
 
 
 def contents(root: Path) -> dict[str, str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import commands
 import pytest
+from slurm_text import squeue_record
 
-from launcher.backends.slurm.jobs import SQUEUE_FIELDS
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read, write
 from megatron_rl.contract.run_records import Owner, RunIdentity
@@ -237,8 +237,7 @@ def test_a_run_that_a_job_only_came_to_own_can_be_submitted(cluster, tmp_path):
 
 def queued(**facts: str) -> str:
     """A squeue that knows one job."""
-    line = "".join(facts.get(name, "N/A").ljust(width) for name, width in SQUEUE_FIELDS.items())
-    return f"echo '{line}'"
+    return f"printf %s '{squeue_record(**facts)}'"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ be asked makes a job "unknown", which is never "gone": its run may still be goin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,6 +22,7 @@ Kind = Literal["pending", "running", "ended", "gone", "unknown"]
 
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"), "pending"),
+    "EXPEDITING": "pending",  # 25.11 and later: requeued with --requeue=expedite
     **dict.fromkeys(("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED"), "running"),
     **dict.fromkeys(("SIGNALING", "STAGE_OUT", "RESIZING"), "running"),
     **dict.fromkeys(ENDED, "ended"),
@@ -31,24 +33,16 @@ AT_ONCE = 5000  # jobs
 
 ENDED_ITSELF = ("COMPLETED", "FAILED")
 
-# Fields of fixed width, cut apart by position: job names and reasons may hold any separator.
-SQUEUE_FIELDS = {
-    "JobID": 20,
-    "State": 20,
-    "Reason": 200,
-    "RestartCnt": 10,
-    "exit_code": 12,
-    "SubmitTime": 24,
-    "EligibleTime": 24,
-    "StartTime": 24,
-    "EndTime": 24,
-    "TimeLimit": 20,
-    "Dependency": 400,
-    "NodeList": 2000,
-    "Name": 300,
-    "Comment": 400,
-    "BatchFlag": 4,
-}
+ABSENT = ("N/A", "(null)", "None")
+
+SQUEUE_FIELDS = (
+    *("JobID", "State", "Reason", "RestartCnt", "exit_code", "SubmitTime", "EligibleTime", "StartTime", "EndTime"),
+    *("TimeLimit", "Dependency", "NodeList", "Name", "Comment", "BatchFlag"),
+)
+SEPARATOR = "\x1f"
+"""Ends each field: job names and reasons may hold any printable separator. Columns of a fixed width do not do: squeue
+prints some fields beyond the width (NodeList) and, from 23.02 on, nothing at all for an exit code that is not set."""
+
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "JobName")
 
 
@@ -145,7 +139,7 @@ def cluster_name() -> str | None:
 
 
 def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
-    form = ",".join(f"{name}:{width}" for name, width in SQUEUE_FIELDS.items())
+    form = ",".join(f"{name}:0{SEPARATOR}" for name in SQUEUE_FIELDS)  # 0: as wide as the value
     command = ["squeue", "--noheader", "--all", "--states=all", f"--jobs={','.join(ids)}", f"--Format={form}"]
     answer = run(command)
     if answer.code == 0:
@@ -188,21 +182,19 @@ def _ask_sacct(ids: Sequence[str]) -> dict[str, JobState]:
 
 
 def parse_squeue(text: str) -> list[JobState]:
-    """Lines of `squeue --Format` with SQUEUE_FIELDS. Raises ValueError where they are something else."""
-    return [_from_squeue(line) for line in text.splitlines() if line.strip()]
+    """Records of `squeue --Format` with SQUEUE_FIELDS. Raises ValueError where they are something else."""
+    *records, rest = text.split(f"{SEPARATOR}\n")
+    if rest.strip():
+        raise ValueError(rest)
+    return [_from_squeue(record) for record in records]
 
 
-def _from_squeue(line: str) -> JobState:
-    field: dict[str, str] = {}
-    begin = 0
-    told = line.encode()  # squeue counts bytes
-    for name, width in SQUEUE_FIELDS.items():
-        value = told[begin : begin + width].decode("utf-8", "replace").strip()
-        field[name] = "" if value in ("N/A", "(null)", "None") and name != "Name" else value
-        begin += width
+def _from_squeue(record: str) -> JobState:
+    values = (value.strip() for value in record.split(SEPARATOR))
+    field = dict(zip(SQUEUE_FIELDS, values, strict=True))
+    field.update({name: "" for name, value in field.items() if value in ABSENT and name != "Name"})
     word = field["State"]
     kind = KINDS.get(word, "unknown")
-    status = int(field["exit_code"] or 0)
     return JobState(
         job_id=field["JobID"],
         word=word,
@@ -218,7 +210,7 @@ def _from_squeue(line: str) -> JobState:
         started_at=time_of(field["StartTime"]),
         # Slurm takes a job without a limit for one of a year.
         ended_at=None if kind != "ended" and field["TimeLimit"] == "UNLIMITED" else time_of(field["EndTime"]),
-        exit_code=_exit_code(word, status >> 8, status & 0x7F),
+        exit_code=_exit_code(word, field["exit_code"]),
         batch=field["BatchFlag"] != "0",
     )
 
@@ -230,7 +222,6 @@ def parse_sacct(text: str) -> list[JobState]:
     for line in filter(None, text.splitlines()):
         job_id, state, code, submit, start, end, nodes, name = line.split("|", len(SACCT_FIELDS) - 1)
         word = state.split()[0] if state else ""  # "CANCELLED by 1000"
-        left, _, signum = code.partition(":")
         job = JobState(
             job_id=job_id,
             word=word,
@@ -240,16 +231,27 @@ def parse_sacct(text: str) -> list[JobState]:
             submitted_at=time_of(submit),
             started_at=time_of(start),
             ended_at=time_of(end),
-            exit_code=_exit_code(word, int(left), int(signum or 0)),
+            exit_code=_exit_code(word, code),
         )
         before = newest.get(job_id)
         newest[job_id] = replace(job, restarts=before.restarts + 1) if before else job
     return list(newest.values())
 
 
-def _exit_code(word: str, left: int, signum: int) -> int | None:
-    if word not in ENDED_ITSELF:
+def _exit_code(word: str, told: str) -> int | None:
+    """Exit code of a script that ended by itself; None where Slurm does not say it in a way that is known.
+
+    Args:
+        told: `CODE:SIGNAL`, or what waitpid(2) returns as squeue prints it before 23.02.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", told)
+    if word not in ENDED_ITSELF or found is None:
         return None
+    if found[2] is None:
+        status = int(found[1])
+        left, signum = status >> 8, status & 0x7F
+    else:
+        left, signum = int(found[1]), int(found[2])
     return -signum if signum else left
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slurm_text import squeue_record
 
-from launcher.backends.slurm.jobs import SQUEUE_FIELDS, parse_sacct, parse_squeue, read_jobs, read_owners
+from launcher.backends.slurm.jobs import parse_sacct, parse_squeue, read_jobs, read_owners
 from launcher.host.slurm.formats import time_of
 from megatron_rl.contract.run_records import Owner
 
@@ -35,10 +36,7 @@ BLANK = {
 
 
 def squeue_line(**fields: str) -> str:
-    """As `squeue --Format` of 22.05 prints it: cut or padded to the width asked for, in bytes."""
-    values = {**BLANK, **fields}
-    cells = (values[name].encode()[:width].ljust(width) for name, width in SQUEUE_FIELDS.items())
-    return b"".join(cells).decode() + "\n"
+    return squeue_record(**{**BLANK, **fields})
 
 
 UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -57,10 +55,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def test_an_allocation_that_somebody_works_in():
-    (job,) = parse_squeue(squeue_line(BatchFlag="0"))
-    assert not job.batch
-    assert parse_squeue(squeue_line())[0].batch
+@pytest.mark.parametrize(("flag", "batch"), [("0", False), ("1", True), ("7", True)])
+def test_an_allocation_that_somebody_works_in_has_no_script(flag, batch):
+    """Slurm raises BatchFlag whenever it requeues a job by itself."""
+    (job,) = parse_squeue(squeue_line(BatchFlag=flag))
+    assert job.batch is batch
 
 
 def test_a_running_job():
@@ -101,13 +100,29 @@ def test_any_job_name_is_read_whole(name):
     assert job.reason == "Nodes are DOWN, DRAINED | reserved"
 
 
-def test_the_exit_code_of_a_script_that_ended_by_itself():
-    (job,) = parse_squeue(squeue_line(State="FAILED", exit_code="768", Reason="NonZeroExitCode"))
-    assert (job.kind, job.exit_code) == ("ended", 3)
-    (killed,) = parse_squeue(squeue_line(State="FAILED", exit_code="9", Reason="JobLaunchFailure"))
-    assert killed.exit_code == -9
-    (cancelled,) = parse_squeue(squeue_line(State="CANCELLED", exit_code="15"))
-    assert cancelled.exit_code is None
+@pytest.mark.parametrize(
+    ("state", "said", "code"),
+    [
+        ("FAILED", "768", 3),  # before 23.02
+        ("FAILED", "9", -9),
+        ("CANCELLED", "15", None),
+        ("FAILED", "3:0", 3),  # since
+        ("FAILED", "0:9", -9),
+        ("COMPLETED", "0:0", 0),
+        ("CANCELLED", "0:15", None),
+        ("FAILED", "", None),  # 23.02 and later, where Slurm has none on record
+        ("FAILED", "exited 3", None),  # of no version yet
+    ],
+)
+def test_the_exit_code_of_a_script_that_ended_by_itself(state, said, code):
+    (job,) = parse_squeue(squeue_line(State=state, exit_code=said))
+    assert (job.kind, job.exit_code) == ("ended", code)
+
+
+def test_a_node_list_of_any_length_and_a_comment_of_two_lines_leave_the_other_fields_alone():
+    nodes = "node[" + ",".join(map(str, range(0, 4000, 2))) + "]"
+    (job,) = parse_squeue(squeue_line(NodeList=nodes, Comment="two\nlines mrl:1", BatchFlag="3"))
+    assert (job.nodes, job.name, job.comment, job.batch) == (nodes, "demo", "two\nlines mrl:1", True)
 
 
 def test_accounting_shows_the_newest_attempt_and_counts_the_others():
