@@ -9,7 +9,6 @@ from launcher.backends.slurm.parse import number, options
 from launcher.doctor.cluster import Cluster, Target
 from launcher.doctor.demand import Demand
 from launcher.doctor.finding import Finding, note, ok, span, warning
-from launcher.host.judge.policy import REQUEUES_PREEMPTED_ITSELF
 from launcher.host.slurm.formats import time_limit_s
 
 KILL_WAIT_S = 30
@@ -45,7 +44,7 @@ def requeue(cluster: Cluster) -> list[Finding]:
     found.append(
         ok(
             "requeue",
-            f"any number of times; only {tries} failing launches in a row (a prolog, a node) make Slurm hold the job "
+            f"preempted any number of times; after {tries} failed launches (a prolog, a node) Slurm holds the job "
             "(MaxBatchRequeue), until scontrol release JOB",
         )
     )
@@ -106,7 +105,7 @@ def _preempted(
     cluster: Cluster, target: Target, demand: Demand, by: str, modes: set[str], grace_s: int, source: str
 ) -> list[Finding]:
     kill_s = kill_wait_s(cluster)
-    found = [_ending(cluster, demand, by, modes)]
+    found = [_ending(demand, by, modes)]
     if "SUSPEND" in modes:
         return found
     found.append(_notice(demand, grace_s, kill_s, source))
@@ -125,7 +124,7 @@ def _preempted(
     return found
 
 
-def _ending(cluster: Cluster, demand: Demand, by: str, modes: set[str]) -> Finding:
+def _ending(demand: Demand, by: str, modes: set[str]) -> Finding:
     if "REQUEUE" in modes:
         return ok("preemption", f"{demand.who} can be preempted {by}; it is requeued and goes on (PreemptMode=REQUEUE)")
     if "SUSPEND" in modes:
@@ -135,15 +134,12 @@ def _ending(cluster: Cluster, demand: Demand, by: str, modes: set[str]) -> Findi
             "notice, keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they wake up",
             "use a partition or QOS whose PreemptMode is REQUEUE",
         )
-    cancelled = (
-        f"{demand.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL)"
+    return note(
+        "preemption",
+        f"{demand.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL); "
+        "the run requeues itself if it has saved in time, and ends otherwise",
+        "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE",
     )
-    fix = "go on with mrl resume RUN, or use a partition or QOS whose PreemptMode is REQUEUE"
-    if cluster.before(*REQUEUES_PREEMPTED_ITSELF):
-        return note(
-            "preemption", f"{cancelled}; the run requeues itself if it has saved in time, and ends otherwise", fix
-        )
-    return warning("preemption", f"{cancelled}: --requeue does not help", fix)
 
 
 def _notice(demand: Demand, grace_s: int, kill_s: int, source: str) -> Finding:

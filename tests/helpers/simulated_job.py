@@ -35,7 +35,8 @@ from megatron_rl.contract.run_records import PlanRecord, PlanStep
 STEPS, SAVE_EVERY, PREEMPTED_AT, CRASHES_AT = 6, 2, 3, 5
 NODES = ["n1", "n2"]
 GRACE_S, KILL_WAIT_S, REQUEUE_S = 60.0, 30.0, 150.0
-PENDING, RUNNING, OVER = "PENDING", "RUNNING", "COMPLETED"
+PENDING, RUNNING, OVER, HELD = "PENDING", "RUNNING", "COMPLETED", "REQUEUE_HOLD"
+MAX_BATCH_REQUEUE = 5
 MOST_STARTS = 30
 
 TIMED_OUT, ANSWER_LOST, REFUSED = "time-out", "answer lost", "refusal"
@@ -62,6 +63,10 @@ class Job:
     ends: float | None = None
     preempted: float | None = None
     older: str = ""
+    requeueable: bool = True
+    marked: bool = False
+    """It has been in a grace time since Slurm last requeued it by itself."""
+    batch_flag: int = 1
 
 
 @dataclass
@@ -73,6 +78,8 @@ class Cluster:
     fault: Fault | None = None
     slurm_fault: Fault | None = None
     requeueable: bool = True
+    preemptions: int = 1
+    """How often the run is preempted."""
     jobs: dict[str, Job] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     failed_commands: list[str] = field(default_factory=list)
@@ -91,7 +98,8 @@ class Cluster:
         self.training: Training | None = None
         self.current: Job
         self.signals: Signals
-        self.was_preempted = self.was_crashed = False
+        self.preempted = 0
+        self.was_crashed = False
         self.saved = 0
         self._until: float | None = None
         self.root.mkdir(parents=True)
@@ -104,7 +112,7 @@ class Cluster:
         self.patch.setattr(snapshot, "_flush", lambda folder: None)
 
     def submit(self, job_id: str, name: str = "run", **facts: Any) -> Job:
-        self.jobs[job_id] = Job(job_id, name, facts.pop("environ", {}), **facts)
+        self.jobs[job_id] = Job(job_id, name, facts.pop("environ", {}), requeueable=self.requeueable, **facts)
         return self.jobs[job_id]
 
     def drive(self) -> bool:
@@ -152,7 +160,7 @@ class Cluster:
         if "Traceback" in self.said[-1]:
             self.violations.append(f"a fault that nobody thought of: {self.said[-1]}")
         if job.state == RUNNING:
-            job.state = OVER
+            self._complete(job)
         self.files.remember()
         previous, signals, training = before
         if previous is not None and signals is not None:
@@ -160,8 +168,17 @@ class Cluster:
         self.training = training
         return code
 
+    def _complete(self, job: Job) -> None:
+        """As Slurm 24.05 and later do when a script ends: a job that was ever in a grace time is requeued."""
+        if not (job.marked and job.requeueable):
+            job.state = OVER
+            return
+        job.marked, job.restarts, job.batch_flag = False, job.restarts + 1, job.batch_flag + 1
+        job.state = PENDING if job.batch_flag <= MAX_BATCH_REQUEUE else HELD
+
     def preempt(self) -> None:
-        self.was_preempted = True
+        self.preempted += 1
+        self.current.marked = True
         self.current.preempted, self.current.ends = self.clock.now, self.clock.now + GRACE_S
         self.signals.heard.append("SIGTERM")
 
@@ -221,16 +238,19 @@ class Cluster:
             return Answer(
                 0, f"KillWait = {KILL_WAIT_S:.0f} sec\nPreemptType = preempt/qos\nPreemptMode = REQUEUE\n", ""
             )
-        if kind == "scontrol --version":
-            return Answer(0, "slurm 22.05.8\n", "")
         if kind == "scontrol requeue":
             job = self._known(command[-1])
             if job.state == PENDING:
                 return Answer(1, "", "Job is pending execution")
+            if not job.requeueable:
+                return Answer(1, "", "Requested operation is presently disabled")
             job.state, job.restarts = PENDING, job.restarts + 1
             job.begin = 0.0
         elif kind == "scontrol update":
             job = self._known(command[2].partition("=")[2])
+            if command[3] == "Requeue=0":
+                job.requeueable = False
+                return Answer(0, "", "")
             if job.state != PENDING:
                 return Answer(1, "", "Job is not pending nor suspended")
             if command[3].startswith("ExcNodeList="):
@@ -260,9 +280,9 @@ class Cluster:
         fields = {
             "JobId": job.id,
             "JobName": job.name,
-            "Requeue": str(int(self.requeueable)),
+            "Requeue": str(int(job.requeueable)),
             "Restarts": str(job.restarts),
-            "BatchFlag": "1",
+            "BatchFlag": str(job.batch_flag),
             "JobState": job.state,
             "StartTime": text_of(self.clock.now - 100.0),
             "EndTime": text_of(job.ends or self.clock.now),
@@ -364,6 +384,10 @@ class Training:
             return 137
         if "USR1" in self.heard:
             return self._leave(DRAINED, 75)
+        due = self._step >= PREEMPTED_AT and cluster.preempted < cluster.preemptions
+        if due and cluster.current.preempted is None:
+            cluster.preempt()
+            return None
         if self._step < STEPS:  # else nobody has heard that it had finished
             self._step += 1
             append(self.run.metrics, MetricsLine(self._step, {"loss": 1.0}))
@@ -371,8 +395,6 @@ class Training:
             return self._leave(FINISHED, 0)
         if self._step % SAVE_EVERY == 0:
             self._save()
-        if self._step == PREEMPTED_AT and not cluster.was_preempted:
-            cluster.preempt()
         if self._step == CRASHES_AT and not cluster.was_crashed:
             cluster.was_crashed = True
             write(self.attempt.error(1), RankError(1, "n2", self._step, "train", "boom", at=cluster.clock.now))

@@ -188,6 +188,26 @@ def test_a_run_outlasts_every_fault_of_every_command(make_cluster, record_proper
     sweep_slurm(make_cluster, every, problems_of, requeueable=requeueable).tell("all", record_property)
 
 
+# Preemption
+
+
+def test_a_run_outlasts_any_number_of_preemptions_and_its_job_starts_once_for_each(make_cluster):
+    cluster = make_cluster(preemptions=8)
+    assert problems_of(cluster) == []
+    assert cluster.jobs["7"].batch_flag == 1, "Slurm counts the requeues that it does by itself, and holds the job"
+    ends = ends_in(read_ledger(cluster.run))
+    assert [end.cause for end in ends] == ["preempted"] * 8 + [None] * 2
+    assert len(cluster.codes) == len(ends), "it does not start once more when it has finished"
+
+
+@pytest.mark.parametrize("flag", [2, 5])
+def test_a_job_that_slurm_has_requeued_by_itself_can_still_be_requeued(make_cluster, flag):
+    cluster = make_cluster()
+    cluster.submit("7").batch_flag = flag
+    assert cluster.drive()
+    assert [end.then for end in ends_in(read_ledger(cluster.run))] == ["requeue", "requeue", "over"]
+
+
 # Two jobs
 
 

@@ -11,6 +11,7 @@ from typing import List
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
 from launcher.host.attempt.slurm_job import show_job_or_complain
 from launcher.host.attempt.start_again import start_again
+from launcher.host.judge.causes import has_script, is_requeueable
 from launcher.host.judge.policy import OVER, ROOM_AGAIN_S, Facts, who_starts_it
 from launcher.host.record.ledger import read_ledger_or_complain, starts_in
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
@@ -26,8 +27,8 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
         script: that runs this job; the run directory may not hold one yet, or cannot be read.
     """
     job = show_job_or_complain(context.job_id)
-    facts = Facts(can_return=job.get("BatchFlag", "1") == "1", requeueable=job.get("Requeue", "1") == "1")
-    then, full = who_starts_it(None, facts), getattr(error, "errno", None) in FULL
+    facts = Facts(can_return=has_script(job), requeueable=is_requeueable(job))
+    then, full = who_starts_it(facts), getattr(error, "errno", None) in FULL
     history = read_ledger_or_complain(context.run)
     tries = 0 if full else context.faults + context.restarts - _restarts_at_last_start(context, history)
     where = "{} on {}: {}".format(context.run.root, context.batch_host, error)

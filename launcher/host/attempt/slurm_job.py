@@ -13,7 +13,9 @@ from launcher.host.judge.causes import (
     Cause,
     cause_of,
     completed,
+    has_script,
     is_ending,
+    is_requeueable,
     is_returning,
     is_truer,
 )
@@ -25,7 +27,7 @@ from launcher.host.slurm import ask
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
-from megatron_rl.contract.codes import PREEMPTED, REQUEUE, SIGNALLED
+from megatron_rl.contract.codes import REQUEUE, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
@@ -83,15 +85,11 @@ class SlurmJob(Surroundings):
         dead = dead_nodes(context.hosts)
         plan = if_readable(read(PlanRecord, context.run.plan))
         left = set(context.hosts) - set(self.unfit) - set(dead)
-        preempted = request is not None and request.cause == PREEMPTED
         return Facts(
             checkpoint=newest_known_checkpoint(context.run),
-            # Where Slurm does not answer, it is not known to be impossible, and trying does no harm.
-            can_return=job.get("BatchFlag", "1") == "1",
-            requeueable=job.get("Requeue", "1") == "1",
+            can_return=has_script(job),
+            requeueable=is_requeueable(job),
             returning=is_returning(job, context.restarts),
-            slurm=ask.version(),
-            preemption_cancels=preempted and ask.preemption_cancels(job),
             bad=to_exclude(self.unfit, unfit_before(context.run, attempt)),
             dead=dead,
             suffice=self._outlives_nodes and plan is not None and suffice(plan, left),

@@ -11,13 +11,14 @@ from typing import Callable, Dict, List, Optional, Tuple, TypeVar
 
 from launcher.host.attempt.avoid import excluded_since, nodes_to_avoid
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
-from launcher.host.judge.policy import BY_SLURM, BY_US, SUCCESSOR
+from launcher.host.judge.policy import BY_SLURM, BY_US, HELD, OVER, SUCCESSOR
 from launcher.host.record import submissions
 from launcher.host.record.identity import comment_of
-from launcher.host.record.ledger import read_ledger_or_complain
+from launcher.host.record.ledger import ends_in, read_ledger_or_complain
 from launcher.host.slurm import ask, tell
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, SlurmUnclear, patiently
 from megatron_rl.contract.attempt_records import AttemptEnd, Requeued
+from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import ABSENT, if_readable, read, write
 from megatron_rl.contract.run_records import Owner, RunIdentity
@@ -39,6 +40,8 @@ def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning
 
     Returns whether the job is in Slurm's queue again, or its successor.
     """
+    if end.then in (HELD, OVER):
+        _stay_away(context)
     if end.then not in (BY_US, SUCCESSOR) and not (end.then == BY_SLURM and returning):
         return returning
     requeued = start_again(context, end)
@@ -47,6 +50,20 @@ def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning
     except OSError as error:
         print(error, file=sys.stderr)
     return requeued.queued
+
+
+def _stay_away(context: JobContext) -> None:
+    """Keep Slurm from starting a job once more that has ever been preempted.
+
+    Slurm 24.05 and later marks a job at the beginning of its grace time and requeues it when its script ends with this
+    mark. `scontrol requeue` does not remove the mark (seen on 24.11), so it may be that of an earlier preemption.
+    """
+    ends = ends_in(read_ledger_or_complain(context.run))
+    if any(end.cause == PREEMPTED and end.job_id == context.job_id for end in ends):
+        try:
+            tell.forbid_requeue(context.job_id)
+        except SlurmRefused as error:  # the next start finds that there is nothing to do
+            print(error, file=sys.stderr)
 
 
 def start_again(

@@ -101,6 +101,20 @@ def is_returning(job: Dict[str, str], restarts: int) -> bool:
     return told.isdigit() and int(told) > restarts
 
 
+def has_script(job: Dict[str, str]) -> bool:
+    """Whether a job has a batch script, which can start again; assumed where Slurm does not say otherwise.
+
+    BatchFlag is 0 for an allocation that somebody works in. For a batch job it is 1 and rises by 1 whenever Slurm
+    requeues the job by itself: after a failed launch and, from 24.05 on, when a preempted job ends in its grace time.
+    """
+    return job.get("BatchFlag") != "0"
+
+
+def is_requeueable(job: Dict[str, str]) -> bool:
+    """Whether a job may be requeued; assumed where Slurm does not say otherwise, as trying does no harm."""
+    return job.get("Requeue") != "0"
+
+
 def is_ending(job: Dict[str, str]) -> bool:
     """Whether Slurm has told the processes of a job that still runs to end, or will soon, after its grace time."""
     preempted, start = time_of(job.get("PreemptTime")), time_of(job.get("StartTime"))

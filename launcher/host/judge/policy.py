@@ -33,7 +33,6 @@ from megatron_rl.contract.codes import (
     LOST,
     MISCONFIGURED,
     NODE_FAILURE,
-    PREEMPTED,
     REQUEUE,
     SIGNALLED,
     STOPPED,
@@ -42,7 +41,7 @@ from megatron_rl.contract.codes import (
 
 # What is done about the job: `then` of an end in the ledger
 BY_US = "requeue"  # scontrol requeue
-BY_SLURM = "slurm"  # it requeues the job by itself, or has
+BY_SLURM = "slurm"  # it has requeued the job already
 SUCCESSOR = "successor"  # the job cannot be requeued: another one is submitted
 STAYS = "stays"  # in its allocation: the host side goes on with the nodes that are left
 HELD = "held"  # nobody starts it again before somebody has looked
@@ -57,7 +56,6 @@ CRASHES = 3  # without a new checkpoint
 LOSSES = 5  # of nodes in a row with which one allocation goes on
 LONGEST_BACKOFF_S = 900.0
 ROOM_AGAIN_S = 900.0  # after which a run looks again whether the disk has room
-REQUEUES_PREEMPTED_ITSELF = [24, 5]  # Slurm versions from this one on requeue a preempted job whatever it exits with
 
 
 class Facts(NamedTuple):
@@ -67,8 +65,6 @@ class Facts(NamedTuple):
     can_return: bool = True  # neither a local run or an allocation that somebody works in, nor a job that is over
     requeueable: bool = True
     returning: bool = False  # Slurm has it back in its queue already
-    slurm: Sequence[int] = ()  # version; empty: not known
-    preemption_cancels: bool = False
     bad: Sequence[str] = ()  # nodes that failed the health check
     dead: Sequence[str] = ()  # nodes that Slurm has lost
     suffice: bool = False  # the allocation outlives them, and the others are enough
@@ -113,7 +109,7 @@ def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Optional[Drai
     exclude = tuple(sorted(set(facts.bad) | set(facts.dead)))
     if drain is None and facts.suffice and not facts.returning and _losses(history) < LOSSES:
         return Decision(outcome, cause, STAYS, EXIT_DRAINED, "goes on with the nodes that are left", exclude=exclude)
-    again = Decision(outcome, cause, who_starts_it(cause, facts), EXIT_DRAINED, "", exclude=exclude)
+    again = Decision(outcome, cause, who_starts_it(facts), EXIT_DRAINED, "", exclude=exclude)
     if again.then == OVER:
         return again._replace(message="submit the run again to go on")
     this = AttemptEnd(0, 0.0, outcome, step=verdict.step, checkpoint=facts.checkpoint, cause=cause)
@@ -134,7 +130,7 @@ def _after_crash(history: List[AttemptEnd], verdict: Verdict, cause: Optional[st
     decision = Decision(
         verdict.outcome,
         cause,
-        who_starts_it(cause, facts),
+        who_starts_it(facts),
         EXIT_CRASHED,
         "",
         delay_s=_backoff(facts, crashes),
@@ -171,16 +167,18 @@ def _is_wrong_everywhere(error: Optional[str]) -> bool:
     return re.search(r"enroot-mount:|--container-mounts:", error or "") is not None
 
 
-def who_starts_it(cause: Optional[str], facts: Facts) -> str:
-    """Who starts the job again."""
+def who_starts_it(facts: Facts) -> str:
+    """Who starts the job again.
+
+    A preempted job is requeued by us like any other, although Slurm 24.05 and later requeues one that ends in its grace
+    time by itself. Slurm counts its own requeues in BatchFlag and holds the job once they exceed MaxBatchRequeue
+    (default 5); it does not count `scontrol requeue`.
+    """
     if not facts.can_return:
         return OVER
     if facts.returning:
         return BY_SLURM
-    if not facts.requeueable:
-        return SUCCESSOR
-    by_itself = list(facts.slurm) >= REQUEUES_PREEMPTED_ITSELF and not facts.preemption_cancels
-    return BY_SLURM if cause == PREEMPTED and by_itself else BY_US
+    return BY_US if facts.requeueable else SUCCESSOR
 
 
 def since_held(history: Sequence[LedgerLine]) -> List[AttemptEnd]:

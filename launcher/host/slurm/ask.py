@@ -158,14 +158,6 @@ def step_called(job_id: str, name: str) -> Optional[str]:
     return max(found, key=lambda step: int(step.rpartition(".")[2])) if found else None
 
 
-def version() -> List[int]:
-    """[22, 5, 8]; empty where it cannot be told."""
-    try:
-        return [int(part) for part in re.findall(r"\d+", call(["scontrol", "--version"]))[:3]]
-    except SlurmRefused:
-        return []
-
-
 def _mine(name: str, field: str, *options: str) -> Dict[str, str]:
     """A field, as squeue's --format calls it, of one's own jobs of a name, by id. squeue's own --name takes a comma for
     one between two names. Raises SlurmRefused."""

@@ -63,6 +63,11 @@ def requeue(job_id: str) -> None:
             raise
 
 
+def forbid_requeue(job_id: str) -> None:
+    """Have a job end for good when its script ends."""
+    call(["scontrol", "update", "JobId=" + job_id, "Requeue=0"])
+
+
 def postpone(job_id: str, start: float) -> None:
     """Keep a pending job from starting before a unix time."""
     call(["scontrol", "update", "JobId=" + job_id, "StartTime=" + text_of(start)])

@@ -63,7 +63,6 @@ class World:
         patch.setattr(ask, "ended_as", lambda job_id, began: None)
         patch.setattr(own, "_has_ended", lambda owner, context: True)  # job 7, where job 8 asks
         patch.setattr(ask, "could_start", lambda script, avoid: True)
-        patch.setattr(ask, "version", lambda: [22, 5, 8])
         patch.setattr(tell, "requeue", self._effect("requeue"))
         patch.setattr(tell, "postpone", self._effect("postpone"))
         patch.setattr(tell, "exclude", self._effect("exclude"))

@@ -130,7 +130,7 @@ TABLE: list[tuple[Verdict, str, list[AttemptEnd], int, str, str, float, str, int
     ("verdict", "cause", "before", "checkpoint", "outcome", "then", "delay_s", "without", "code"), TABLE
 )
 def test_what_becomes_of_the_job(verdict, cause, before, checkpoint, outcome, then, delay_s, without, code):
-    decision = decide(before, verdict, asked(cause), Facts(checkpoint, slurm=(22, 5, 8)))
+    decision = decide(before, verdict, asked(cause), Facts(checkpoint))
     told = (decision.outcome, decision.then, decision.delay_s, ",".join(decision.exclude), decision.exit_code)
     assert told == (outcome, then, delay_s, without, code)
     assert decision.message if then == "held" else True, "whoever has to look is told why"
@@ -177,14 +177,11 @@ def test_nodes_that_are_bad_or_dead_are_left_behind(verdict, cause, before, fact
 @pytest.mark.parametrize(
     ("cause", "facts", "then"),
     [
-        ("preempted", Facts(slurm=(22, 5, 8)), "requeue"),
-        ("preempted", Facts(slurm=()), "requeue"),
-        ("preempted", Facts(slurm=(24, 5, 0)), "slurm"),
-        ("preempted", Facts(slurm=(24, 5, 0), preemption_cancels=True), "requeue"),
-        ("time limit", Facts(slurm=(24, 5, 0)), "requeue"),
+        ("preempted", Facts(), "requeue"),
+        ("time limit", Facts(), "requeue"),
         ("requeue", Facts(returning=True), "slurm"),
         ("time limit", Facts(requeueable=False), "successor"),
-        ("preempted", Facts(requeueable=False, slurm=(24, 5, 0)), "successor"),
+        ("preempted", Facts(requeueable=False), "successor"),
         ("time limit", Facts(can_return=False, requeueable=False), "over"),
     ],
 )
