@@ -41,6 +41,13 @@ STUCK = {
     "job requeued in held state": "it was requeued and is held (scontrol requeuehold): scontrol release {id}",
     "job requeued in special exit state": "it was requeued and is held as a special exit: scontrol release {id}",
     "launch failed requeued held": "its start failed and it is held; see slurmd's log, then scontrol release {id}",
+    "launch failure limit exceeded requeued held": (
+        "Slurm has requeued it by itself too often (MaxBatchRequeue) and holds it; see slurmd's log, then scontrol "
+        "release {id}"
+    ),
+    "user env retrieval failed requeued held": (
+        "its node could not read your login environment and it is held; scontrol release {id}"
+    ),
     "PartitionNodeLimit": "it asks for more nodes than its partition ever gives",
     "PartitionTimeLimit": "its time limit is above that of its partition",
     "PartitionConfig": "its partition cannot give what it asks for",
@@ -53,6 +60,9 @@ STUCK = {
     "DeadLine": "its deadline cannot be met",
 }
 """Reasons that stay until somebody acts."""
+
+HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT")
+"""States of a job that waits for somebody to release it, whatever its reason."""
 
 
 def wait_of(job: JobState) -> Wait:
@@ -68,6 +78,8 @@ def wait_of(job: JobState) -> Wait:
     for known, text in WAITS.items():
         if known and job.reason.replace("_", " ").lstrip("(").startswith(known):
             return Wait(text, False)
+    if job.word in HELD:
+        return Wait(f"it is held (Slurm's reason {job.reason or 'is not given'}): scontrol release {job.job_id}", True)
     if job.reason.startswith(("QOS", "Assoc")):
         return Wait(f"a limit of your {'QOS' if job.reason.startswith('QOS') else 'account'} ({job.reason})", False)
     return Wait(WAITS[""] if not job.reason else f"Slurm's reason {job.reason}", False)

@@ -97,6 +97,13 @@ def test_reasons_come_in_several_spellings():
     assert wait_of(waiting(long)).what == "nodes that are down, drained or reserved"
     assert wait_of(waiting("launch_failed_requeued_held")).stuck
     assert wait_of(waiting("job_requeued_in_held_state")).what.endswith("scontrol release 7")
+    assert "MaxBatchRequeue" in wait_of(waiting("launch_failure_limit_exceeded_requeued_held")).what
     assert wait_of(waiting("ReqNodeNotAvail, UnavailableNodes:node[01-02]")).what == WAITS["ReqNodeNotAvail"]
     assert wait_of(waiting("QOSMaxNodePerUserLimit")).what == "a limit of your QOS (QOSMaxNodePerUserLimit)"
     assert wait_of(waiting("SomethingNew")).what == "Slurm's reason SomethingNew"
+
+
+@pytest.mark.parametrize("word", ["REQUEUE_HOLD", "SPECIAL_EXIT"])
+def test_a_job_in_a_held_state_is_stuck_whatever_its_reason(word):
+    wait = wait_of(JobState("7", word, "pending", reason="SomethingNew"))
+    assert wait == ("it is held (Slurm's reason SomethingNew): scontrol release 7", True)
