@@ -47,6 +47,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     \b
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
+    from launcher.host.slurm.call import submitting_environment
     from launcher.runs.attach import command_line, completed, host_of
     from launcher.runs.find import find
     from launcher.runs.state import read_statuses
@@ -92,7 +93,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     click.echo(f"{host}, job {job.job_id}: beside rank {rank} of {role}", err=True)
     try:
         os.chdir(code)
-        os.execvpe(line[0], line, {**os.environ, **variables})
+        os.execvpe(line[0], line, {**submitting_environment(""), **variables})
     except OSError as error:
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
 

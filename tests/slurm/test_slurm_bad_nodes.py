@@ -62,9 +62,10 @@ def test_a_health_check_that_cannot_start_blames_no_node_and_the_run_goes_on_onc
     login.confine(6, 7)
     once = login.home / "once"
     no_health_step(login, f"! [[ -e {once} ]] && touch {once}")
-    run = login.submit(*DEMO)
+    run = login.submit(*DEMO, "job.backoff_s=1")
     wait_until("the first attempt has ended", run.ends, SECONDS)
     assert "is not used" not in run.dir.batch_log.read_text()
+    assert run.ledger()[-1]["error"] == "no node has answered the health check: no step today"
     assert not run.seen()
     assert run.wait() == "COMPLETED", run.log()
     assert run.avoided() == nodes_but(6, 7)
@@ -93,8 +94,8 @@ def test_a_health_check_that_slurm_keeps_waiting_is_given_up(login: Login) -> No
     login.program("timeout", f'exec {login.found("timeout")} "$1" 5 "${{@:3}}"')  # not $2, which is minutes
     once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; {taken}; }}"
     login.profiles["stub"] |= {"health_check": True, "prolog": [f'PATH={login.home}/bin:"$PATH"', once]}
-    run = login.submit(*DEMO[:3], "job.nodes=1", "job.gpus_per_node=1")
+    run = login.submit(*DEMO[:3], "job.nodes=1", "job.gpus_per_node=1", "job.backoff_s=1")
     assert run.wait() == "COMPLETED", run.log()
-    assert run.ends() == [("drained", "bad nodes"), ("finished", None)], run.log()
-    assert "the health check took too long" in run.dir.batch_log.read_text()
+    assert run.ends() == [("crashed", None), ("finished", None)], run.log()
+    assert "the health check: took too long" in run.dir.batch_log.read_text()
     assert run.avoided() == nodes_but(10, 10)

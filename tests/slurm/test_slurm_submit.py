@@ -23,6 +23,8 @@ SHELL = {
     "SBATCH_EXPORT": "NONE",
 }
 """What the user's shell says, against the script."""
+OBEYED_BY_SRUN = {"SBATCH_EXPORT": "NONE", "SLURM_TIMELIMIT": "0:01", "SLURM_PROLOG": "/bin/false"}
+"""What would leave a step without its environment, end it at once, and do as much harm in other ways."""
 ODD = {"ODD1": "$(touch /tmp/mrl-injected)", "ODD2": "two\nlines", "ODD3": 'it\'s "quoted" `id` \\ 100%'}
 
 
@@ -42,6 +44,20 @@ def script(user: Login) -> Path:
     file.write_text(user.call("mrl-submit", *DEMO, "--run-dir", root, "--dry-run", "--script").stdout)
     assert not root.exists()
     return file
+
+
+def test_the_steps_obey_no_variable_of_the_submitting_shell(user: Login, script: Path) -> None:
+    root = user.share / "hostile-shell"
+    user.profiles["stub"]["health_check"] = True
+    text = user.call("mrl-submit", *DEMO, "--run-dir", root, "--dry-run", "--script").stdout
+    user.profiles["stub"]["health_check"] = False
+    file = user.home / "hostile.sbatch"
+    file.write_text(text)
+    job = user.lab.run("sbatch", "--parsable", file, **OBEYED_BY_SRUN).strip()
+    user.jobs.append(job)
+    run = user.adopt(root, job)
+    assert run.wait() == "COMPLETED", run.log()
+    assert run.ends() == [("finished", None)], run.log()
 
 
 @pytest.fixture(scope="module")

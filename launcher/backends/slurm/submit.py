@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -12,19 +11,11 @@ from shutil import which
 from submitit import SlurmExecutor, SlurmJob
 from submitit.helpers import CommandFunction
 
-from launcher.host.slurm.call import OF_ANY_JOB, NoSuchCommand, SlurmSilent, run, unclear
+from launcher.host.slurm.ask import text_of_script
+from launcher.host.slurm.call import NoSuchCommand, SlurmSilent, run, submitting_environment, unclear
+from launcher.host.slurm.formats import id_of_job
 
 SUBMIT_LIMIT_S = 120.0  # sbatch itself tries again while the controller is busy
-DEFAULTS = {
-    "SBATCH_ACCOUNT": "account",
-    "SBATCH_PARTITION": "partition",
-    "SBATCH_QOS": "qos",
-    "SBATCH_RESERVATION": "reservation",
-}
-"""Of the user's shell: what their jobs go by where they say nothing else -> option of sbatch."""
-
-_OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
-
 # The controller may have the request all the same, and take the job later.
 _LATE = re.compile(r"timed out|zero bytes", re.IGNORECASE)
 
@@ -59,17 +50,17 @@ class ScriptExecutor(SlurmExecutor):
     def _submit_command(self, command: str) -> SlurmJob[str]:
         """submitit's own prints sbatch's error, and waits for it for ever."""
         # A node that does not see the run directory must not make another one from the script.
-        prepared = {"MRL_PREPARED": str(self._script.parent)}
+        environ = submitting_environment(text_of_script(str(self._script))) | {"MRL_PREPARED": str(self._script.parent)}
         try:
-            answer = run(self._command, SUBMIT_LIMIT_S, submitting_environment(self._script) | prepared)
+            answer = run(self._command, SUBMIT_LIMIT_S, environ)
         except NoSuchCommand as error:
             raise SubmissionRefused(str(error)) from error
         if answer.code != 0 and _LATE.search(answer.err):
             raise SlurmSilent(answer.err.strip())
         if answer.code != 0:
             raise SubmissionRefused(answer.err or answer.out)
-        job_id = answer.out.strip().rpartition("\n")[2].partition(";")[0]  # "4711" or "4711;cluster"
-        if not job_id.isdecimal():
+        job_id = id_of_job(answer.out)
+        if job_id is None:
             raise unclear(self._command, answer.out)
         self.job_id = job_id
         return SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
@@ -101,19 +92,9 @@ def estimate(script: Path, flags: Sequence[str] = ()) -> tuple[str, str, str]:
         SubmissionRefused: Slurm would not take the job.
         SlurmSilent: sbatch did not answer in time.
     """
-    answer = run(["sbatch", "--test-only", *flags, str(script)], SUBMIT_LIMIT_S, submitting_environment(script))
+    environ = submitting_environment(text_of_script(str(script)))
+    answer = run(["sbatch", "--test-only", *flags, str(script)], SUBMIT_LIMIT_S, environ)
     found = _ESTIMATE.search(answer.err)
     if answer.code != 0 or not found:
         raise SubmissionRefused(answer.err or answer.out)
     return found[1], found[2] or "", found[3]
-
-
-def submitting_environment(script: Path) -> dict[str, str]:
-    """Ours, which the job inherits, without what describes the job that we may be in ourselves, and without SBATCH_*:
-    to sbatch these count for more than the script does."""
-    given = _OPTION.findall(script.read_text(encoding="utf-8"))
-    kept = {name for name, option in DEFAULTS.items() if option not in given}
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_") or name in kept}
-    if "SLURM_JOB_ID" not in environ:
-        return environ
-    return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name in OF_ANY_JOB}

@@ -98,11 +98,14 @@ class Harvest:
         forget_start(each.files)
         number, start = each.files.number, each.starts
         variables = {ATTEMPT_VARIABLE: str(self._attempt.number), START_VARIABLE: str(start)}
-        command, environment = self._steps.elsewhere("harvest-{}".format(number), "$SLURM_JOB_NODELIST", variables)
+        asked = self._settings.options
+        command, environment = self._steps.elsewhere(
+            "harvest-{}".format(number), "$SLURM_JOB_NODELIST", asked, variables
+        )
         log = self._attempt.logs / "infer-{}.job.log".format(number)
-        cpus = environment.get("SRUN_CPUS_PER_TASK")
+        cpus = environment.get("MRL_CPUS_PER_TASK")
         options = [
-            *self._settings.options,
+            *asked,
             "--job-name=" + self._name,
             "--comment=" + str(self._context.run.root),
             "--output=" + str(log).replace("%", "%%"),

@@ -1,5 +1,6 @@
 """Between the beginning of an attempt on Slurm and its training: image, node health, assignment, all-reduce."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,10 +14,12 @@ from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
 from launcher.host.judge.nodes import NotEnoughNodes, assign, skewed_clocks, unfit_nodes
-from launcher.host.process.processes import Child, Fork
+from launcher.host.judge.verdict import describe_exit
+from launcher.host.process.processes import Fork
 from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark_image, mark_ready
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
+from launcher.host.record.logs import LONG_TAIL, reason_of_step, signed, tail
 from launcher.host.record.reading import read_or_raise
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
@@ -26,7 +29,15 @@ from megatron_rl.contract.records import read, write
 from megatron_rl.contract.run_records import PlanRecord
 
 IMPORT_PATIENCE_S = 10.0  # that the import of an image has to clean up when it is cut short
-ENDED_BY_TIMEOUT = (124, 137)  # it ended in time when it was told to, or had to be killed
+ENDED_BY_TIMEOUT = (124, -signal.SIGKILL)  # it ended in time when it was told to, or had to be killed
+
+PURPOSES = {
+    "forget": "removing the containers of earlier attempts",
+    "unpack": "unpacking the image on the nodes",
+    "health": "the health check",
+    "fabric": "the all-reduce between the nodes",
+}
+"""Step of the script -> what it is for."""
 
 
 class Checks(NamedTuple):
@@ -40,7 +51,15 @@ class Checks(NamedTuple):
 
 
 class NotReady(Exception):
-    """The ranks cannot be started; why."""
+    """The ranks cannot be started; why.
+
+    Args:
+        host: the only node that was tried, where it may be to blame.
+    """
+
+    def __init__(self, why: str, host: Optional[str] = None) -> None:
+        super().__init__(why)
+        self.host = host
 
 
 class AskedToLeave(Exception):
@@ -61,7 +80,7 @@ class Preparation:
 
         Raises:
             AskedToLeave: to leave.
-            NotReady: the image is not there.
+            NotReady: the image is not there, or a step could not be started.
             NotEnoughNodes: too few are fit.
             OSError: the file system fails.
         """
@@ -72,7 +91,7 @@ class Preparation:
         if self._checks.image is not None:
             self.forget_containers(fit)
         if self._checks.unpack:
-            self._wait_for(self._steps.start("unpack", fit), "unpacking the image on the nodes")
+            self._run_step("unpack", fit)
         if self._checks.fabric:
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()
@@ -81,7 +100,7 @@ class Preparation:
 
     def forget_containers(self, hosts: List[str]) -> None:
         """Remove what attempts of this and of other jobs of ours have left on the nodes."""
-        self._wait_for(self._steps.start("forget", hosts), "removing the containers of earlier attempts")
+        self._run_step("forget", hosts)
 
     def _import_image(self, reference: str) -> None:
         """Have the image imported once for all jobs and attempts; afterwards this only finds the file."""
@@ -98,18 +117,22 @@ class Preparation:
         finally:
             fork.end(IMPORT_PATIENCE_S)
         if fork.failed:
-            print("error: {}".format(fork.text), file=sys.stderr)
             raise NotReady("the container image is not there: {}".format(fork.text.strip().split("\n")[-1]))
         write_atomic(self._attempt.image, fork.text + "\n")
         mark_image(self._attempt, time.time())
 
     def _check_and_assign(self, check: str, hosts: List[str]) -> NodeAssignment:
-        """Have the nodes checked, and give every step its own."""
+        """Have the nodes checked, and give every step its own. Raises as `run`."""
         began = time.time()
-        what = {"health": "the health check", "fabric": "the all-reduce between the nodes"}[check]
-        self._wait_for(self._steps.start(check, hosts), what)  # a check that is cut short would condemn its nodes
+        failure = self._run_step(check, hosts)  # a check that is cut short would condemn its nodes
         if check == "health":
-            for line in skewed_clocks(read_node_reports(self._attempt), began, time.time()):
+            reports = read_node_reports(self._attempt)
+            if not (reports.nodes or reports.unreadable):  # it is the step that failed, and not all nodes at once
+                self._runner.wait_for_reason()
+                self._leave_if_asked()
+                why = failure or "it left no report"
+                raise NotReady("no node has answered the health check: {}".format(why), only(hosts))
+            for line in skewed_clocks(reports, began, time.time()):
                 print("warning: {}".format(line))
         return self._assign(self._context.hosts)
 
@@ -120,12 +143,7 @@ class Preparation:
             checked: hosts that should have reported.
         """
         context, attempt = self._context, self._attempt
-        reports = read_node_reports(attempt)
-        answered = bool(reports.nodes or reports.unreadable)
-        if checked and not answered:  # it is the check that failed, and not all nodes at once
-            self._runner.wait_for_reason()
-            self._leave_if_asked()
-        unfit = unfit_nodes(reports, checked) if answered else {}
+        unfit = unfit_nodes(read_node_reports(attempt), checked)
         unfit.update(self._failed_before())
         self._job.unfit = unfit
         for host, why in sorted(unfit.items()):
@@ -134,8 +152,6 @@ class Preparation:
         if plan is None:
             raise FileNotFoundError("{}: there is no plan".format(context.run.plan))
         try:
-            if checked and not answered:
-                raise NotEnoughNodes("no node has answered the health check")
             assignment = assign(plan, context.hosts, unfit, context.given)
         except NotEnoughNodes as error:
             write(attempt.nodes, NodeAssignment(0, {}, [], unfit))
@@ -162,12 +178,21 @@ class Preparation:
         excluded = just_excluded(history, last)
         return {host: why for host in excluded if host in self._context.hosts and (wanted is None or host in wanted)}
 
-    def _wait_for(self, child: Child, what: str) -> None:
+    def _run_step(self, name: str, hosts: List[str]) -> Optional[str]:
+        """Run a step on nodes to its end; why it failed, if it did. Raises AskedToLeave, OSError."""
+        said = self._attempt.logs / "{}.srun.log".format(name)
+        child = self._steps.start(name, hosts, errors=str(said))
         self._wait(lambda: child.exit_code() is not None)
-        code = child.exit_code()
+        code = signed(child.exit_code() or 0)
+        sys.stderr.write(tail(said, LONG_TAIL))
         if code in ENDED_BY_TIMEOUT:
-            why = "a node does not answer, or Slurm calls it busy with another step"
-            print("error: {} took too long and was ended: {}".format(what, why), file=sys.stderr)
+            why = "took too long and was ended: a node does not answer, or Slurm calls it busy with another step"
+        elif code:
+            why = reason_of_step(self._attempt.logs, name) or describe_exit(code)
+        else:
+            return None
+        print("{}: {}".format(PURPOSES[name], why), file=sys.stderr)
+        return why
 
     def _wait(self, ended: Callable[[], bool]) -> None:
         """Raises AskedToLeave when the attempt is asked to leave meanwhile."""
@@ -179,3 +204,8 @@ class Preparation:
         self._runner.look(time.time())
         if self._runner.request is not None:
             raise AskedToLeave()
+
+
+def only(hosts: List[str]) -> Optional[str]:
+    """The only one of these; None where there are more."""
+    return hosts[0] if len(hosts) == 1 else None

@@ -100,7 +100,7 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
     except OSError:
         forget_attempt(attempt)
         raise
-    began, code, unready = time.time(), None, None
+    began, code, unready, unready_host = time.time(), None, None, None
     job = SlurmJob(context, settings.notice, settings.backoff, settings.outlives_nodes)
     steps = SlurmSteps(context, settings.script, attempt, lock)
     silence_limit = float(context.environ.get(SILENCE_VARIABLE, "0"))
@@ -126,7 +126,8 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
     except (AskedToLeave, NotEnoughNodes):
         pass
     except NotReady as error:
-        unready = str(error)
+        unready, unready_host = str(error), error.host
+        print("error: {}".format(unready), file=sys.stderr)
     except (OSError, SlurmRefused) as error:
         unready = "{}: {}".format(context.batch_host, error)
         print("error: {}".format(unready), file=sys.stderr)
@@ -138,7 +139,8 @@ def run_attempt(context: JobContext, settings: JobSettings, signals: Signals, lo
         traceback.print_exc()
     steps.stop_all()
     signals.take()  # what comes from here on is for an attempt that follows
-    return close(context.run, attempt, job, runner.observed(code, unready), runner.request, began)
+    observed = runner.observed(code, unready)._replace(unready_host=unready_host)
+    return close(context.run, attempt, job, observed, runner.request, began)
 
 
 def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:

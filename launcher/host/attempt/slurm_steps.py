@@ -22,6 +22,9 @@ from megatron_rl.contract.paths import Attempt
 LEAVE_LIMIT_S = 30.0  # that the srun of a step has to end when it is told to; Slurm ends what is left
 DOCUMENT_LIMIT_S = 30.0
 
+# The script is always run by `bash -p`, which reads no BASH_ENV and takes no functions from the environment: what they
+# print would be a part of a document, and what they do a part of a step.
+
 
 class Script:
     """The sbatch script that started this process: it says what each step is."""
@@ -56,7 +59,7 @@ class SlurmSteps(Steps):
         self._folder: Optional[str] = None
         self._killed = False
         if context.given:
-            self._environ["SLURM_OVERLAP"] = "1"  # Slurm still counts the CPUs of the step that was lost as busy (seen)
+            self._environ["MRL_OVERLAP"] = "1"  # Slurm still counts the CPUs of the step that was lost as busy (seen)
 
     def use_code(self, code: CodePaths) -> None:
         """Have the steps work in, and import from, this snapshot."""
@@ -79,7 +82,7 @@ class SlurmSteps(Steps):
         """
         self._stop([name], 0.0)
         child = Child(
-            ["bash", self._script.path, "step", name, ",".join(hosts)],
+            ["bash", "-p", self._script.path, "step", name, ",".join(hosts)],
             dict(self._environ, **(variables or {})),
             errors=errors,
             folder=self._folder,
@@ -89,11 +92,18 @@ class SlurmSteps(Steps):
         self._children[name] = child
         return child
 
-    def elsewhere(self, name: str, hosts: str, variables: Dict[str, str]) -> Tuple[List[str], Dict[str, str]]:
-        """What another job runs, and with which environment, to run a step of ours on nodes of its own; shell that says
-        which they are is `hosts`."""
-        command = ["bash", "-c", 'exec bash "$0" step "$1" "{}"'.format(hosts), self._script.path, name]
-        return command, dict(submitting_environment(self._environ), **variables)
+    def elsewhere(
+        self, name: str, hosts: str, options: Sequence[str], variables: Dict[str, str]
+    ) -> Tuple[List[str], Dict[str, str]]:
+        """The command of another job that runs a step of ours on nodes of its own, and the environment to submit it in.
+
+        Args:
+            hosts: shell that says which nodes it has.
+            options: of sbatch, for that job.
+            variables: that the step has beside the others'.
+        """
+        command = ["bash", "-pc", 'exec bash -p "$0" step "$1" "{}"'.format(hosts), self._script.path, name]
+        return command, dict(submitting_environment("\n".join(options), self._environ), **variables)
 
     @property
     def folder(self) -> str:

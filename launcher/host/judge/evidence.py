@@ -39,6 +39,7 @@ class AttemptEvidence(NamedTuple):
     code: Optional[int] = None  # what the training step ended with; negative: a signal; None: it never began
     last_words: str = ""  # of srun about the step
     unready: Optional[str] = None  # why it never began
+    unready_host: Optional[str] = None  # the only node that was tried, where it may be to blame for that
     late: Optional[str] = None  # why ranks had to be ended that should have saved; None: that explains nothing
     in_container: bool = False
     unseen: Optional[str] = None  # what is said where nobody saw the end, and the ranks left no word; None: it was seen

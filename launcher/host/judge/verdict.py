@@ -160,7 +160,8 @@ def _unrecorded(evidence: AttemptEvidence) -> Verdict:
     if evidence.drain is not None and (evidence.code is None or evidence.code < 0):
         return Verdict(DRAINED)  # asked to leave, and gone before anything could be saved
     if evidence.code is None and not evidence.exits:
-        return Verdict(CRASHED, None, evidence.unready or "the steps could not be started")
+        why = evidence.unready or "the steps could not be started"
+        return Verdict(CRASHED, None, why, node=evidence.unready_host)
     if evidence.exits:
         codes = sorted({ended.code for ended in evidence.exits})
         return Verdict(CRASHED, None, "the ranks left (exit code {}) without recording an outcome".format(codes))

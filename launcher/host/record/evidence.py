@@ -35,6 +35,7 @@ class Observed(NamedTuple):
     exits: Optional[List[RankExit]] = None  # None: srun's words have to tell
     code: Optional[int] = None  # of the training step
     unready: Optional[str] = None
+    unready_host: Optional[str] = None  # where that may be to blame
     late: Optional[str] = None
     unseen: Optional[str] = None
     hang: Optional[Hang] = None
@@ -80,8 +81,9 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Optional[Drain]
         hang=observed.hang or hang,
         exits=exits,
         code=observed.code,
-        last_words=last_words(attempt),
+        last_words=last_words(attempt.srun),
         unready=observed.unready,
+        unready_host=observed.unready_host,
         late=observed.late,
         unseen=observed.unseen,
         in_container=attempt.image.exists(),

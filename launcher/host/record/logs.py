@@ -52,16 +52,33 @@ def tail(path: Path, size: int) -> str:
 
 
 def last_line(attempt: RankFiles, rank: int) -> str:
-    """The line of a rank's log that tells how it ended: the last with anything in it, or why its container did not
-    start; empty where there is none."""
-    lines = [line.strip() for line in tail(attempt.log(rank), TAIL).split("\n") if line.strip()]
+    """The line of a rank's log that tells how it ended; empty where there is none."""
+    return _end_of_log(attempt.log(rank))
+
+
+def _end_of_log(path: Path) -> str:
+    """The last line with anything in it, or why a container did not start."""
+    lines = [line.strip() for line in tail(path, TAIL).split("\n") if line.strip()]
     return (reason_of_container(lines) or (lines or [""])[-1])[:LINE_LIMIT]
 
 
-def last_words(attempt: RankFiles) -> str:
-    """The last that srun said of the step itself; empty where it said nothing."""
-    lines = [line.strip() for line in tail(attempt.srun, TAIL).split("\n") if line.strip()]
+def last_words(srun: Path) -> str:
+    """The last that srun said of a step itself; empty where it said nothing."""
+    lines = [line.strip() for line in tail(srun, TAIL).split("\n") if line.strip()]
     return re.sub(r"^srun: (error: )?", "", (lines or [""])[-1])[:LINE_LIMIT]
+
+
+def reason_of_step(logs: Path, name: str) -> str:
+    """Why a step of the host side failed: the end of the log of its first task that did, else srun's last line; empty
+    where nobody said anything.
+
+    Args:
+        logs: folder of the attempt's logs, `NAME.srun.log` and `NAME.TASK.log` among them.
+    """
+    srun = logs / "{}.srun.log".format(name)
+    failed = parse_first_exit(tail(srun, LONG_TAIL))
+    of_task = _end_of_log(logs / "{}.{}.log".format(name, failed.rank)) if failed is not None else ""
+    return of_task or last_words(srun)
 
 
 def timed_out_collective(attempt: RankFiles, rank: int) -> Optional[str]:

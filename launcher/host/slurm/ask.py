@@ -115,12 +115,21 @@ def could_start(script: str, avoid: Sequence[str]) -> bool:
     SlurmSilent."""
     options = ["--test-only"] + (["--exclude=" + ",".join(avoid)] if avoid else [])
     try:
-        call(["sbatch"] + options + [script], submitting_environment())
+        call(["sbatch"] + options + [script], submitting_environment(text_of_script(script)))
     except SlurmSilent:
         raise
     except SlurmRefused as error:
         return _TOO_FEW.search(str(error)) is None
     return True
+
+
+def text_of_script(script: str) -> str:
+    """The text of a script; empty where it cannot be read: sbatch refuses that one itself."""
+    try:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def waiting_for(job_id: str, name: str) -> List[str]:

@@ -12,12 +12,26 @@ LIMIT_S = 30.0  # a busy controller answers late, a dead one never
 PATIENCE_S = 120.0  # over which a silent controller is asked again where much hangs on its answer
 ASK_AGAIN_S = 5.0
 
-SHAPING = ("SQUEUE_", "SACCT_", "SCONTROL_", "SCANCEL_", "SINFO_")  # what a user sets to shape the commands' output
+# Beginnings of the variables that Slurm's commands, and pyxis in srun, obey: options that a shell gives to every
+# command, the form of what is printed, and what describes the job that this process is in. SLURM_TIMELIMIT=1 would end
+# every step after a minute, SLURM_EXPORT_ENV=NONE start it without a PATH, SINFO_PARTITION hide nodes. The sbatch
+# script does the same for its steps (`forget_options`).
+OBEYED = (
+    *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCONTROL_", "SCANCEL_", "SINFO_"),
+    *("SLURMD_DEBUG", "PYXIS_", "_SLURM_SPANK_OPTION_"),
+)
+# Those among them that say where Slurm is and who asks.
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_")
+# A user's defaults for their jobs -> the option of sbatch that each stands for where a script does not give it.
+DEFAULTS = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+}
+OF_AN_ATTEMPT = ("MRL_ATTEMPT", "MRL_STEP", "MRL_START", "MRL_OVERLAP")
 
-# Of the environment that a job passes on to one that it submits
-OF_THIS_JOB = ("SLURM_", "SBATCH_", "MRL_ATTEMPT", "MRL_STEP")
-OF_ANY_JOB = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
-
+_OPTION = re.compile(r"^(?:#SBATCH )?--([a-z-]+)", re.MULTILINE)
 _SILENT = re.compile(
     r"timed out|unable to contact|connection refused|communication|zero bytes|temporarily|try again", re.IGNORECASE
 )
@@ -103,12 +117,24 @@ def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result
 
 
 def asking_environment() -> Dict[str, str]:
-    """Our environment without what shapes the output of Slurm's commands."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(SHAPING)}
-    return dict(kept, SLURM_TIME_FORMAT="standard", LC_ALL="C")
+    """Our environment without what Slurm's commands obey: they answer in the form that we read."""
+    return dict(_without_options(os.environ), SLURM_TIME_FORMAT="standard", LC_ALL="C")
 
 
-def submitting_environment(environ: Optional[Mapping[str, str]] = None) -> Dict[str, str]:
-    """An environment, by default ours, without what describes the job that we are in."""
+def submitting_environment(options: str, environ: Optional[Mapping[str, str]] = None) -> Dict[str, str]:
+    """The environment in which sbatch submits a job, which inherits it: to sbatch, variables count for more than the
+    script does.
+
+    Args:
+        options: the job's own, a line each: the text of its script, for example.
+        environ: the environment to start from; default: ours.
+    """
     environ = os.environ if environ is None else environ
-    return {key: value for key, value in environ.items() if key in OF_ANY_JOB or not key.startswith(OF_THIS_JOB)}
+    given = _OPTION.findall(options)
+    kept = {name: value for name, value in _without_options(environ).items() if name not in OF_AN_ATTEMPT}
+    defaults = {name: environ[name] for name, option in DEFAULTS.items() if name in environ and option not in given}
+    return dict(kept, **defaults)
+
+
+def _without_options(environ: Mapping[str, str]) -> Dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(KEPT) or not name.startswith(OBEYED)}

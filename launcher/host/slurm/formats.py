@@ -61,6 +61,13 @@ def _numbers(ranges: str) -> List[str]:
     return numbers
 
 
+def id_of_job(told: str) -> Optional[str]:
+    """The id in what `sbatch --parsable` prints: `4711` or `4711;cluster`, perhaps below a banner of the site's. None:
+    it holds none."""
+    job_id = told.strip().rpartition("\n")[2].partition(";")[0].strip()
+    return job_id if job_id.isdecimal() else None
+
+
 def is_dead(state: str) -> bool:
     """Whether Slurm's word for a node means that no step can start there."""
     return state.endswith("*") or state.startswith(("down", "unknown"))

@@ -4,9 +4,9 @@ import os
 import shlex
 from typing import Dict, Optional, Sequence
 
-from launcher.host.slurm.ask import step_called, steps_of
+from launcher.host.slurm.ask import step_called, steps_of, text_of_script
 from launcher.host.slurm.call import SlurmRefused, call, submitting_environment, unclear
-from launcher.host.slurm.formats import text_of
+from launcher.host.slurm.formats import id_of_job, text_of
 from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 
 
@@ -100,13 +100,14 @@ def submit_successor(
     options += ["--begin=" + text_of(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
     command = ["sbatch"] + options + [script]
-    told = call(command, dict(submitting_environment(), **dict({SUCCEEDS_VARIABLE: job_id}, **environment)))
+    inherited = submitting_environment(text_of_script(script))
+    told = call(command, dict(inherited, **dict({SUCCEEDS_VARIABLE: job_id}, **environment)))
     return _id_of(command, told)
 
 
 def _id_of(command: Sequence[str], told: str) -> str:
     """Of the job that sbatch --parsable tells of."""
-    fresh = told.strip().partition(";")[0]
-    if not fresh.isdigit():
+    fresh = id_of_job(told)
+    if fresh is None:
         raise unclear(command, told)
     return fresh

@@ -365,7 +365,7 @@ class TestForget:
         script = tmp_path / "job.sbatch"
         script.write_text(render(a_job("demo")))
         environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}
-        environ["MRL_RUN_DIR"] = str(tmp_path)
+        environ |= {"MRL_RUN_DIR": str(tmp_path), "MRL_CPUS_PER_TASK": "1"}
         (tmp_path / "attempts" / "003").mkdir(parents=True)
         (tmp_path / "attempts" / "003" / "image").write_text("/i.sqsh\n")
         subprocess.run(["bash", script, "step", "forget", "node01"], env=environ, timeout=10, check=False)
@@ -378,6 +378,48 @@ class TestForget:
 
     def test_nothing_else_does(self, tmp_path):
         assert self.forget(tmp_path, self.OTHERS) == []
+
+
+class TestEnvironmentOfSteps:
+    """What srun finds in its environment, whoever submitted the job."""
+
+    def of_srun(self, tmp_path: Path, **changes: str) -> dict[str, str]:
+        srun = tmp_path / "srun"
+        srun.write_text(f"#!/bin/sh\nenv -0 >{tmp_path}/environ\n")
+        srun.chmod(0o755)
+        script = tmp_path / "job.sbatch"
+        script.write_text(render(a_job("demo", on=profile("plain"))))
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        ours = {"MRL_RUN_DIR": str(tmp_path), "MRL_ATTEMPT": "3", "MRL_CPUS_PER_TASK": "4"}
+        environ = {**clean, **ours, "PATH": f"{tmp_path}:{os.environ['PATH']}", **changes}
+        command = ["bash", "-p", script, "step", "train", "n1,n2"]
+        subprocess.run(command, env=environ, timeout=10, check=True, capture_output=True)
+        pairs = (line.partition("=") for line in (tmp_path / "environ").read_text().split("\0"))
+        return {name: value for name, _, value in pairs}
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("SLURM_TIMELIMIT", "SLURM_EXIT_ERROR", "SLURM_NTASKS", "SLURM_DISTRIBUTION", "SLURM_MEM_PER_CPU"),
+            *("SLURM_UNBUFFEREDIO", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_OVERLAP", "SLURM_PROLOG"),
+            *("SRUN_EXPORT_ENV", "SRUN_OUTPUT", "PYXIS_CONTAINER_NAME", "_SLURM_SPANK_OPTION_pyxis_container_image"),
+            *("SLURM_OF_A_LATER_VERSION", "SLURMD_DEBUG"),
+        ],
+    )
+    def test_it_obeys_no_shell(self, tmp_path: Path, name: str) -> None:
+        assert name not in self.of_srun(tmp_path, **{name: "1"})
+
+    @pytest.mark.parametrize(
+        "name", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_CONF", "SLURM_MEM_PER_NODE", "SLURM_HINT", "SLURM_JWT"]
+    )
+    def test_it_finds_the_job_and_its_memory(self, tmp_path: Path, name: str) -> None:
+        assert self.of_srun(tmp_path, **{name: "1"})[name] == "1"
+
+    def test_the_ranks_get_the_whole_environment_and_their_cpus(self, tmp_path: Path) -> None:
+        found = self.of_srun(tmp_path, SLURM_EXPORT_ENV="NONE", SLURM_CPUS_PER_TASK="1", MRL_OVERLAP="1")
+        assert found["SLURM_EXPORT_ENV"] == "ALL"
+        assert found["SRUN_CPUS_PER_TASK"] == found["SLURM_CPUS_PER_TASK"] == "4"
+        assert found["SLURM_OVERLAP"] == "1"
 
 
 def test_slurm_shows_an_evaluation_as_what_it_is():

@@ -53,7 +53,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def harvest(tmp_path: Path, most: int = 2) -> Harvest:
-    environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "MRL_RUN_DIR": "x", "SRUN_CPUS_PER_TASK": "4"}
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "MRL_RUN_DIR": "x", "MRL_CPUS_PER_TASK": "4"}
     run = RunDir(tmp_path / "run")
     context = JobContext(run, "lab", "7", ["n1"], environ=environ)
     attempt = run.attempt(3)

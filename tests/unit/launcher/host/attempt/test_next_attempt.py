@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from launcher.host.attempt import own, slurm_run
 from launcher.host.attempt import runner as runner_module
 from launcher.host.attempt.begin import begin_attempt, next_attempt
 from launcher.host.attempt.job_context import JobContext, Refused
-from launcher.host.attempt.prepare import Checks, Preparation
+from launcher.host.attempt.prepare import Checks, NotReady, Preparation
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_run import without_dead_nodes
@@ -23,9 +25,10 @@ from launcher.host.slurm import ask, call
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, NodeHealth, Requeued
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import append, if_readable, read, write
+from megatron_rl.contract.records import ABSENT, append, if_readable, read, write
 from megatron_rl.contract.run_records import Owner, PlanRecord, PlanStep, RunIdentity
 
+NO_CHECKS, HEALTH = Checks(), Checks(health=True)
 PLAN = PlanRecord(2, 1, 1, [PlanStep("train", [0, 1], 1)])
 
 
@@ -63,21 +66,28 @@ def test_a_request_between_two_attempts_of_an_allocation_is_for_the_second(
     assert request is None or (request.cause, request.by) == ("cancelled", "you")
 
 
-def prepare(context: JobContext, attempt: Attempt, **checks: bool) -> tuple[AttemptRunner, NodeAssignment | None]:
-    """The assignment of an attempt whose checks have run."""
+def prepare(
+    context: JobContext, attempt: Attempt, checks: Checks = NO_CHECKS, step: str = ""
+) -> tuple[AttemptRunner, NodeAssignment | None]:
+    """The assignment of an attempt whose checks have run.
+
+    Args:
+        step: shell that stands for the srun of each step: its name is $2, its nodes are $3.
+    """
+    script = attempt.folder / "job.sbatch"
+    script.write_text(step)
     job = SlurmJob(context, notice=60.0, backoff=30.0, outlives_nodes=False)
-    steps = SlurmSteps(context, Script("no script"), attempt, lock=0)
+    steps = SlurmSteps(context, Script(str(script)), attempt, lock=os.open(os.devnull, os.O_RDONLY))
     runner = AttemptRunner(attempt, steps, job, Signals(()), silence_limit=0.0)
-    preparation = Preparation(context, Checks(), runner, steps, job)
     try:
-        return runner, preparation._assign(context.hosts) if checks else preparation.run()
+        return runner, Preparation(context, checks, runner, steps, job).run()
     except NotEnoughNodes:
         return runner, None
 
 
-def assigned(context: JobContext, **checks: bool) -> NodeAssignment:
+def assigned(context: JobContext) -> NodeAssignment:
     attempt = begun(context)
-    _, assignment = prepare(context, attempt, **checks)
+    _, assignment = prepare(context, attempt)
     assert assignment is not None
     assert read(NodeAssignment, attempt.nodes) == assignment
     return assignment
@@ -117,20 +127,29 @@ def test_a_node_is_not_held_against_a_job_for_ever(context: JobContext, by: str)
     assert assigned(context).bad == {}
 
 
-def test_reports_of_the_health_check_decide_and_none_at_all_blames_nobody(
-    context: JobContext, monkeypatch: pytest.MonkeyPatch
+def test_a_node_that_does_not_answer_the_health_check_is_not_used(context: JobContext) -> None:
+    attempt = begun(context)
+    attempt.health("n1").parent.mkdir()
+    for host in ("n1", "n3"):
+        write(attempt.health(host), NodeHealth(host, time.time(), True, []))
+    _, assignment = prepare(context, attempt, HEALTH, "exit 1")
+    assert assignment is not None
+    assert (assignment.steps, set(assignment.bad)) == ({"train": ["n1", "n3"]}, {"n2"})
+
+
+@pytest.mark.parametrize(("hosts", "blamed"), [(["n1", "n2", "n3"], None), (["n1"], "n1")])
+def test_a_health_check_that_cannot_start_is_a_failed_launch_and_says_why(
+    context: JobContext, monkeypatch: pytest.MonkeyPatch, hosts: list[str], blamed: str | None
 ) -> None:
     monkeypatch.setattr(runner_module, "SIGNAL_S", 0.0)
     attempt = begun(context)
-    runner, assignment = prepare(context, attempt, health=True)
-    assert (assignment, read(NodeAssignment, attempt.nodes).bad) == (None, {})
-    assert runner.request is not None and runner.request.cause == "bad nodes"
-    attempt.health("n1").parent.mkdir()
-    for host in ("n1", "n3"):
-        write(attempt.health(host), NodeHealth(host, 0.0, True, []))
-    _, assignment = prepare(context, attempt, health=True)
-    assert assignment is not None
-    assert (assignment.steps, set(assignment.bad)) == ({"train": ["n1", "n3"]}, {"n2"})
+    log = "slurmstepd: error: execve(): python3: No such file or directory"
+    words = "srun: error: n1: task 0: Exited with exit code 2"
+    step = f'echo "{log}" >>{attempt.logs}/health.0.log; echo "{words}" >&2; exit 2'
+    with pytest.raises(NotReady, match=r"no node has answered the health check: .*execve.*python3") as caught:
+        prepare(context._replace(hosts=hosts), attempt, HEALTH, step)
+    assert caught.value.host == blamed
+    assert read(NodeAssignment, attempt.nodes) is ABSENT, "no node is bad"
 
 
 def test_the_nodes_that_are_left_are_asked_for_until_slurm_answers(context: JobContext, monkeypatch) -> None:

@@ -130,16 +130,22 @@ def test_a_successor_knows_nothing_of_the_job_that_submits_it(tmp_path, monkeypa
     tool = tmp_path / "sbatch"
     tool.write_text(f'#!/bin/sh\nenv >{tmp_path}/environ\necho "$*" >{tmp_path}/words\necho "8;lab"\n')
     tool.chmod(0o755)
-    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3"}.items():
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=gpu\n")
+    ours = {"SLURM_JOB_ID": "7", "MRL_ATTEMPT": "3", "SLURM_UMASK": "0", "SBATCH_EXPORT": "NONE"}
+    defaults = {"SBATCH_ACCOUNT": "team", "SBATCH_PARTITION": "other"}
+    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", **ours, **defaults}.items():
         monkeypatch.setenv(name, value)
-    job_id = tell.submit_successor("7", "/runs/it/job.sbatch", "it", "mrl:1", None, ["n1"], {"MRL_HOST_FAULTS": "1"})
+    job_id = tell.submit_successor("7", str(script), "it", "mrl:1", None, ["n1"], {"MRL_HOST_FAULTS": "1"})
     assert job_id == "8"
     words = (tmp_path / "words").read_text().split()
     options = ["--parsable", "--dependency=afterany:7", "--job-name=it", "--comment=mrl:1", "--exclude=n1"]
-    assert words == [*options, "/runs/it/job.sbatch"]
+    assert words == [*options, str(script)]
     environ = dict(line.split("=", 1) for line in (tmp_path / "environ").read_text().splitlines())
     assert (environ["MRL_SUCCEEDS"], environ["MRL_HOST_FAULTS"]) == ("7", "1")
-    assert not {"SLURM_JOB_ID", "MRL_ATTEMPT"} & set(environ)
+    assert not {*ours} & {*environ}
+    assert environ["SBATCH_ACCOUNT"] == "team", "the user's default, where the script says nothing"
+    assert "SBATCH_PARTITION" not in environ, "to sbatch it would count for more than the script does"
 
 
 def test_a_silent_command_is_ended_in_its_own_limit(scontrol):
@@ -151,8 +157,15 @@ def test_a_silent_command_is_ended_in_its_own_limit(scontrol):
 def test_the_users_own_output_settings_do_not_reach_slurm(scontrol, monkeypatch):
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    scontrol('echo "${SQUEUE_FORMAT-unset} $SLURM_TIME_FORMAT"')
-    assert run(["scontrol"]).out == "unset standard\n"
+    monkeypatch.setenv("SLURM_TIMELIMIT", "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/ours.conf")
+    scontrol('echo "${SQUEUE_FORMAT-unset} $SLURM_TIME_FORMAT ${SLURM_TIMELIMIT-unset} $SLURM_CONF"')
+    assert run(["scontrol"]).out == "unset standard unset /etc/ours.conf\n"
+
+
+def test_a_banner_of_the_site_does_not_hide_the_id_of_a_job(slurm_says):
+    slurm_says("sbatch", "echo 'welcome to the cluster'; echo '4711;lab'")
+    assert tell.submit_command([], ["true"], dict(os.environ)) == "4711"
 
 
 @pytest.mark.parametrize(
