@@ -7,8 +7,11 @@ from torch import Tensor
 from megatron_rl.algorithms.config import KlEstimator
 
 LARGEST_D = 20.0
-"""k3 takes d for no more than this: exp of 88 is infinite in fp32, and a token the policy all but dropped would decide
-the step alone."""
+"""Largest d that k3 exponentiates: exp(88) is infinite in fp32, and infinity times a gradient of 0 is NaN."""
+LARGEST_K3 = 10.0
+"""Largest penalty k3 gives a token, reached at d = 2.61 and at d = -11. Beyond it the gradient is 0; without the bound
+one token that the policy all but dropped would decide the step alone (at d = 15 its gradient is -3.27e6). verl, NeMo-RL
+and SkyRL use the same two bounds."""
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
@@ -24,7 +27,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -
         k1 = -d              g              zero: noise that pulls nowhere. Useful as a value, not as a penalty
         k2 = d^2 / 2         -d g           the gradient of KL(policy || reference)
         k3 = exp(d) - d - 1  (1 - exp(d)) g the gradient of KL(reference || policy): the same minimum and, close
-                                            to it, the same pull; unbounded where the policy drops a token
+                                            to it, the same pull. Bounded: min(k3, 10), with gradient 0 above 10
 
     Off policy the averages are those of the policy that sampled: no importance ratio is applied here.
 
@@ -43,4 +46,4 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -
             return d.square() / 2
         case "k3":
             d = d.clamp(max=LARGEST_D)
-            return d.expm1() - d
+            return (d.expm1() - d).clamp(max=LARGEST_K3)

@@ -1,5 +1,7 @@
 """KL estimators: what they estimate, and what their gradient really pulls towards."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -82,3 +84,13 @@ def test_k3_keeps_its_digits_close_to_the_reference():
     d = 1e-4
     value = kl_penalty(torch.tensor([0.0]), torch.tensor([d]), "k3").item()
     assert value == pytest.approx(d**2 / 2 + d**3 / 6, rel=2e-3)
+
+
+@pytest.mark.parametrize("d", [-40.0, -11.1, -10.9, -2.0, 1.0, 2.6, 2.62, 15.0, 30.0, 200.0])
+def test_k3_is_bounded_and_has_no_gradient_beyond_its_bound(d):
+    logprobs = torch.tensor([0.0]).requires_grad_()
+    penalty = kl_penalty(logprobs, torch.tensor([d]), "k3")
+    penalty.sum().backward()
+    exact = math.exp(d) - d - 1
+    assert penalty.item() == pytest.approx(min(exact, 10.0), rel=1e-5)
+    assert logprobs.grad.item() == pytest.approx(1 - math.exp(d) if exact < 10 else 0.0, rel=1e-5)

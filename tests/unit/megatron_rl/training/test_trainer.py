@@ -117,7 +117,7 @@ def naive_loss(
         with torch.no_grad():
             theirs, _ = padded_logprobs(reference, groups, config.sampling.temperature)
         d = theirs - logprobs
-        loss = loss + grpo.kl_beta * (d**2 / 2 if grpo.kl_estimator == "k2" else d.exp() - d - 1)
+        loss = loss + grpo.kl_beta * (d**2 / 2 if grpo.kl_estimator == "k2" else (d.exp() - d - 1).clamp(max=10))
     loss = loss + grpo.entropy_coefficient * logprobs.exp() * logprobs
     if grpo.reduction == "token":
         return (loss * mask).sum() / mask.sum()
