@@ -33,8 +33,9 @@ class OverlongConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Draw further prompts in place of groups whose rewards are all equal (DAPO): at once as many as probably suffice,
-    by the share that had signal so far. Groups that are drawn too much begin the next step."""
+    """Draw further prompts in place of groups whose rewards, before any overlong penalty, are all equal (DAPO): at once
+    as many as probably suffice, by the share that had signal so far. Groups that are drawn too much begin the next
+    step."""
 
     enabled: bool = False
     max_rounds: PositiveInt = 8

@@ -26,7 +26,7 @@ class GroupRewards:
     scored: Tensor
     """[trajectories] fp32, as the environment scored them."""
     shaped: Tensor
-    """[trajectories] fp32, less the overlong penalty: what advantages and signal are made of."""
+    """[trajectories] fp32, less the overlong penalty: what advantages are computed from."""
 
 
 def group_rewards(groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlong: OverlongConfig) -> GroupRewards:
@@ -46,11 +46,11 @@ def group_rewards(groups: Sequence[TrajectoryGroup], max_new_tokens: int, overlo
 
 
 def has_signal(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Which groups have rewards that differ by more than rounding, [groups] bool: dynamic sampling keeps these (arXiv
-    2503.14476), and the advantages of all others are 0.
+    """Which groups have rewards that differ by more than rounding, [groups] bool. Dynamic sampling keeps the groups
+    that have signal as scored (arXiv 2503.14476); the advantages of groups that have none as shaped are 0.
 
     Args:
-        rewards: [trajectories] those that advantages are made of.
+        rewards: [trajectories] as scored or as shaped.
         group: [trajectories] int64, the group of each in 0..num_groups-1.
     """
     rewards = rewards.detach().float()

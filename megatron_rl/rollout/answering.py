@@ -58,17 +58,20 @@ class Answering:
         return group
 
     def state(self, group: TrajectoryGroup | None, dynamic: bool) -> State:
-        """Of an ordinal that is answered.
+        """State of an answered ordinal.
+
+        Signal is judged by the rewards as scored, as DAPO filters by accuracy: among answers that are all wrong, a
+        penalty on long ones teaches length alone.
 
         Args:
-            group: None where its prompt is too long.
-            dynamic: whether a group without signal is told apart.
+            group: None where the prompt is too long.
+            dynamic: whether a group without signal is passed over.
         """
         if group is None:
             return State.UNUSABLE
         if dynamic:
             rewards = self._rewards([group])
-            if not has_signal(rewards.shaped, rewards.group, 1).item():
+            if not has_signal(rewards.scored, rewards.group, 1).item():
                 return State.NO_SIGNAL
         return State.USABLE
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.algorithms.config import OverlongConfig
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.rank import safe_points as safe_points_module
@@ -267,6 +268,21 @@ def test_when_the_rounds_are_used_up_groups_without_signal_stand_in() -> None:
     assert batch.rounds == 2  # 4 prompts, and the share of them of use being next to none, 8 at once
     assert [group.ordinal for group in batch.groups] == [8, 9, 10, 11]
     assert batch.dropped == dict.fromkeys(range(8), "no signal")
+
+
+def test_a_penalty_on_long_answers_is_no_signal_where_all_are_wrong() -> None:
+    class Rambles(Agent):
+        async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
+            group = await super().group_rollout(request)
+            answers = [trajectory([1], [2] * (1 + i), answer.reward) for i, answer in enumerate(group.trajectories)]
+            return TrajectoryGroup(group.ordinal, group.problem, answers, {})
+
+    config = dynamic(2, 4)
+    longest = config.sampling.max_new_tokens
+    penalty = OverlongConfig(mode="penalty", buffer=longest)
+    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"overlong": penalty})})
+    ((batch,),) = collect(Rambles(dull={0, 2}), config, ranks=1)
+    assert (ordinals([batch]), batch.dropped) == ([1, 3], {0: "no signal", 2: "no signal"})
 
 
 def test_a_lost_answer_is_no_reward_of_zero() -> None:
