@@ -77,13 +77,14 @@ class AheadDriver(Driver):
         """See Driver.collect. The first `prompts_per_step` ordinals that are answered, from there on, without those
         that were dropped."""
         made: dict[int, TrajectoryGroup] = {}
+        passed_over: list[TrajectoryGroup] = []
         dropped: dict[int, str] = {}
         tokens = 0
         with self._safe_points.phase("generate"):
             choice = self._next_batch(first_ordinal)
             ordinals = range(first_ordinal, choice.next_ordinal)
             if (under_way := self._under_way) is not None:
-                made, dropped = self._settled(under_way, choice, ordinals)
+                made, passed_over, dropped = self._settled(under_way, choice, ordinals)
                 tokens = self._loop.do(lambda _: under_way.settle(ordinals.stop))
             self._states = self._states[len(ordinals) :]
             self._begin(ordinals.stop, self._batches_after(self._step + 1))
@@ -91,16 +92,21 @@ class AheadDriver(Driver):
             self._loop.pause()
         gather = partial(gathered, group=self._groups.control)  # no safe point: the step has begun the next ones
         with self._safe_points.phase("wait"):
-            return self._answering.batch(made, self._groups, ordinals, dropped, gather, dropped_tokens=tokens)
+            return self._answering.batch(
+                made, self._groups, ordinals, dropped, gather, passed_over=passed_over, dropped_tokens=tokens
+            )
 
     def _settled(
         self, under_way: UnderWay, choice: Choice, ordinals: range
-    ) -> tuple[dict[int, TrajectoryGroup], dict[int, str]]:
-        """This driver's groups of a batch, by position, and why its others are dropped."""
-        groups = self._loop.do(lambda _: under_way.take(choice.trained))
+    ) -> tuple[dict[int, TrajectoryGroup], list[TrajectoryGroup], dict[int, str]]:
+        """This driver's groups of a batch, by position; those that are passed over, as far as they are finished; and
+        the reason for every ordinal that is dropped."""
+        trained = {*choice.trained}
+        groups = self._loop.do(lambda _: under_way.take(each for each in ordinals if each not in choice.overdue))
         made = {position: groups[each] for position, each in enumerate(choice.trained) if each in groups}
-        passed_over = [each for each in ordinals if under_way.owns(each) and each not in groups]
-        return made, {each: REASONS[self._states[each - ordinals.start]] for each in passed_over}
+        dropped = [each for each in ordinals if under_way.owns(each) and not (each in trained and each in groups)]
+        reasons = {each: REASONS[self._states[each - ordinals.start]] for each in dropped}
+        return made, [groups[each] for each in dropped if each in groups], reasons
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
         """See Driver.begin_checkpoint."""

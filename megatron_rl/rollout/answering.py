@@ -83,6 +83,7 @@ class Answering:
         dropped: Mapping[int, str],
         gather: Gather,
         *,
+        passed_over: Collection[TrajectoryGroup] = (),
         dropped_tokens: int = 0,
         rounds: int = 1,
         drawn: Drawn = NOTHING_DRAWN,
@@ -93,9 +94,11 @@ class Answering:
             made: by this driver, by position in the batch.
             ordinals: that the batch settles.
             gather: over all ranks; it may raise LeaveAgreed where the caller can still leave.
+            passed_over: groups of this driver that the batch settles without training on them. Their lost answers
+                count: a group may have no signal only because it lost all answers but one.
         """
         failures: Counter[str] = Counter()
-        for group in made.values():
+        for group in (*made.values(), *passed_over):
             failures.update(group.failures)
         rewards = self._of_all_rewards(made.values(), gather) if self.config.grpo.baseline == "batch" else None
         trained_here = exchange(made, self.config, groups, self.stream.problem, gather, rewards)

@@ -26,7 +26,7 @@ class RolloutBatch:
     dropped_tokens: int = 0
     """Of the answers under way to those that were overdue."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Answers of groups to train on that this driver has lost, by reason."""
+    """Answers that this driver has lost, by reason, in all groups that the batch settles."""
     rounds: int = 1
     drawn: Drawn = NOTHING_DRAWN
     rewards: RewardMoments | None = None

@@ -124,7 +124,14 @@ class RolloutDriver(Driver):
         drawn = Drawn(first_ordinal + len(states), len(ordinals) - len(choice.trained))
         with self.safe_points.phase("wait"):
             batch = self.answering.batch(
-                trained, self.groups, ordinals, dropped, self.safe_points.gather, rounds=round_, drawn=drawn
+                trained,
+                self.groups,
+                ordinals,
+                dropped,
+                self.safe_points.gather,
+                passed_over=[group for each in dropped if (group := of_batch[each])],
+                rounds=round_,
+                drawn=drawn,
             )
         self._drawn = drawn
         self._states = states[len(ordinals) :]

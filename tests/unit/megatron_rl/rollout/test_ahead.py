@@ -31,7 +31,8 @@ PROMPTS = 3
 
 
 class Agent(GroupedRolloutGenerator):
-    """Answers an ordinal when it is let to; all of them, where nothing is held back."""
+    """Answers an ordinal when it is let to; all of them, where nothing is held back. Groups of the ordinals in `dull`
+    have equal rewards and have lost one answer."""
 
     def __init__(self, held: Sequence[int] = (), dull: Sequence[int] = (), long: Sequence[int] = ()) -> None:
         self.begun: list[int] = []
@@ -59,8 +60,10 @@ class Agent(GroupedRolloutGenerator):
             raise
         if request.ordinal in self.long:
             await request.inference.generate(GenerationRequest([1] * 99, 1, request.sampling, 5, request.ordinal))
-        rewards = [0.0 if request.ordinal in self.dull else float(index % 2) for index in range(request.group_size)]
-        return TrajectoryGroup(request.ordinal, request.problem, [trajectory([1], [2], each) for each in rewards], {})
+        dull = request.ordinal in self.dull
+        rewards = [0.0 if dull else float(index % 2) for index in range(request.group_size - dull)]
+        answers = [trajectory([1], [2], each) for each in rewards]
+        return TrajectoryGroup(request.ordinal, request.problem, answers, {"timeout": 1} if dull else {})
 
 
 class Threads:
@@ -150,6 +153,7 @@ def test_groups_without_signal_and_prompts_too_long_are_settled_with_their_reaso
         assert driver._under_way._recording._open == {}, "what is settled is kept for ever"
     assert (ordinals(batch), batch.next_ordinal) == ([1, 3, 5], 6)
     assert batch.dropped == {0: "no signal", 2: "prompt too long", 4: "no signal"}
+    assert batch.failures == {"timeout": 2}, "what a group lost counts, though nothing trains on it"
 
 
 def test_what_is_overdue_is_given_up_where_that_is_asked_for(tmp_path: Path) -> None:

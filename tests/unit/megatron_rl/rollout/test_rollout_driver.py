@@ -304,6 +304,7 @@ def test_a_group_with_one_answer_or_none_left_has_no_signal() -> None:
     ((batch,),) = collect(LosesAlmostAll(), dynamic(2, 4), ranks=1)
     assert batch.dropped == {0: "no signal", 1: "no signal"}
     assert ordinals([batch]) == [2, 3]
+    assert batch.failures == {"timeout": 3 + 4}, "what a group lost counts, though nothing trains on it"
 
 
 @examples(15)
