@@ -34,7 +34,8 @@ def importance_weights(log_ratios: Tensor, config: ImportanceConfig) -> Tensor:
 
 @torch.no_grad()
 def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> Tensor:
-    """What the trained tokens of a trajectory come to together, for each of them.
+    """What the trained tokens of a trajectory come to together, for each of them. A token whose ratio is not finite is
+    left out of the sum, as the loss leaves it out: one NaN must not cost the whole answer.
 
     Args:
         log_ratios: [tokens] of the trained tokens of all trajectories, one after the other.
@@ -46,5 +47,6 @@ def answer_log_ratios(log_ratios: Tensor, lengths: Tensor) -> Tensor:
     if not len(lengths):  # segment_reduce wants one
         return log_ratios
     lengths = lengths.to(log_ratios.device)
-    sums = torch.segment_reduce(log_ratios.double(), "sum", lengths=lengths)
+    finite = torch.where(log_ratios.isfinite(), log_ratios, 0.0)
+    sums = torch.segment_reduce(finite.double(), "sum", lengths=lengths)
     return sums.to(log_ratios.dtype).repeat_interleave(lengths, output_size=len(log_ratios))

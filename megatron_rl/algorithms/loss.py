@@ -69,6 +69,10 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
 
     The entropy term is the sampled token's summand of the entropy, without importance ratio.
 
+    A token with a log-prob that is not finite (NaN from an engine, or -inf where rounding leaves a token no
+    probability) is left out and counted: its term is 0, as a masked token's. The gradient of the whole update would be
+    NaN with it.
+
     Returns:
         The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
 
@@ -76,7 +80,11 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         ValueError: kl_beta is above 0 and there are no ref_logprobs, or importance is of answers of which nothing is
             said.
     """
-    trained = tokens.weights != 0
+    if config.kl_beta > 0 and tokens.ref_logprobs is None:
+        raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
+    carries_loss = tokens.weights != 0
+    trained = carries_loss & _finite(tokens, config)
+    weights = torch.where(trained, tokens.weights, 0.0)
     logprobs, old, inference = (
         torch.where(trained, values, 0.0)
         for values in (tokens.logprobs, tokens.old_logprobs, tokens.inference_logprobs)
@@ -90,6 +98,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
     removed = unclipped.detach() > clipped.detach()
     per_token = {
         "tokens": trained,
+        "nonfinite": carries_loss & ~trained,
         "entropy": torch.where(trained, tokens.entropy, 0.0),
         "ratio": ratio.detach() * trained,
         "clip_low": removed & (tokens.advantages < 0) & trained,
@@ -106,16 +115,23 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         token_loss = token_loss * weight
         per_token["importance_weight"] = weight * trained
     if config.kl_beta > 0:
-        if tokens.ref_logprobs is None:
-            raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
+        assert tokens.ref_logprobs is not None
         kl = kl_penalty(logprobs, torch.where(trained, tokens.ref_logprobs, 0.0), config.kl_estimator)
         token_loss = token_loss + config.kl_beta * kl
         per_token["kl"] = kl.detach()
     if config.entropy_coefficient > 0:
         token_loss = token_loss + config.entropy_coefficient * logprobs.exp() * logprobs
 
-    loss = (token_loss * tokens.weights).sum()
+    loss = (token_loss * weights).sum()
     return loss, _statistics(loss.detach(), per_token)
+
+
+def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
+    """Whether all log-probs of a token that the loss reads are finite, [tokens] bool."""
+    finite = tokens.logprobs.isfinite() & tokens.old_logprobs.isfinite() & tokens.inference_logprobs.isfinite()
+    if config.kl_beta > 0 and tokens.ref_logprobs is not None:
+        finite &= tokens.ref_logprobs.isfinite()
+    return finite
 
 
 def _statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:

@@ -155,6 +155,11 @@ STEP_METRICS: dict[str, Metric] = {
     "inference_logprob_difference_max": Metric(
         "largest of them", _if_trained(lambda loss: loss.inference_difference_max)
     ),
+    "nonfinite_tokens": Metric(
+        "tokens left out of the loss because a log-prob of theirs, the policy's or the engine's, is not finite (absent "
+        "where none is)",
+        lambda step: (step.stats.loss.nonfinite or None) if step.stats.loss else None,
+    ),
     "answer_length": Metric("mean tokens per answer", _of_answers(lambda s: s.batch.answer_tokens)),
     "answer_length_max": Metric("longest answer", lambda step: step.stats.batch.answer_length_max),
     "answer_length_min": Metric("shortest answer", lambda step: step.stats.batch.answer_length_min),

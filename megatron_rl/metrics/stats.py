@@ -77,10 +77,13 @@ class EnvironmentStats:
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """What the loss saw of the tokens that were run and whose weight is not 0, and itself."""
+    """The loss, and what it saw of the tokens that it trained on: those whose weight is not 0 and whose log-probs are
+    finite."""
 
     loss: Total
     tokens: Total
+    nonfinite: Total
+    """Tokens with a weight that were left out, because a log-prob of theirs is not finite."""
     entropy: Total
     """In nats, of the distributions that the tokens were drawn from."""
     ratio: Total

@@ -458,6 +458,7 @@ class _Trainer:
         loss = LossStats(
             loss=self.policy.weight.item() / (1 << 62),
             tokens=0,
+            nonfinite=0,
             entropy=0,
             ratio=0,
             ratio_max=0,

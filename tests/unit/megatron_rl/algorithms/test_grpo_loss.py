@@ -176,6 +176,11 @@ def test_an_answer_has_one_log_ratio_that_of_all_its_tokens(answers):
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=1e-5)
 
 
+def test_a_token_without_a_finite_log_ratio_costs_the_others_of_its_answer_nothing():
+    ratios = torch.tensor([0.5, math.nan, 0.25, -math.inf, 1.0])
+    assert answer_log_ratios(ratios, torch.tensor([3, 2])).tolist() == [0.75, 0.75, 0.75, 1.0, 1.0]
+
+
 @given(st.permutations(range(40)), st.sampled_from(OPTIONS))
 def test_the_order_of_tokens_does_not_matter(order, config):
     inputs = random_inputs(40)
@@ -292,6 +297,32 @@ def test_a_token_without_weight_counts_for_nothing_whatever_its_numbers(config, 
     (same_gradient,) = torch.autograd.grad(same_loss, changed.logprobs)
     assert torch.equal(same_loss, loss) and torch.equal(same_gradient, gradient)
     assert asdict(same_stats) == asdict(stats)
+
+
+@with_every_option
+@pytest.mark.parametrize("odd", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "names", [["inference_logprobs"], ["logprobs", "old_logprobs"], ["logprobs"], ["ref_logprobs"]], ids="+".join
+)
+def test_a_trained_token_without_a_finite_log_prob_is_left_out_and_counted(config, odd, names):
+    """The loss is, in float64, the definition's of the other tokens; one odd number costs one token, not the update."""
+    if names == ["ref_logprobs"] and config.kl_beta == 0:
+        return
+    inputs = random_inputs(60)
+    spoiled = {name: getattr(inputs, name).detach().clone() for name in names}
+    for values in spoiled.values():
+        values[[0, 3, 17]] = odd  # of these the first carries no loss
+    if "logprobs" in spoiled:
+        spoiled["logprobs"].requires_grad_()
+    changed = replace(inputs, **spoiled)
+    loss, stats = grpo_loss(changed, config)
+    (gradient,) = torch.autograd.grad(loss, changed.logprobs)
+    weights = inputs.weights.clone()
+    weights[[3, 17]] = 0
+    assert loss.item() == pytest.approx(loss_by_hand(replace(inputs, weights=weights), config), rel=1e-12)
+    assert gradient.isfinite().all() and not gradient[[3, 17]].any() and gradient[1] != 0
+    assert (stats.nonfinite, stats.tokens) == (2, 46)
+    assert all(value.isfinite() for value in asdict(stats).values() if value is not None)
 
 
 @with_all_terms

@@ -241,6 +241,7 @@ BATCH = BatchStats(
 LOSS = LossStats(
     loss=0.6,
     tokens=10,
+    nonfinite=0,
     entropy=20.0,
     ratio=11.0,
     ratio_max=2.0,
@@ -289,6 +290,11 @@ def test_loss_metrics_are_means_over_the_trained_tokens_and_absent_where_not_mea
     assert metrics(replace(LOSS, kl=0.5))["kl"] == 0.05
     for nothing in (metrics(None), metrics(replace(LOSS, tokens=0))):
         assert not {"entropy", "clip_fraction", "importance_ratio_max"} & nothing.keys()
+
+
+def test_tokens_without_a_finite_log_prob_are_counted_where_there_are_any() -> None:
+    assert "nonfinite_tokens" not in {*metrics(), *metrics(None)}
+    assert metrics(replace(LOSS, tokens=0, nonfinite=7))["nonfinite_tokens"] == 7
 
 
 def test_a_skipped_update_is_counted_and_has_no_gradient_norm() -> None:
