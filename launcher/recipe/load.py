@@ -130,14 +130,20 @@ def _read_text(asked: str) -> tuple[str, str]:
     if not asked.strip():
         raise BadInput("RECIPE is empty; name a shipped one (`mrl recipes`) or a YAML file")
     path = Path(asked)
+    if _is_shipped(asked):
+        return f"{asked}.yaml", (SHIPPED / f"{asked}.yaml").read_text(encoding="utf-8")
     if not _exists(path) and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         names = shipped_recipes()
-        if asked not in names:
-            close = difflib.get_close_matches(asked, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(names)}"
-            raise BadInput(f"no recipe is called {asked!r} and no file either; {hint}")
-        return f"{asked}.yaml", (SHIPPED / f"{asked}.yaml").read_text(encoding="utf-8")
+        close = difflib.get_close_matches(asked, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(names)}"
+        raise BadInput(f"no recipe is called {asked!r} and no file either; {hint}")
     return asked, read_text(path)
+
+
+def _is_shipped(asked: str) -> bool:
+    """Whether a name means a shipped recipe: a file of that name goes first, a folder of that name does not count."""
+    path = Path(asked)
+    return asked in shipped_recipes() and (path.is_dir() or not _exists(path))
 
 
 def _exists(path: Path) -> bool:
@@ -148,8 +154,7 @@ def _exists(path: Path) -> bool:
 
 
 def _locator_of(recipe: Recipe) -> Locate:
-    shipped = recipe.asked in shipped_recipes() and not _exists(Path(recipe.asked))
-    file = f"{recipe.asked}.yaml" if shipped else recipe.asked
+    file = f"{recipe.asked}.yaml" if _is_shipped(recipe.asked) else recipe.asked
     return _locator(file, read_mapping(file, recipe.text, _SECTIONS), _parse_overrides(recipe.overrides))
 
 
@@ -237,7 +242,7 @@ def _with_environments_of_file(values: dict[str, Any], asked: str, locate: Locat
 
 def _written_in(asked: str, overridden: bool) -> Path:
     """Where relative paths of a recipe start: from its file; those of an override from the current directory."""
-    return Path.cwd() if overridden or not Path(asked).exists() else Path(asked).absolute().parent
+    return Path.cwd() if overridden or _is_shipped(asked) else Path(asked).absolute().parent
 
 
 def _with_absolute_code(config: RunConfig, asked: str, locate: Locate) -> RunConfig:

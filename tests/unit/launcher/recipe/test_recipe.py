@@ -49,6 +49,12 @@ def test_a_shipped_recipe_is_known_by_name():
     assert recipe.text == DEMO
 
 
+def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+    assert load_recipe("demo").text == DEMO
+
+
 def test_an_unknown_name_gets_a_suggestion():
     assert problems("dmo") == ["no recipe is called 'dmo' and no file either; did you mean demo?"]
 
