@@ -16,6 +16,7 @@ from launcher.fetch.prefetch import known_caches
 from launcher.job.directories import run_name
 from launcher.recipe.load import Recipe, load_recipe, place_of
 from launcher.recipe.sweep import Variant, count, variants
+from megatron_rl.contract.paths import RunDir
 
 LARGE_SWEEP = 100  # runs
 
@@ -68,6 +69,11 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     _refuse_contradictions(request)
     _confirm_large(count(request.overrides), request.yes)
     found = variants(request.overrides)
+    if len(found) > 1 and request.run_dir and RunDir(request.run_dir).resolved.exists():
+        raise BadInput(
+            f"{request.run_dir} holds a run, and {len(found)} runs are asked for: give one value a key, and quote a "
+            "comma that belongs to a value"
+        )
     caches = known_caches(clusters)
     recipes = [load_recipe(request.recipe, variant.overrides, caches) for variant in found]
     _refuse_twins(recipes, found)

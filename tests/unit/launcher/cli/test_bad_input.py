@@ -101,6 +101,12 @@ def test_a_sweep_of_thousands_is_asked_about():
     assert "90000" in refusal(*words, dry=False)
 
 
+def test_a_sweep_is_not_put_into_the_directory_of_a_run(tmp_path):
+    make_run(tmp_path / "run")
+    words = ("demo", "training.seed=1,2", "--run-dir", "run", "--cluster", "lab")
+    assert "run holds a run, and 2 runs are asked for" in refusal(*words)
+
+
 @pytest.mark.parametrize("cluster", ["local", "lab"])
 @pytest.mark.parametrize("dry", [True, False])
 def test_a_run_directory_that_cannot_be_one(cluster, dry):
