@@ -39,8 +39,8 @@ LEAVE, CLEAR = "/exit", "/clear"
 @click.option("--trust", is_flag=True, help="Of another user: what is in a checkpoint can act as you.")
 @click.pass_context
 def command(ctx: click.Context, path: str, **options: Any) -> None:
-    """Talk to PATH: a run directory (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their
-    name in the cache of the hub, or package:NAME.
+    """Talk to PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
+    cache of the hub, or package:NAME.
 
     In the model's chat template; a model that has none goes on with each line as it stands, and not with those before.
     Ctrl-C ends an answer; at the prompt it leaves, as do Ctrl-D and /exit. /clear begins a new conversation. From a
@@ -53,7 +53,7 @@ def command(ctx: click.Context, path: str, **options: Any) -> None:
       2    PATH or an option cannot be used
       130  left by Ctrl-C
     """
-    prepare_policy(path, options["trust"])
+    path = prepare_policy(path, options["trust"])
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     asked = {name: options[name] for name in ("system", "dtype", "device", "seed", "tp")}
     with Child(MODULE) as child:

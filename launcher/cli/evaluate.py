@@ -70,8 +70,8 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 @click.option("--json", "as_json", is_flag=True, help="The result as one JSON object, as in its file.")
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:
-    """Score CHECKPOINT: a run directory (its newest checkpoint), a checkpoint, or Hugging Face weights: a directory, a
-    name in the cache of the hub, or package:NAME.
+    """Score CHECKPOINT: a run (its newest checkpoint), a checkpoint, or Hugging Face weights: a directory, a name in
+    the cache of the hub, or package:NAME.
 
     pass@1, pass@2, ... pass@K without bias (Chen et al. 2021), avg@K, maj@K where the environment can tell that two
     answers say the same (arithmetic; math, as text; reasoning-gym scored by last_number or distance), greedy accuracy,
@@ -88,8 +88,7 @@ def command(ctx: click.Context, **options: Any) -> None:
       2    CHECKPOINT or an option cannot be used
       130  interrupted; what was answered is kept
     """
-    checkpoint = options["checkpoint"]
-    prepare_policy(checkpoint, options["trust"])
+    checkpoint = options["checkpoint"] = prepare_policy(options["checkpoint"], options["trust"])
     origin = origin_of(checkpoint)
     clusters = load_clusters()
     cluster = clusters.choose(options["cluster"], None) if options["cluster"] else LOCAL

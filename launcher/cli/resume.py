@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
 
 from launcher.cli.completion import complete_override, complete_run
 from launcher.recipe.changes import CHANGEABLE
+
+OVERRIDE = re.compile(r"[\w.]+=")
 
 HELP = f"""Go on with RUN where it was saved: a new job (or local start) of the same run directory, the same recipe
 and, unless --update-code, the same snapshot of the code.
@@ -34,10 +37,10 @@ Exit codes: as of mrl-submit; 2 also where a live job owns the run
 def command(context: click.Context, run: str, overrides: tuple[str, ...], cluster: str | None, **others: Any) -> None:
     from launcher.cli.submit.launch import launch
     from launcher.cli.submit.request import Request
-    from launcher.runs.find import find
+    from launcher.runs.find import find, names_run
     from launcher.runs.state import resolved_values
 
-    if "=" in run:  # no RUN was given
+    if OVERRIDE.match(run) and not names_run(run):  # no RUN was given; a run of a sweep has an = in its name
         run, overrides = "-", (run, *overrides)
     found = find(None if run == "-" else run)
     request = Request(

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from launcher.cli.arguments import TP_HELP
+from launcher.cli.completion import complete_run
 from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.runs.policy import prepare_policy
 
@@ -18,7 +19,7 @@ SERVER = [sys.executable, "-m", "megatron_rl.server"]
 
 
 @click.command("serve", short_help="Answer by a policy over HTTP, as OpenAI's API does.")
-@click.argument("path")
+@click.argument("path", shell_complete=complete_run)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
 @click.option(
@@ -72,8 +73,8 @@ def command(
     trust: bool,
     as_json: bool,
 ) -> None:
-    """Serve PATH: a run directory (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their
-    name in the cache of the hub, or package:NAME.
+    """Serve PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
+    cache of the hub, or package:NAME.
 
     Completions, chat completions, models, tokenize, detokenize, health and metrics, always by token. Ctrl-C ends it
     once what is under way is answered; a second one at once.
@@ -85,7 +86,7 @@ def command(
       2    PATH, token or address cannot be used
       130  stopped before it was ready, or at once
     """
-    prepare_policy(path, trust)
+    path = prepare_policy(path, trust)
     tokens = token_file or default_token_file()
     make_token_file(tokens)
     options: dict[str, Any] = {

@@ -18,7 +18,7 @@ from launcher.job.directories import clear, disk_errors, run_directory, run_name
 from launcher.job.run_directory import opened
 from launcher.recipe.changes import Change, as_json, changes
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
-from launcher.runs.find import find
+from launcher.runs.find import find, names_run
 from launcher.runs.trust import refuse_others
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.files import write_atomic
@@ -57,6 +57,8 @@ def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> Plan
         BadInput: there is no such run or checkpoint, or it does not fit these values.
     """
     name, at, number = run_at_step.rpartition("@")
+    if at and names_run(run_at_step):
+        name, at = run_at_step, ""
     if at and not re.fullmatch(r"[0-9]{1,12}", number):
         raise BadInput(f"{run_at_step}: expected RUN@STEP with the number of a step, such as {name}@400")
     source = find(name if at else run_at_step)

@@ -78,6 +78,16 @@ def find(name: str | None) -> RunDir:
     return RunDir(_of_job(name) if name.isdigit() else _named(name))
 
 
+def names_run(text: str) -> bool:
+    """Whether a text is the directory or the whole name of a run, so that it is not to be read as anything else."""
+    if is_run(text):
+        return True
+    try:
+        return any(Path(entry.run_dir).name == text for entry in newest_first(text))
+    except BadInput:  # the index cannot be read, as `find` reports where it needs it
+        return False
+
+
 def pasteable_command(subcommand: str, run: str, more: str = "") -> str:
     """`mrl cancel --drain 'my run'`: whatever the run is called, a shell and mrl take it for that one word.
 
@@ -101,10 +111,12 @@ def _submissions(unread: list[str] | None = None) -> list[Submission]:
 
 
 def _of_job(job_id: str) -> str:
-    submitted = (entry.run_dir for entry in reversed(_submissions()) if entry.job_id == job_id)
+    submitted = (
+        entry.run_dir for entry in reversed(_submissions()) if job_id in (entry.job_id, Path(entry.run_dir).name)
+    )
     paths = [path for path in dict.fromkeys(submitted) if is_run(path)]
-    if len(paths) > 1:  # of two clusters, or an id that was used again
-        raise BadInput(f"job {job_id} was one of {len(paths)} runs; give the name or the path:{_listed(paths)}")
+    if len(paths) > 1:  # of two clusters, an id that was used again, or a run with a number for a name
+        raise BadInput(f"{job_id} is the job or the name of {len(paths)} runs; give the path:{_listed(paths)}")
     if paths:
         return paths[0]
     try:  # it may have been submitted by plain sbatch: its log stands beside its run directory

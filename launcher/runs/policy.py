@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, fetch
-from launcher.runs.find import is_run
+from launcher.runs.find import find, is_run, names_run
 from launcher.runs.trust import refuse_others
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import is_hub_name, package_of
@@ -16,15 +16,19 @@ HOLDS = ("manifest.json", CONFIG_FILE, "release")
 """One of them is in a directory that is no run's: a checkpoint, Hugging Face weights, Megatron-LM's shards."""
 
 
-def prepare_policy(path: str, trusted: bool) -> None:
-    """Refuse a path that names no policy, which takes milliseconds here and seconds there, or one of another user.
+def prepare_policy(path: str, trusted: bool) -> str:
+    """Return the path to load a policy from: for the name of a run its directory, else `path` itself.
+
+    Refuse a path that names no policy, which takes milliseconds here and seconds in a child, or one of another user.
     Export what a Python package brings along.
 
-    path: a run directory, a checkpoint, a directory of Hugging Face weights, their name in the cache of the hub, or
-        package:NAME. Whether it is whole is found out by whoever reads it.
-    trusted: the user has said --trust.
+    Args:
+        path: a run's directory or name, a checkpoint, a directory of Hugging Face weights, their name in the cache of
+            the hub, or package:NAME. Whoever reads it finds out whether it is whole.
+        trusted: the user has said --trust.
 
-    Raises BadInput.
+    Raises:
+        BadInput: nothing of that name holds a policy, or it is another user's.
     """
     if not path.strip():
         raise BadInput("PATH is empty; give a run directory, a checkpoint or a directory of Hugging Face weights")
@@ -32,15 +36,18 @@ def prepare_policy(path: str, trusted: bool) -> None:
         there = Path(path).exists()
     except (OSError, ValueError) as error:
         raise BadInput(f"{path!r}: {getattr(error, 'strerror', None) or error}") from error
+    if not there and names_run(path):
+        path, there = str(find(path).root), True
     if there:
         _check_directory(Path(path).absolute(), trusted)
     elif package := package_of(path):
         _export(package, path)
     elif not is_hub_name(path) or not _in_cache(path):
         raise BadInput(
-            f"{path}: no such directory, and nothing of that name in the Hugging Face cache; give a run directory, a "
+            f"{path}: no such directory, and nothing of that name in the Hugging Face cache; give a run, a "
             "checkpoint, a directory of Hugging Face weights, or package:NAME"
         )
+    return path
 
 
 def _check_directory(folder: Path, trusted: bool) -> None:

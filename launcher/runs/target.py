@@ -37,7 +37,7 @@ def target_of(name: str | None) -> Target:
         raise BadInput(f"{status.run.root}: is {status.reason}")
     if is_run(name):
         return Target(status, "")
-    if name.isdigit():
+    if name.isdigit() and name != status.name:
         job_id = status.job.job_id if status.job else None
         if job_id != name and status.alive:
             now = f"has job {job_id} now" if job_id else "is a local run now"

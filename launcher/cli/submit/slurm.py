@@ -89,11 +89,11 @@ def _show(drafts: Sequence[Draft], request: Request) -> None:
 def _job_to_wait_for(text: str) -> str:
     """The job id that --after means, known to Slurm: it takes a dependency on a job that never was for fulfilled."""
     from launcher.backends.slurm.jobs import read_jobs
-    from launcher.runs.find import find
+    from launcher.runs.find import find, is_run
     from launcher.runs.owner import job_id_of
 
     try:
-        job_id = text if text.isdigit() else job_id_of(find(text))
+        job_id = text if text.isdigit() and not is_run(text) else job_id_of(find(text))
     except BadInput as error:
         raise BadInput(f"--after {text}: {problem}" for problem in error.problems) from error
     if job_id is None:

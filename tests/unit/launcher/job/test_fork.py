@@ -65,6 +65,15 @@ def test_the_newest_checkpoint_or_the_one_asked_for(tmp_path):
         checkpoint_of(make_run(tmp_path / "new"), None)
 
 
+def test_a_run_with_an_at_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = trained(tmp_path / "me@home")
+    assert (plan_fork(str(run.root), (), False).source.root, plan_fork(f"{run.root}@3", (), False).step) == (
+        run.root,
+        3,
+    )
+
+
 @pytest.mark.parametrize("step", ["", "x", "-1", "²", "9" * 5000])
 def test_a_step_that_is_no_number(step):
     with pytest.raises(BadInput, match=r"expected RUN@STEP with the number of a step, such as run@400"):

@@ -9,11 +9,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import make_run, submitted
 
 from launcher.cli.resume import command as resume
+from launcher.cli.submit import launch as launch_module
+from launcher.cli.submit.request import Request
 from launcher.errors import BadInput
 from launcher.host.record.submissions import index_file, note
 from launcher.runs import find as find_module
@@ -156,6 +159,31 @@ def test_a_command_that_we_print_means_the_same_run_when_it_is_pasted(name):
     assert words[:3] == ["mrl", "resume", "--follow"]
     parsed = resume.make_context("resume", words[2:], resilient_parsing=True).params
     assert (parsed["run"], parsed["overrides"]) == (name, ("training.steps=9",))
+
+
+def test_a_run_of_a_sweep_is_resumed_by_its_name(tmp_path, monkeypatch):
+    asked: list[Request] = []
+    monkeypatch.setattr(launch_module, "launch", lambda request: asked.append(request) or 0)
+    run, newest = submitted(tmp_path / "demo-1_group_size=8"), submitted(tmp_path / "newest")
+    for words, root, overrides in (
+        ([run.root.name], run.root, ()),
+        ([run.root.name, "training.steps=9"], run.root, ("training.steps=9",)),
+        ([str(run.root)], run.root, ()),
+        (["training.steps=9"], newest.root, ("training.steps=9",)),
+        ([], newest.root, ()),
+    ):
+        done = CliRunner().invoke(resume, words)
+        assert done.exit_code == 0, done.output
+        assert (asked[-1].run_dir, asked[-1].overrides) == (root, overrides), words
+    done = CliRunner().invoke(resume, ["demo-1_group_size=9"])
+    assert (done.exit_code, "did you mean demo-1_group_size=8?" in done.stderr) == (2, True)
+
+
+def test_a_run_is_found_by_a_name_that_is_a_number(tmp_path):
+    run = submitted(tmp_path / "2026")
+    assert find("2026").root == run.root
+    submitted(tmp_path / "other", job_id="2026", cluster="lab")
+    assert refusal("2026").startswith("2026 is the job or the name of 2 runs; give the path:")
 
 
 def test_of_many_runs_only_those_are_looked_at_that_may_be_meant(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from run_helpers import make_run
 
 from launcher.cli.serving import make_token_file
 from launcher.errors import BadInput
+from launcher.host.record.submissions import note
 from launcher.runs.policy import prepare_policy
 
 
@@ -27,7 +28,10 @@ def test_runs_checkpoints_weights_and_names_in_the_cache_may_hold_one(
     (tmp_path / "home" / "mrl" / "packages" / "some-package").mkdir(parents=True)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     for path in (run.root, checkpoint, weights, "Qwen/Tiny", "package:some-package"):
-        prepare_policy(str(path), trusted=False)
+        assert prepare_policy(str(path), trusted=False) == str(path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    note(run, "local", None)
+    assert prepare_policy("run", trusted=False) == str(run.root)
 
 
 def test_what_cannot_hold_one_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
