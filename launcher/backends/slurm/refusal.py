@@ -53,12 +53,11 @@ def translate(said: str, request: Mapping[str, str]) -> str:
         request: long options of sbatch that the job was submitted with -> values.
 
     Returns:
-        One line: what to change, and Slurm's own words, once.
+        One line: what to change, and all of Slurm's own lines, each once. A site's own rules may take several.
     """
-    lines = [NOISE.sub("", line.strip()) for line in said.splitlines()]
-    lines = [line for line in lines if line and not line.startswith("Try ")]
-    headlines = [HEADLINE.sub("", line) for line in lines if HEADLINE.match(line)]
-    reason = (headlines or lines or ["no reason given"])[-1].rstrip(".")
+    lines = [HEADLINE.sub("", NOISE.sub("", line.strip())).rstrip(".") for line in said.splitlines()]
+    lines = [line for line in dict.fromkeys(lines) if line and not line.startswith("Try ")]
+    reason = "; ".join(lines) or "no reason given"
     for pattern, advice in ADVICE.items():
         if re.search(pattern, said, re.IGNORECASE):
             return f"{advice.format_map(_Request(request))} (sbatch: {reason})"

@@ -19,7 +19,8 @@ REQUEST = {"partition": "gold", "nodes": "8", "gpus-per-node": "h100:8", "time":
         (
             "sbatch: error: invalid partition specified: gold\n"
             "sbatch: error: Batch job submission failed: Invalid partition name specified\n",
-            "this cluster has no partition gold; `sinfo -s` lists them (sbatch: Invalid partition name specified)",
+            "this cluster has no partition gold; `sinfo -s` lists them "
+            "(sbatch: invalid partition specified: gold; Invalid partition name specified)",
         ),
         (
             "sbatch: error: Batch job submission failed: Requested node configuration is not available\n",
@@ -47,6 +48,12 @@ REQUEST = {"partition": "gold", "nodes": "8", "gpus-per-node": "h100:8", "time":
             "this sbatch does not know one of the profile's sbatch flags (sbatch: unrecognized option '--bogus')",
         ),
         ("sbatch: error: the moon is full\n", "sbatch refused the job: the moon is full"),
+        (
+            "sbatch: error: Batch script contains DOS line breaks (\\r\\n)\n"
+            "sbatch: error: instead of expected UNIX line breaks (\\n).\n",
+            "sbatch refused the job: Batch script contains DOS line breaks (\\r\\n); instead of expected UNIX line "
+            "breaks (\\n)",
+        ),
         ("", "sbatch refused the job: no reason given"),
     ],
 )
