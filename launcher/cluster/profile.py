@@ -170,4 +170,7 @@ class Profile(Section):
                 raise ValueError(f"environment.{name}: is under secrets: too; the value there is that of your shell")
             if "\0" in value:
                 raise ValueError(f"environment.{name}: holds a zero byte, which no variable can")
+        for key, values in (("prolog", self.prolog), ("environment", self.environment.values())):
+            if any("\r" in value for value in values):
+                raise ValueError(f"{key}: holds a carriage return (\\r), and sbatch takes no such script")
         return self

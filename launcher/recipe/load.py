@@ -103,8 +103,9 @@ def place_of(recipe: Recipe, key: str) -> str:
 
 
 def asked_text(recipe: Recipe) -> str:
-    """recipe.yaml: the YAML as written, below the overrides that were given with it."""
-    return "".join(f"# override: {override}\n" for override in recipe.overrides) + recipe.text
+    """recipe.yaml: the YAML as written, below the overrides that were given with it, each on one line."""
+    overrides = (override if override.isprintable() else repr(override) for override in recipe.overrides)
+    return "".join(f"# override: {override}\n" for override in overrides) + recipe.text
 
 
 def dump_resolved(config: RunConfig) -> str:

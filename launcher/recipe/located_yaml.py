@@ -70,9 +70,13 @@ for _either in (_Loader, _Dumper):
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file. Raises BadInput where it cannot be read or is not UTF-8."""
+    """The text of a regular file, its lines ended by \\n alone: sbatch takes no script with a \\r in it.
+
+    Raises:
+        BadInput: it cannot be read, or is not UTF-8.
+    """
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -138,6 +138,12 @@ def test_a_default_that_is_no_profile_is_refused_with_its_line(write, tmp_path):
             "'a-b' is not the name of an envi",
         ),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HF_TOKEN: s3cr3t", 5, "list HF_TOKEN under se"),
+        ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  prolog: ["a\\r"]', 4, "prolog: holds a carriage return"),
+        (
+            'lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment: {A: "b\\r"}',
+            4,
+            "environment: holds a carriage return",
+        ),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  secrets: [A B]", 4, "expected the name of an environment variab"),
         ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [foo]", 4, "'foo' is no flag of sbatch"),
         ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  qos: "a\\nb"', 4, "qos: expected one line of text or null"),

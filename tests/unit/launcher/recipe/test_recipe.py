@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import BadInput
-from launcher.recipe.load import dump_resolved, load_recipe, read_resolved
+from launcher.recipe.load import asked_text, dump_resolved, load_recipe, read_resolved
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
 from megatron_rl.config import RunConfig
 
@@ -53,6 +53,15 @@ def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("demo").mkdir()
     assert load_recipe("demo").text == DEMO
+
+
+def test_a_recipe_written_on_windows_leaves_no_carriage_return(tmp_path):
+    for end in ("\r\n", "\r"):
+        (tmp_path / "my.yaml").write_bytes(DEMO.replace("\n", end).encode())
+        recipe = load_recipe(str(tmp_path / "my.yaml"), ["name=mine\r\n"])
+        assert recipe.text == DEMO
+        head, _, rest = asked_text(recipe).partition("\n")
+        assert (head, rest) == (r"# override: 'name=mine\r\n'", DEMO)
 
 
 def test_an_unknown_name_gets_a_suggestion():
