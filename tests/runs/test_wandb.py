@@ -36,12 +36,22 @@ from megatron_rl.metrics.wandb.rows import RecordReader, RecordRow
 from megatron_rl.metrics.writer import MetricsWriter
 
 KEY = "5ec2e7" * 7
+OF_ANOTHER_RUN = {
+    "SWEEP_ID": "other",
+    "RESUME_FROM": "other?_step=5",
+    "RUN_ID": "other",
+    "DISABLED": "true",
+    "TAGS": "theirs",
+}
+"""Variables of a shell that an agent of W&B started; none of them is about our run."""
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no netrc, no cache of before
+    for name, value in OF_ANOTHER_RUN.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.setattr(mirror, "FINISH_S", 60.0)  # on a busy machine wandb takes seconds to import
     with Server().serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)

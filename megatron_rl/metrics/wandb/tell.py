@@ -44,8 +44,19 @@ LOOK_EVERY_S = 5.0
 PATIENCE_S = 30.0
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}
 """No telemetry of its own, from nodes that may reach nobody; in the log what went wrong, and nothing else."""
-DECIDED_HERE = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_DIR", "WANDB_MODE", "WANDB_SERVICE")
-"""What a shell may have left in the environment and would bend."""
+OF_THE_USER = frozenset(
+    f"WANDB_{name}"
+    for line in (
+        "API_KEY IDENTITY_TOKEN_FILE CREDENTIALS_FILE ENTITY USERNAME USER_EMAIL",
+        "BASE_URL APP_URL HTTP_PROXY HTTPS_PROXY X_PROXIES X_EXTRA_HTTP_HEADERS INSECURE_DISABLE_SSL",
+        "HTTP_TIMEOUT INIT_TIMEOUT X_FILE_STREAM_TIMEOUT_SECONDS X_GRAPHQL_TIMEOUT_SECONDS",
+        "CONFIG_DIR CACHE_DIR DATA_DIR ARTIFACT_DIR DEBUG CORE_DEBUG X_LOG_LEVEL",
+    )
+    for name in line.split()
+)
+"""Variables that wandb may read: who is logged in, and how to reach the server from here. wandb reads a variable for
+each of its settings, and those that are about one run would bend this one: WANDB_SWEEP_ID of an agent's shell gives
+every attempt another id, WANDB_RESUME_FROM begins it elsewhere, WANDB_DISABLED drops it."""
 
 
 def tell(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
@@ -134,8 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for the ranks, and sent to all processes of a step
-    for name in DECIDED_HERE:
-        os.environ.pop(name, None)
+    for name in [name for name in os.environ if name.startswith("WANDB_") and name not in OF_THE_USER]:
+        del os.environ[name]
     os.environ |= ENVIRONMENT
     run = RunDir(options.run_dir)
     over = threading.Event()
