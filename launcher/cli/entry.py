@@ -24,6 +24,7 @@ def mrl_submit() -> None:
 def _run(module: str) -> None:
     """Run the click command `main` of a module; click's own way to end would call Ctrl-C a failure."""
     try:
+        _take_any_character()
         _look_for_the_current_directory()
         gc.set_threshold(200_000)  # loading makes many objects and drops few: to look takes a twentieth of it
         from importlib import import_module
@@ -48,6 +49,13 @@ def _run(module: str) -> None:
         sys.exit(EXIT_LOST)
     finally:
         gc.freeze()  # or the interpreter looks twice more at all that was loaded before it leaves
+
+
+def _take_any_character() -> None:
+    """Have a terminal that lacks a character show a question mark, instead of an error in the middle of the work."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a stream that was closed is None
+            stream.reconfigure(errors="replace")
 
 
 def _look_for_the_current_directory() -> None:

@@ -7,6 +7,7 @@ load and may not load at all.
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -44,6 +45,9 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, tells_
         load: imports what the work needs, and returns it.
         tells_host: see DrainListener.
     """
+    for stream in (sys.stdout, sys.stderr):  # a reward may print an answer, and the locale of a node lack a character
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it prints its configuration and deprecations
     for library in ("httpx", "uvicorn"):

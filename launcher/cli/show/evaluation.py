@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import click
-
 from launcher.backends.evaluation import Done
+from launcher.cli.show.terminal import tell
 from megatron_rl.contract.evaluation_records import Score, SetResult
 
 SHARES = ("greedy", "pass@", "avg@", "maj@", "cut_off")
@@ -25,11 +24,11 @@ class ProgressLine:
     def report(self, progress: Mapping[str, Any]) -> None:
         if self._shown:
             what = " ".join(filter(None, (progress["set"], progress["mode"])))
-            click.echo(f"\r\033[K{progress['done']} of {progress['of']} problems answered  {what}", err=True, nl=False)
+            tell(f"\r\033[K{progress['done']} of {progress['of']} problems answered  {what}", err=True, nl=False)
 
     def end(self) -> None:
         if self._shown:
-            click.echo("\r\033[K", err=True, nl=False)
+            tell("\r\033[K", err=True, nl=False)
 
 
 def lines(done: Done) -> Iterator[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -45,12 +48,6 @@ class View(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
-
-
-def choose_view(name: str) -> View:
-    """A panel on a terminal that can redraw it, else lines."""
-    console = Console(highlight=False)
-    return LiveView(name, console) if console.is_terminal and not console.is_dumb_terminal else PlainView()
 
 
 class PlainView(View):
@@ -102,20 +99,58 @@ class LiveView(View):
         grid.add_row("step", bar)
         rewards = history.rewards()
         if rewards:
-            grid.add_row("reward", f"[bold green]{mean(rewards[-RECENT:]):.3f}[/]  {sparkline(rewards)}")
+            bars = sparkline(rewards) if self._console.encoding.startswith("utf") else ""
+            grid.add_row("reward", f"[bold green]{mean(rewards[-RECENT:]):.3f}[/]  {bars}")
             line = history.lines[-1]
             grid.add_row("loss", f"{shown(line, 'loss', '.4f')}  [dim]grad norm[/] {shown(line, 'grad_norm', '.3f')}")
             grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s a step")
         eta = history.eta_s()
         left = f", about {clock(eta)} left" if eta is not None else ""
         grid.add_row("time", f"{clock(time.monotonic() - self._began)}{left}")
-        return Panel(grid, title=f"[bold]{self._name}[/] · {history.phase}", title_align="left", expand=False)
+        title = f"[bold]{escape(self._name)}[/]: {escape(history.phase)}"
+        return Panel(grid, title=title, title_align="left", expand=False)
 
     def announce(self, text: str) -> None:
         self._console.print(text, markup=False)
 
     def close(self) -> None:
         self._live.stop()
+
+
+class Display(View):
+    """A panel on a terminal that can redraw it, else lines. No run depends on it: where the panel fails, lines follow,
+    and where these fail too, nothing is shown."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._view: View | None = PlainView()
+        with self._guarded():
+            console = Console(highlight=False)
+            if console.is_terminal and not console.is_dumb_terminal:
+                self._view = LiveView(name, console)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of rich, which exits where nobody reads any more
+            self._view = PlainView() if isinstance(self._view, LiveView) else None
+            tell(f"note: the display failed, the run goes on: {type(error).__name__}: {error}", err=True)
+
+    def draw(self, history: History) -> None:
+        with self._guarded():
+            if self._view:
+                self._view.draw(history)
+
+    def announce(self, text: str) -> None:
+        with self._guarded():
+            if self._view:
+                self._view.announce(text)
+
+    def close(self) -> None:
+        with self._guarded():
+            if self._view:
+                self._view.close()
 
 
 def step_line(history: History) -> str:

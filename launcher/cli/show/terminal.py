@@ -1,4 +1,4 @@
-"""The terminal, or whatever reads us: signals from it, and output that may come to nothing."""
+"""The terminal, or whatever else reads us: signals from it, and output that nobody may take any more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import click
@@ -38,11 +38,11 @@ def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def tell(text: str, err: bool = False) -> None:
-    """Print a line. That nobody reads it any more, as in `mrl-submit demo | head -1`, is no reason for a run to end."""
+def tell(text: str, err: bool = False, nl: bool = True) -> None:
+    """Print beside work that no error of the output may end: `mrl-submit demo | head -1` does not end the run."""
     try:
-        click.echo(text, err=err)
-    except OSError:  # a closed pipe, a full disk
+        click.echo(text, err=err, nl=nl)
+    except (OSError, ValueError):  # a closed pipe, a full disk; a closed file, an encoding that lacks a character
         discard_output()
 
 
@@ -50,5 +50,6 @@ def discard_output() -> None:
     """Have whatever is still said go nowhere: the terminal is gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
+        with suppress(AttributeError, OSError, ValueError):  # a stream that is closed, or no file
+            os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

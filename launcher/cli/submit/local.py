@@ -75,7 +75,7 @@ def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> 
     for one in changed:
         click.echo(f"change: {one}", err=True)
     click.echo(f"would start {_in_brief(config, sizes)} in {place}; its resolved recipe:", err=True)
-    click.echo(dump_resolved(config), nl=False)
+    click.echo(dump_resolved(config).encode(), nl=False)  # a file in UTF-8, whatever the terminal shows
 
 
 def _in_brief(config: RunConfig, sizes: Sizes) -> str:
@@ -158,10 +158,10 @@ def _follow(
     """Show the run until it ends; the exit code."""
     from launcher.cli.show.ending import EXIT_CODES, ending_lines
     from launcher.cli.show.history import HistoryReader
-    from launcher.cli.show.panel import choose_view
+    from launcher.cli.show.panel import Display
 
     reader = HistoryReader(run, attempt, config.training.steps)
-    view = choose_view(config.name)
+    view = Display(config.name)
     try:
         end = follower.wait_for_end(reader, view, interruptions)
         view.show(reader.poll())

@@ -17,6 +17,7 @@ from launcher.cli.show.submission import (
     submitted_json,
     submitted_lines,
 )
+from launcher.cli.show.terminal import tell
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
@@ -76,7 +77,7 @@ def _show(drafts: Sequence[Draft], request: Request) -> None:
     if len(drafts) > 1 and request.script:
         raise BadInput(f"--script: this is a sweep of {len(drafts)} scripts; name one value a key, or use --json")
     if len(drafts) == 1:
-        click.echo(drafts[0].script, nl=False)
+        click.echo(drafts[0].script.encode(), nl=False)  # a file in UTF-8, whatever the terminal shows
     for drafted in drafts:
         for line in () if request.script else dry_run_lines(drafted):
             click.echo(line, err=True)
@@ -132,9 +133,9 @@ def _submit_all(
         done.append(submitted)
         if not request.as_json:
             for note in submitted.notes:
-                click.echo(f"note: {note}", err=True)
+                tell(f"note: {note}", err=True)
             for line in submitted_lines(submitted, drafted, waits, brief=len(planned) > 1):
-                click.echo(line)
+                tell(line)
     return done
 
 

@@ -7,7 +7,7 @@ import time
 from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import HistoryReader
-from launcher.cli.show.panel import View, choose_view
+from launcher.cli.show.panel import Display, View
 from launcher.cli.show.terminal import Interruptions, discard_output, tell
 from launcher.errors import BadInput
 from launcher.runs.find import pasteable_command
@@ -29,7 +29,7 @@ def watch(run: RunDir) -> int:
     job_id = job_id_of(run)
     if job_id is None:
         raise BadInput(f"{run.root}: is a local run")
-    view = choose_view(run.root.name)
+    view = Display(run.root.name)
     interruptions = Interruptions()
     try:
         with interruptions.caught():
