@@ -16,7 +16,8 @@ HELP = f"""Go on with RUN where it was saved: a new job (or local start) of the 
 and, unless --update-code, the same snapshot of the code.
 
 RUN is a run's name, its directory, its job id, or nothing for the newest. SECTION.KEY=VALUE changes what a run that
-has begun may change, and is recorded: {", ".join(CHANGEABLE)}. More training.steps reopen a finished run.
+has begun may change, and is recorded: {", ".join(CHANGEABLE)}. More training.steps reopen a finished run, and a
+learning rate that had decayed rises again: the change says from what to what, and how to keep it.
 
 \b
 Exit codes: as of mrl-submit; 2 also where a live job owns the run

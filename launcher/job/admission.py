@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.job.directories import disk_errors
-from launcher.recipe.changes import CHANGEABLE, Change, changes
+from launcher.recipe.changes import CHANGEABLE, Change, changes, with_remarks
 from launcher.recipe.load import Recipe, read_resolved
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
@@ -70,7 +70,8 @@ def refuse_owned(run: RunDir, my_job: str | None) -> None:
 
 def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:
     """In what `config` differs from the run as it was asked for; BadInput where that may not be, or not yet."""
-    found = changes(read_resolved(run.resolved), config)
+    before = read_resolved(run.resolved)
+    found = changes(before, config)
     if not change:
         _refuse(run, found, "go on with the values of before, or give --change")
     refused = [one for one in found if not one.allowed]
@@ -80,7 +81,7 @@ def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Chang
         raise BadInput(
             f"{run.root}: training.steps {config.training.steps}: the run has already reached step {reached}"
         )
-    return found
+    return with_remarks(found, before, config, reached)
 
 
 def _refuse(run: RunDir, found: Sequence[Change], advice: str) -> None:

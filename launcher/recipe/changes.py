@@ -47,6 +47,8 @@ class Change(NamedTuple):
     key: str
     old: Any
     new: Any
+    remark: str = ""
+    """What else follows from it."""
 
     @property
     def allowed(self) -> bool:
@@ -54,7 +56,7 @@ class Change(NamedTuple):
         return any(fnmatchcase(self.key, pattern) for pattern in CHANGEABLE)
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.old!r} -> {self.new!r}"
+        return f"{self.key}: {self.old!r} -> {self.new!r}{self.remark}"
 
 
 def changes(old: RunConfig, new: RunConfig) -> list[Change]:
@@ -66,6 +68,27 @@ def changes(old: RunConfig, new: RunConfig) -> list[Change]:
         for key in keys
         if before.get(key) != after.get(key) and not any(fnmatchcase(key, pattern) for pattern in FREE)
     ]
+
+
+def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reached: int) -> list[Change]:
+    """The changes, each with what it brings about that nobody may expect.
+
+    Args:
+        reached: steps that the run has made.
+    """
+    from megatron_rl.training.config import learning_rate
+
+    if reached <= old.optimizer.warmup_steps or any(one.key.startswith("optimizer.") for one in changed):
+        return list(changed)
+    before = learning_rate(reached - 1, old.training.steps, old.optimizer)
+    after = learning_rate(reached, new.training.steps, new.optimizer)
+    if after <= before:
+        return list(changed)
+    remark = (
+        f", which raises the learning rate from {before:.3g} to {after:.3g} at step {reached + 1}, as the decay now "
+        f"ends later; to keep it, add optimizer.decay=constant optimizer.learning_rate={before:.3g}"
+    )
+    return [one._replace(remark=remark) if one.key == "training.steps" else one for one in changed]
 
 
 def as_json(changed: Sequence[Change]) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -31,6 +32,18 @@ class OptimizerConfig(Section):
     """Accumulate and sum gradients in fp32, whatever `model.dtype` is."""
     max_nonfinite_updates: PositiveInt = 3
     """Updates with a non-finite gradient are skipped and counted; this many in a row stop the run."""
+
+
+def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig) -> float:
+    """Rate of the next update: linear warm-up over `warmup_steps`, then `decay` to `min_learning_rate` at the end."""
+    if updates_done < config.warmup_steps:
+        return config.learning_rate * (updates_done + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return config.learning_rate
+    passed = (updates_done - config.warmup_steps) / max(1, total_updates - config.warmup_steps)
+    left = 1 - min(1.0, passed)
+    factor = left if config.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
+    return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * factor
 
 
 class TrainingConfig(Section):

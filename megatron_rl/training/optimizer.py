@@ -22,7 +22,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.rank.config import Offload
 from megatron_rl.training.adam_state import adam_tensors, begin, get_step, set_step, sharded_adam_state
-from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.training.config import OptimizerConfig, learning_rate
 from megatron_rl.training.offload import HostState, Unused
 
 
@@ -154,15 +154,3 @@ class PolicyOptimizer:
         """Go on from a sharded state of this optimizer that has been loaded, which filled all but the count."""
         for part in self._parts():
             set_step(part.optimizer, state["step"])
-
-
-def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig) -> float:
-    """Rate of the next update: linear warm-up over `warmup_steps`, then `decay` to `min_learning_rate` at the end."""
-    if updates_done < config.warmup_steps:
-        return config.learning_rate * (updates_done + 1) / config.warmup_steps
-    if config.decay == "constant":
-        return config.learning_rate
-    passed = (updates_done - config.warmup_steps) / max(1, total_updates - config.warmup_steps)
-    left = 1 - min(1.0, passed)
-    factor = left if config.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
-    return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * factor

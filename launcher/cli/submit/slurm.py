@@ -39,7 +39,8 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
     drafts = [_draft(one, profile, request.update_code) for one in planned]
     if request.dry_run or request.test_only:
         for one, drafted in zip(planned, drafts, strict=True):
-            check(one.recipe, drafted.job.run_dir, request.change)
+            for changed in check(one.recipe, drafted.job.run_dir, request.change):
+                click.echo(f"change: {changed}", err=True)
     if request.dry_run:
         _show(drafts, request)
         return EXIT_FINISHED

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from launcher.recipe.changes import changes
+import re
+
+import pytest
+
+from launcher.recipe.changes import changes, with_remarks
 from launcher.recipe.load import load_recipe
 
 BASE = ("training.steps=800", "training.seed=0", "grpo.group_size=16", "evaluation.every=0", "save.every=100")
@@ -46,6 +50,23 @@ def test_the_cluster_and_how_much_of_it_are_no_property_of_a_run():
     assert between("cluster=elsewhere") == {}
     assert between("job.nodes=2-4", "job.spare_nodes=1") == {}
     assert between("job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=1") == {}
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_more_steps_of_a_decayed_run_raise_the_learning_rate_and_say_so(decay):
+    asked = [*BASE, "optimizer.learning_rate=1e-3", "optimizer.min_learning_rate=1e-4", f"optimizer.decay={decay}"]
+    old = load_recipe("demo", asked).config
+
+    def remark(reached: int, *overrides: str) -> str:
+        new = load_recipe("demo", [*asked, *overrides]).config
+        return "".join(one.remark for one in with_remarks(changes(old, new), old, new, reached))
+
+    said = remark(800, "training.steps=1600")
+    assert ("raises the learning rate from 0.0001" in said) == (decay != "constant")
+    kept = re.findall(r"optimizer\.\S+", said)
+    assert not remark(800, "training.steps=1600", *kept) and len(kept) == (0 if decay == "constant" else 2)
+    assert not remark(0, "training.steps=1600") and not remark(400, "save.every=7")
+    assert not remark(400, "training.steps=500"), "it falls faster"
 
 
 def test_nested_sections_are_compared_key_by_key():
