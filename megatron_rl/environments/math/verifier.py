@@ -7,6 +7,7 @@ import math
 
 from megatron_rl.agent.sandbox.api import Ending, Limits
 from megatron_rl.agent.sandbox.pool import WorkerPool
+from megatron_rl.extras import install_command
 
 LONGEST_ANSWER = 500
 """Characters up to which an answer is looked at, unless the right one is as long: a model that puts its whole text into
@@ -23,7 +24,7 @@ class Verifier:
     def __init__(self, processes: int, timeout_s: float, memory_gib: float) -> None:
         """Raises ValueError where math-verify is not installed."""
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("environment math needs `pip install mrl[math]`: there is no math-verify")
+            raise ValueError(f"environment math needs math-verify: `{install_command('math')}`")
         limits = Limits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_bytes=int(memory_gib * 2**30))
         self._pool = WorkerPool("megatron_rl.environments.math.equality:equal", processes, limits)
         self.close = self._pool.close

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.extras import install_command
 from megatron_rl.metrics.config import LoggingConfig
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ def check_installed(config: LoggingConfig) -> None:
         importlib.metadata.version("wandb")  # a folder ./wandb, which it leaves behind, can be imported just as well
     except importlib.metadata.PackageNotFoundError:
         raise ConfigurationError(
-            "logging.wandb: there is no wandb where the ranks run; pip install 'mrl[wandb]' there, or set it to null"
+            f"logging.wandb: wandb is not installed where the ranks run; `{install_command('wandb')}` there, or set "
+            "logging.wandb to null"
         ) from None
 
 

