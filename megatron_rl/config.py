@@ -23,14 +23,14 @@ from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.config import ModelConfig, TokenizerConfig
 from megatron_rl.rank.config import HarvestConfig, JobConfig, Offload, PlacementConfig, data_parallel_size
 from megatron_rl.rollout.config import AsyncConfig, EvaluationConfig, ResumeConfig
-from megatron_rl.section import Section
+from megatron_rl.section import FilePath, Place, Section
 from megatron_rl.training.config import OptimizerConfig, TrainingConfig
 
 
 class ImageConfig(Section):
     """The container image, where the cluster has containers."""
 
-    reference: str | None = None
+    reference: Annotated[str, Place("image")] | None = None
     """[REGISTRY#]IMAGE[:TAG] or the path of a squashfs file; default: the cluster profile's."""
     import_on: Literal["login", "compute"] = "compute"
     """Where it is imported, once, into the shared cache: where you type mrl-submit, or on the job's first node."""
@@ -39,7 +39,7 @@ class ImageConfig(Section):
 class CodeConfig(Section):
     """What runs beside mrl itself: an environment of yours, for example."""
 
-    include: list[str] | None = None
+    include: list[FilePath] | None = None
     """Directories whose snapshot the job imports from, relative ones from the recipe's file on; default: the git
     repository of the current directory, when the recipe lies in it."""
 

@@ -25,7 +25,7 @@ def requirements(extra: str) -> tuple[str, ...]:
     """Requirements of an extra as pip reads them, without their condition: `torch>=2.7`; none where mrl itself is not
     installed."""
     ours = _distribution(OURS)
-    found = []
+    found: list[str] = []
     for line in (ours.requires if ours else None) or ():
         requirement, _, condition = line.partition(";")
         named = _EXTRA.search(condition)

@@ -1,8 +1,9 @@
-"""What a section of a recipe is: strict, frozen, its unknown keys refused; and the kinds of numbers in it."""
+"""What a section of a recipe is: strict, frozen, its unknown keys refused; and the kinds of values in it."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +16,28 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Marks a key whose value names a file or directory. Whoever reads a recipe makes a relative one absolute, from
+    the recipe's file on, so that it means the same to every process on every machine."""
+
+    kind: Literal["path", "hub", "image"] = "path"
+    """path: always a path. hub: a path, package:NAME, or a name on the Hugging Face hub. image: a path, or a container
+    image in a registry."""
+    read: bool = True
+    """Whether the run needs it from its start; else the run writes it, or waits for it."""
+
+
+FilePath = Annotated[str, Place()]
+"""Path of a file or directory that the run reads."""
+
+LaterPath = Annotated[str, Place(read=False)]
+"""Path of a file or directory that the run writes, or that another process writes before the run asks for it."""
+
+HubPath = Annotated[str, Place("hub")]
+"""Name on the Hugging Face hub, package:NAME, or path: whatever begins with / . or ~, or is there beside the recipe."""
 
 
 class Section(BaseModel):

@@ -58,11 +58,10 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> 
     way that answers take in a run. A right answer that is worth no more than a wrong one is said, with exit code 1.
     """
     from launcher.backends.trial import tried  # what the list needs not
-    from launcher.job.evaluation import check_environment, parse_args
+    from launcher.job.evaluation import checked_environment, parse_args
 
-    asked = EnvironmentConfig(name=name, args=parse_args(env_args))
     try:
-        check_environment(with_samples(asked), name)
+        asked = checked_environment(with_samples(EnvironmentConfig(name=name, args=parse_args(env_args))), name)
     except ValueError as error:
         raise BadInput(f"{name}: {error}") from error
     found: list[dict[str, Any]] = []

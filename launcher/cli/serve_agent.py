@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import ValidationError
 
 from launcher.cli.serving import default_token_file, make_token_file, serve
-from launcher.errors import BadInput
-from launcher.job.evaluation import parse_args
+from launcher.job.evaluation import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import environment_arguments
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import TokenizerConfig
 
@@ -66,20 +63,12 @@ def command(
       2    NAME, its arguments, the token or the address cannot be used
       130  stopped before it was ready, or at once
     """
-    environment = {"name": name, "args": parse_args(env_args)}
-    try:
-        environment_arguments(EnvironmentConfig(name=name, args=parse_args(env_args)))
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        where = ".".join(map(str, found["loc"]))
-        raise BadInput(f"--env-args of {name}: {where}: {found['msg'].removeprefix('Value error, ')}") from error
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+    environment = checked_environment(EnvironmentConfig(name=name, args=parse_args(env_args)), "NAME")
     tokenizer = _tokenizer(asked)
     tokens = token_file or default_token_file()
     make_token_file(tokens)
     options = {
-        "--environment": json.dumps(environment),
+        "--environment": environment.model_dump_json(),
         "--tokenizer": tokenizer.model_dump_json(),
         "--host": host,
         "--port": str(port),

@@ -19,6 +19,7 @@ from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.summary import gpu_bytes
 from launcher.recipe.load import Recipe, dump_resolved, read_resolved
 from launcher.recipe.located_yaml import YamlProblems, read
+from launcher.recipe.places import NoPath, with_absolute_places
 from launcher.recipe.problems import validation_problems
 from launcher.recipe.published import find_published
 from megatron_rl.agent.config import EnvironmentConfig
@@ -83,14 +84,24 @@ def requested(
         "sampling": {**drawn, **sampling},
     }
     evaluation = _validated(Evaluation, values, _option)
-    check_environment(evaluation.environment, "--env")
-    return evaluation
+    return evaluation.model_copy(update={"environment": checked_environment(evaluation.environment, "--env")})
 
 
-def check_environment(environment: EnvironmentConfig, option: str) -> None:
-    """Raises BadInput where there is no such environment, which `option` gives, or it takes no such --env-args."""
+def checked_environment(environment: EnvironmentConfig, option: str) -> EnvironmentConfig:
+    """The environment with its relative paths, which --env-args gave, made absolute from the current directory.
+
+    Args:
+        option: the one that names the environment.
+
+    Raises:
+        BadInput: there is no such environment, or it takes no such --env-args.
+    """
     try:
         environment_arguments(environment)
+        values = with_absolute_places(environment.model_dump(), type(environment), lambda key: Path.cwd())
+        return type(environment).model_validate(values)
+    except NoPath as error:
+        raise BadInput(f"--env-args {error}".replace("args.", "", 1)) from error
     except ValidationError as error:
         arguments = environment_class(environment.name).Config
         raise _refusal(error, arguments, lambda path: f"--env-args {'.'.join(path)}") from error

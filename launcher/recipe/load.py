@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, YamlProblems, dump, locator, read, read_mapping, read_text
+from launcher.recipe.places import NoPath, with_absolute_places
 from launcher.recipe.problems import (
     ITEM,
     KeyPath,
@@ -33,6 +34,8 @@ from launcher.recipe.shipped import SHIPPED, shipped_recipes
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_arguments, environment_class
 from megatron_rl.config import RunConfig
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.section import Section
 
 _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"))
 """Keys below these sections belong to the environment, so RunConfig does not know them."""
@@ -74,7 +77,15 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     document = read_mapping(file, text, _SECTIONS)
     parsed = _parse_overrides(overrides)
     locate = _locator(file, document, parsed)
-    values = _with_environments_of_file(_apply(document.value, parsed), asked, locate)
+    values, listed_in = _with_environments_of_file(_apply(document.value, parsed), asked, locate)
+
+    def folder_of(key: KeyPath) -> Path:
+        if listed_in is not None and key[0] == "environments":
+            return listed_in
+        return _written_in(asked, overridden=locate(key)[1])
+
+    if "model" in values:  # the weights say the shape, so they are looked for first
+        values = {**values, "model": _with_absolute_places(values["model"], ModelConfig, folder_of, locate, ("model",))}
     published = find_published(values, caches, locate)
     try:
         config = RunConfig.model_validate(published.fill(values) if published else values)
@@ -83,8 +94,8 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     if published:
         published.check(config.model, locate)
     _check_environments(config, locate)
-    config = _with_absolute_code(config, asked, locate)
-    return Recipe(asked, text, tuple(overrides), config)
+    absolute = _with_absolute_places(config.model_dump(), RunConfig, folder_of, locate)
+    return Recipe(asked, text, tuple(overrides), RunConfig.model_validate(absolute))
 
 
 def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
@@ -226,41 +237,38 @@ def _key_in(section: Any, name: str, override: _Override) -> Any:
     return int(name)
 
 
-def _with_environments_of_file(values: dict[str, Any], asked: str, locate: Locate) -> dict[str, Any]:
-    """`environments: FILE` stands for the list in that file, which may be one of Megatron-RL's."""
+def _with_environments_of_file(
+    values: dict[str, Any], asked: str, locate: Locate
+) -> tuple[dict[str, Any], Path | None]:
+    """`environments: FILE` stands for the list in that file, which may be one of Megatron-RL's; beside the values the
+    folder of that file, None where there is none."""
     given = values.get("environments")
     if not isinstance(given, str):
-        return values
+        return values, None
     where, overridden = locate(("environments",))
     try:
-        path = _written_in(asked, overridden) / Path(given).expanduser()
+        path = (_written_in(asked, overridden) / Path(given).expanduser()).absolute()
         listed = read(read_text(path)).value
     except (YamlProblems, BadInput, RuntimeError) as error:  # or no such user
         said = error.problems[0] if isinstance(error, BadInput) else f"{given}: {error}"
         raise BadInput(f"{where}: environments: {said}") from error
-    return {**values, "environments": listed}
+    return {**values, "environments": listed}, path.parent
 
 
 def _written_in(asked: str, overridden: bool) -> Path:
-    """Where relative paths of a recipe start: from its file; those of an override from the current directory."""
+    """Folder where relative paths of a recipe begin: that of its file; for an override and for a shipped recipe the
+    current one."""
     return Path.cwd() if overridden or _is_shipped(asked) else Path(asked).absolute().parent
 
 
-def _with_absolute_code(config: RunConfig, asked: str, locate: Locate) -> RunConfig:
-    """Relative paths of `code.include` start where they are written: whoever reads resolved.yaml finds the same
-    places."""
-    if not config.code.include:
-        return config
-    _, overridden = locate(("code", "include"))
-    base = _written_in(asked, overridden)
-    include = []
-    for path in config.code.include:
-        try:
-            include.append(str((base / Path(path).expanduser()).resolve()))
-        except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a zero byte
-            where = locate(("code", "include"))[0]
-            raise BadInput(f"{where}: code.include: {path!r} is no path: {error}") from error
-    return config.model_copy(update={"code": config.code.model_copy(update={"include": include})})
+def _with_absolute_places(
+    values: Any, section: type[Section], folder_of: Callable[[KeyPath], Path], locate: Locate, prefix: KeyPath = ()
+) -> Any:
+    """`with_absolute_places`, with the place of what is no path. Raises BadInput."""
+    try:
+        return with_absolute_places(values, section, folder_of, prefix)
+    except NoPath as error:
+        raise BadInput(f"{locate(error.key)[0]}: {error}") from error
 
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.extras import install_command
 from megatron_rl.model.config import is_hub_name
-from megatron_rl.section import Section
+from megatron_rl.section import HubPath, Section
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -31,9 +31,9 @@ READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "
 class DataSet(Section):
     """Where problems come from, and where they stand in a row."""
 
-    path: str
-    """Name on the hub, such as Maxwell-Jia/AIME_2024, or a file or directory of this machine, which begins with
-    / . or ~: Parquet, JSON lines, Arrow, or what `datasets` saved to disk."""
+    path: HubPath
+    """Name on the hub, such as Maxwell-Jia/AIME_2024, or a file or directory of this machine, a relative one from the
+    recipe's file on: Parquet, JSON lines, Arrow, or what `datasets` saved to disk."""
     split: str = "train"
     """Split of a data set that has several."""
     subset: str | None = None

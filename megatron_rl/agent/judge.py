@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import field_validator, model_validator
 
 from megatron_rl.agent.prompts import template_fields
-from megatron_rl.section import PositiveFloat, PositiveInt, Section
+from megatron_rl.section import LaterPath, PositiveFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
     import asyncio
@@ -45,7 +45,7 @@ class JudgeConfig(Section):
     """Of the server, with the version: http://node:8000/v1"""
     model: str
     """Its name there."""
-    token_file: str | None = None
+    token_file: LaterPath | None = None
     """Holds the server's token ..."""
     token_variable: str | None = None
     """... or the name of an environment variable that does."""

@@ -30,7 +30,7 @@ from megatron_rl.agent.contrastive import ContrastivePair
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.section import PositiveFloat, Section
+from megatron_rl.section import LaterPath, PositiveFloat, Section
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RemoteConfig(Section):
 
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
     """Where `mrl serve-agent` says that it listens."""
-    token_file: str
+    token_file: LaterPath
     """The file with its token, readable where the ranks run."""
     start_patience_s: PositiveFloat = 60.0
     """How long it is waited for at the start of the ranks."""

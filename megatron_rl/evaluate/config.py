@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.inference.config import Sampling
-from megatron_rl.section import NonNegativeInt, PositiveInt, Section
+from megatron_rl.section import HubPath, LaterPath, NonNegativeInt, PositiveInt, Section
 
 
 class EvaluateConfig(Section):
     """A job with this section evaluates and trains nothing; `mrl evaluate --cluster` writes it."""
 
-    checkpoint: Annotated[str, Field(min_length=1)]
+    checkpoint: HubPath
     """What is evaluated: a run directory, a checkpoint, or Hugging Face weights, by directory or name on the hub."""
     sets: tuple[str, ...] | None = Field(default=None, strict=False)
     """Evaluation sets of the environment; default: all."""
@@ -26,7 +26,7 @@ class EvaluateConfig(Section):
     """Also answer each problem once at temperature 0."""
     seed: NonNegativeInt = 0
     """Of the answers' random numbers."""
-    out: str | None = None
+    out: LaterPath | None = None
     """File of the result; default: named after the settings, in `evaluations/` of the run or of the current
     directory. The answers are kept beside it."""
     dtype: Literal["fp32", "bf16"] | None = None

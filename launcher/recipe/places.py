@@ -1,0 +1,133 @@
+"""The keys of a recipe that name files and directories, found by the marks of their types (megatron_rl.section.Place),
+and made absolute: a relative path would mean another file in another process, on a node, in a container.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from launcher.host.image.reference import is_path
+from launcher.recipe.problems import KeyPath
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import environment_class
+from megatron_rl.config import RunConfig
+from megatron_rl.model.config import is_hub_name, package_of
+from megatron_rl.section import Place
+
+T = TypeVar("T")
+
+
+class NamedPlace(NamedTuple):
+    """A key whose value names a file or directory, or may."""
+
+    key: KeyPath
+    value: str
+    place: Place
+
+    @property
+    def path(self) -> Path | None:
+        """The file or directory of a recipe that was read; None: the value names something of a hub, a package or a
+        registry."""
+        on_disk = is_path(self.value) if self.place.kind == "image" else not is_hub_name(self.value)
+        return Path(self.value) if on_disk and not package_of(self.value) else None
+
+
+class NoPath(ValueError):
+    """A value that can be no path."""
+
+    def __init__(self, key: KeyPath, value: str, why: str) -> None:
+        super().__init__(f"{'.'.join(key)}: {value!r} is no path: {why}")
+        self.key = key
+
+
+def named_places(config: RunConfig) -> list[NamedPlace]:
+    """Every key of a recipe, arguments of its environments included, that names a file or directory, or may."""
+    found: list[NamedPlace] = []
+
+    def note(named: NamedPlace) -> str:
+        found.append(named)
+        return named.value
+
+    _changed(config.model_dump(), RunConfig, (), note)
+    return found
+
+
+def with_absolute_places(
+    values: T, section: type[BaseModel], folder_of: Callable[[KeyPath], Path], prefix: KeyPath = ()
+) -> T:
+    """The values of a section with every path in it absolute. What is no path stays as it is.
+
+    Args:
+        folder_of: where the relative path of a key begins.
+        prefix: the section's place in the recipe.
+
+    Raises:
+        NoPath: a value can be no path.
+    """
+    return _changed(values, section, prefix, lambda named: _absolute(named, folder_of(named.key)))
+
+
+def _absolute(named: NamedPlace, folder: Path) -> str:
+    text, kind = named.value, named.place.kind
+    if not text.strip() or "\0" in text:
+        raise NoPath(named.key, text, "it holds a zero byte" if "\0" in text else "it is empty")
+    if (kind == "hub" and package_of(text)) or (kind == "image" and not is_path(text)):
+        return text
+    try:
+        path = folder / Path(text).expanduser()
+        if kind == "hub" and is_hub_name(text) and not path.exists():
+            return text
+        # `..` behind a link leads elsewhere than the text suggests. Other links stay: a node may have them lead
+        # elsewhere than this machine.
+        if ".." in path.parts:
+            return str(path.resolve() if path.name == ".." else path.parent.resolve() / path.name)
+        return os.path.abspath(path)  # noqa: PTH100 - without the dots
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links
+        raise NoPath(named.key, text, str(getattr(error, "strerror", None) or error)) from error
+
+
+def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPlace], str]) -> Any:
+    """The value, of a key of this type, with what `change` says in place of each path in it."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        place = next((mark for mark in arguments[1:] if isinstance(mark, Place)), None)
+        if place is not None and isinstance(value, str):
+            return change(NamedPlace(key, value, place))
+        return _changed(value, arguments[0], key, change)
+    if origin in (Union, UnionType):
+        for one in arguments:
+            value = _changed(value, one, key, change)
+        return value
+    if isinstance(value, list | tuple) and arguments:
+        items = [_changed(one, arguments[0], (*key, str(number)), change) for number, one in enumerate(value)]
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return _changed_section(value, kind, key, change)
+        if len(arguments) == 2:
+            return {name: _changed(one, arguments[1], (*key, str(name)), change) for name, one in value.items()}
+    return value
+
+
+def _changed_section(
+    values: Mapping[str, Any], section: type[BaseModel], key: KeyPath, change: Callable[[NamedPlace], str]
+) -> dict[str, Any]:
+    changed = dict(values)
+    for field_name, field in section.model_fields.items():
+        name = field.alias or field_name
+        if name in changed:
+            kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            changed[name] = _changed(changed[name], kind, (*key, name), change)
+    if issubclass(section, EnvironmentConfig) and isinstance(changed.get("name"), str) and "args" in changed:
+        try:
+            arguments = environment_class(changed["name"]).Config
+        except ValueError:  # as the validation says
+            return changed
+        changed["args"] = _changed(changed["args"], arguments, (*key, "args"), change)
+    return changed

@@ -1,0 +1,135 @@
+"""Paths of a recipe mean the same to every process: absolute from where they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import BadInput
+from launcher.job.evaluation import origin_of, requested
+from launcher.recipe.load import dump_resolved, load_recipe
+from launcher.recipe.places import named_places
+from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.contract.paths import RunDir
+
+RECIPE = """\
+name: mine
+job: {nodes: 1, gpus_per_node: 1, device: cpu}
+model:
+  num_layers: 1
+  hidden_size: 16
+  ffn_hidden_size: 16
+  num_attention_heads: 2
+  num_query_groups: 1
+  max_position_embeddings: 64
+  init: checkpoint
+  checkpoint: runs/a/checkpoints/step-000040
+tokenizer: {type: huggingface, path: tokenizer}
+environment:
+  name: math
+  args:
+    train: {path: train.jsonl}
+    evaluate: {hub: {path: org/never-here}, near: {path: ../near.jsonl}, linked: {path: link.jsonl}}
+inference:
+  engine: native
+code: {include: [code]}
+sampling: {max_new_tokens: 8}
+optimizer: {learning_rate: 1e-3}
+training: {steps: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe and its files, looked at from a directory that has files of the same names."""
+    for name in ("recipes", "elsewhere"):
+        (tmp_path / name / "tokenizer").mkdir(parents=True)
+        (tmp_path / name / "train.jsonl").touch()
+    (tmp_path / "recipes" / "link.jsonl").symlink_to(tmp_path / "elsewhere" / "train.jsonl")
+    (tmp_path / "near.jsonl").touch()
+    (tmp_path / "recipes" / "mine.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def test_relative_paths_begin_at_the_recipes_file(folder):
+    found = {".".join(one.key): one.value for one in named_places(load_recipe("../recipes/mine.yaml").config)}
+    recipes = folder / "recipes"
+    assert found == {
+        "model.checkpoint": f"{recipes}/runs/a/checkpoints/step-000040",
+        "tokenizer.path": f"{recipes}/tokenizer",
+        "environment.args.train.path": f"{recipes}/train.jsonl",
+        "environment.args.evaluate.hub.path": "org/never-here",
+        "environment.args.evaluate.near.path": f"{folder}/near.jsonl",
+        "environment.args.evaluate.linked.path": f"{recipes}/link.jsonl",  # a node may have it lead elsewhere
+        "code.include.0": f"{recipes}/code",
+    }
+
+
+def test_those_of_an_override_begin_at_the_current_directory(folder):
+    overrides = ["tokenizer.path=./tokenizer", "environment.args.train.path=train.jsonl", "model.checkpoint=~/step"]
+    config = load_recipe("../recipes/mine.yaml", overrides).config
+    assert config.tokenizer.path == f"{folder}/elsewhere/tokenizer"
+    assert config.environment.args["train"]["path"] == f"{folder}/elsewhere/train.jsonl"
+    assert config.environment.args["evaluate"]["near"]["path"] == f"{folder}/near.jsonl"
+    assert config.model.checkpoint == f"{folder}/home/step"
+
+
+def test_those_of_a_file_of_environments_begin_at_that_file(folder):
+    (folder / "lists").mkdir()
+    (folder / "lists" / "mine.jsonl").touch()
+    (folder / "lists" / "both.yaml").write_text(
+        "- {name: math, args: {train: {path: mine.jsonl}}}\n- {agent_type: MathAgent, id: theirs, "
+        "agent_args: {dataset_file: ./mine.jsonl}}\n"
+    )
+    recipe = (folder / "recipes" / "mine.yaml").read_text()
+    before, _, after = recipe.partition("environment:\n")
+    after = after[after.index("inference:") :]
+    (folder / "recipes" / "mine.yaml").write_text(f"{before}environments: ../lists/both.yaml\n{after}")
+    config = load_recipe("../recipes/mine.yaml").config
+    assert [one.args["train"]["path"] for one in config.environments] == [f"{folder}/lists/mine.jsonl"] * 2
+
+
+def test_servers_and_images_too(folder):
+    server = "{kind: vllm, url: 'http://a/v1', folder: served, token_file: ~/token}"
+    model = "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "
+    model += "max_position_embeddings: 64, init: huggingface, huggingface: Qwen/Never}"
+    overrides = [f"model={model}", "inference.engine=server", f"inference.server={server}"]
+    config = load_recipe("../recipes/mine.yaml", [*overrides, "image.reference=./ranks.sqsh"]).config
+    assert config.inference.server.folder == f"{folder}/elsewhere/served"
+    assert config.inference.server.token_file == f"{folder}/home/token"
+    assert config.image.reference == f"{folder}/elsewhere/ranks.sqsh"
+    named = load_recipe("../recipes/mine.yaml", ["image.reference=nvcr.io#nvidia/pytorch:25.06-py3"]).config
+    assert named.image.reference == "nvcr.io#nvidia/pytorch:25.06-py3"
+
+
+@pytest.mark.parametrize("value", ["''", "~nobody-has-this-name/data", '"a\\0b"'])
+def test_what_is_no_path_is_an_error_with_its_place(folder, value):
+    with pytest.raises(BadInput, match=r"override .*: model\.checkpoint: .* is no path: "):
+        load_recipe("../recipes/mine.yaml", [f"model.checkpoint={value}"])
+
+
+def test_a_run_is_evaluated_on_its_own_files_wherever_that_is_asked_for(folder, monkeypatch):
+    run = RunDir(folder / "w3" / "runs" / "a")
+    run.root.mkdir(parents=True)
+    run.resolved.write_text(dump_resolved(load_recipe("../recipes/mine.yaml").config))
+    origin = origin_of("../w3/runs/a")
+    assert origin is not None
+    asked = {"checkpoint": str(run.root)}
+    evaluation = requested(origin, None, ["evaluate.near.path=train.jsonl"], {}, asked)
+    assert origin.config.tokenizer.path == f"{folder}/recipes/tokenizer"
+    assert evaluation.environment.args["train"]["path"] == f"{folder}/recipes/train.jsonl"
+    assert evaluation.environment.args["evaluate"]["near"]["path"] == f"{folder}/elsewhere/train.jsonl"
+
+
+def test_those_of_a_shipped_recipe_begin_at_the_current_directory(folder):
+    found = {
+        name: one.path
+        for name in shipped_recipes()
+        for one in named_places(load_recipe(name).config)
+        if one.path is not None
+    }
+    checkpoint = "runs/smollm2-135m-chain-sum/checkpoints/step-000060"
+    assert found == {"smollm2-135m-chain-sum-hard": folder / "elsewhere" / checkpoint}
