@@ -35,13 +35,15 @@ class CodePoints:
     def encode(self, text: str) -> list[int]:
         return [*map(ord, text)]
 
+    encode_prompt = encode
+
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(token) for token in tokens if token != self.eos_id)
 
     def show(self, token: int) -> str:
         return "<end>" if token == self.eos_id else chr(token)
 
-    def conversation(self, messages: Any, tools: Any = None) -> None:
+    def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> None:
         return None
 
 

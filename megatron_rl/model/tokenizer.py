@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.contract.files import check_regular, read_bytes
 from megatron_rl.extras import install_command
 from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.model.control_tokens import MARK, ControlTokens
 from megatron_rl.model.hub import local_folder
 
 if TYPE_CHECKING:
@@ -37,7 +39,13 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text` as it stands: no special token is added, so a prompt template writes its own."""
+        """Tokens of `text` as it stands: no special token is added, so a prompt template writes its own. Control tokens
+        that `conversation` has marked are text."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a prompt that no chat template wrote: those of `text` behind the ones, such as BOS, with which the
+        tokenizer begins any text. A text that already begins with them gets no second ones."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -53,10 +61,17 @@ class Tokenizer(Protocol):
         """What makes a prompt of a conversation (Jinja2); None: the model knows no conversations."""
         ...
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str | None:
-        """The prompt for what an assistant says next in a conversation; None without a chat template.
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """The prompt for what an assistant says next in a conversation; None without a chat template. Control tokens
+        that a message spells out are marked, and `encode` takes them for text.
 
         messages, tools: as OpenAI's API has them, but the arguments of a tool call as an object.
+        variables: further ones of the template, such as `enable_thinking`.
 
         Raises ValueError where the template refuses them.
         """
@@ -84,6 +99,8 @@ class CharacterTokenizer:
                 f"add it to tokenizer.alphabet, which is {self._alphabet!r}"
             ) from None
 
+    encode_prompt = encode
+
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(self._text.__getitem__, tokens))
 
@@ -92,7 +109,12 @@ class CharacterTokenizer:
 
     chat_template = None
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> None:
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         return None
 
 
@@ -107,10 +129,18 @@ class HuggingFaceTokenizer:
         self.vocab_size = len(tokenizer)
         self.eos_id: int = tokenizer.eos_token_id
         self.end_ids = frozenset({self.eos_id, *end_ids})
+        self._control_tokens = ControlTokens(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
+        self._beginning = _beginning(tokenizer)
 
     def encode(self, text: str) -> list[int]:
+        if MARK in text and self._control_tokens:
+            return self._control_tokens.encode(text)
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
+
+    def encode_prompt(self, text: str) -> list[int]:
+        tokens = self.encode(text)
+        return tokens if tokens[: len(self._beginning)] == self._beginning else self._beginning + tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -125,16 +155,34 @@ class HuggingFaceTokenizer:
         template: str | None = self._tokenizer.chat_template
         return template
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str | None:
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str | None:
         if self.chat_template is None:
             return None
+        render = self._tokenizer.apply_chat_template
+        # Its own parameters are no variables: chat_template, for one, is a program.
+        if taken := sorted(signature(render).parameters.keys() & (variables or {}).keys()):
+            raise ValueError(f"{taken[0]} is no variable of a chat template")
+        given = [messages, tools, dict(variables or {})]
+        if self._control_tokens:
+            given = [self._control_tokens.mark(each) for each in given]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            text: str = render(given[0], tools=given[1], tokenize=False, add_generation_prompt=True, **given[2])
         except Exception as error:  # a template is a program of the model's: it may raise anything
             raise ValueError(f"the model's chat template refuses them: {error}") from error
         return text
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens with which a tokenizer begins any text."""
+    whole: list[int] = tokenizer.encode("a")
+    text: list[int] = tokenizer.encode("a", add_special_tokens=False)
+    places = range(len(whole) - len(text) + 1)
+    return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

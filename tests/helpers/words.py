@@ -19,7 +19,9 @@ class Words:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(token) for token in tokens if token)
 
-    def conversation(self, messages: Sequence[Mapping[str, str]], tools: None = None) -> str | None:
+    def conversation(
+        self, messages: Sequence[Mapping[str, str]], tools: None = None, variables: Mapping[str, object] | None = None
+    ) -> str | None:
         """A system message stands before the rest, which is one of the user."""
         *system, user = (message["content"] for message in messages)
         return None if self.chat_template is None else "".join(system) + self.chat_template.format(user)

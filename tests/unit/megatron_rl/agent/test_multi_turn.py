@@ -123,7 +123,9 @@ def test_a_conversation_over_its_limit_is_had_again_from_its_first_turn_and_ends
 
 
 class Chat(Words):
-    def conversation(self, messages: Sequence[Mapping[str, str]], tools: Any = None) -> str | None:
+    def conversation(
+        self, messages: Sequence[Mapping[str, str]], tools: Any = None, variables: Any = None
+    ) -> str | None:
         return "".join(f"<{each['role']}>{each['content']}{END}\n" for each in messages) + "<assistant>"
 
     def show(self, token: int) -> str:

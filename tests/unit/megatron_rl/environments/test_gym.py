@@ -25,7 +25,7 @@ LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": MOVE
 class Lines(Words):
     """Without a chat template: observations stand in lines of their own."""
 
-    def conversation(self, messages: Any, tools: Any = None) -> None:
+    def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> None:
         return None
 
 

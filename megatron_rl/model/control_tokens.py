@@ -1,0 +1,76 @@
+"""Control tokens that somebody wrote into a message: they stay text.
+
+    mark(message)       what a chat template is given: <|eot_id|> has a MARK behind its first character
+    encode(rendered)    the template's own control tokens are tokens, the marked ones plain text
+
+MARK is a noncharacter of Unicode, which no text is meant to hold. It is removed from messages, and never encoded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+MARK = "\ufdd0"
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder().values()
+        names = [each.content for each in added if each.special and len(each.content) > 1]
+        longest_first = sorted(names, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, longest_first))) if names else None
+
+    def mark(self, value: Any) -> Any:
+        """The value, a message or a part of one, with the control tokens in its texts marked."""
+        if isinstance(value, str):
+            text = value.replace(MARK, "")
+            while self._names and self._names.search(text):  # again, as one may begin within another
+                text = self._names.sub(_marked, text)
+            return text
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(each) for each in value]
+        return value
+
+    def encode(self, rendered: str) -> list[int]:
+        """Tokens of a text with marks."""
+        # The tokens of a text depend on its control tokens beyond their places: some take the spaces around them. So
+        # all of it is encoded at once, by a tokenizer that knows its control tokens by marked names only.
+        assert self._names is not None
+        swapped, end = "", 0
+        for name in self._names.finditer(rendered):
+            swapped += rendered[end : name.start()].replace(MARK, "") + _marked(name)
+            end = name.end()
+        swapped += rendered[end:].replace(MARK, "")
+        twin, ids = self._twin
+        return [ids.get(token, token) for token in twin.encode(swapped, add_special_tokens=False).ids]
+
+    @cached_property
+    def _twin(self) -> tuple[Backend, dict[int, int]]:
+        """The tokenizer with marked names, and its ids of added tokens -> the ids they have in the real one."""
+        from tokenizers import Tokenizer
+
+        assert self._names is not None
+        described = json.loads(self._backend.to_str())
+        described |= {"truncation": None, "padding": None, "post_processor": None}
+        ids = {}
+        for added in described["added_tokens"]:
+            if added["special"]:
+                added["content"] = self._names.sub(_marked, added["content"])
+            ids[added["content"]] = added["id"]
+        twin = Tokenizer.from_str(json.dumps(described))
+        return twin, {twin.token_to_id(name): token for name, token in ids.items()}
+
+
+def _marked(name: re.Match[str]) -> str:
+    return f"{name[0][0]}{MARK}{name[0][1:]}"
