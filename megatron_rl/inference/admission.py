@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import Prefill
 from megatron_rl.inference.transcript import Transcript
@@ -204,4 +204,9 @@ class Admission:
             key=request.key,
             sampling=request.sampling,
             top_logprobs=request.top_logprobs,
+            penalized=request.prompt_tokens if _penalized(request.sampling) else [],
         )
+
+
+def _penalized(sampling: Sampling) -> bool:
+    return isinstance(sampling, AdjustedSampling) and sampling.repetition_penalty != 1

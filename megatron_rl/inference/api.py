@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 from uuid import uuid4
 
-from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.config import AdjustedSampling, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor  # who only asks an engine need not have torch
@@ -69,6 +69,14 @@ class GenerationRequest:
         """The same, for who asks once more: under a name of its own."""
         return replace(self, id=_new_id())
 
+    @property
+    def beyond_training(self) -> str | None:
+        """Name of something asked for that only the project's own engine can do, and no training needs."""
+        if self.top_logprobs:
+            return "top_logprobs"
+        adjustments = self.sampling.adjustments if isinstance(self.sampling, AdjustedSampling) else []
+        return f"sampling.{adjustments[0]}" if adjustments else None
+
     def __post_init__(self) -> None:
         if not self.prompt_tokens:
             raise ValueError("the prompt is empty: there is nothing to answer")
@@ -87,7 +95,7 @@ class Completion:
     tokens: list[int]
     """Where `finish_reason` is `stop`, the last one is the end token or the one that completes the stop string."""
     logprobs: list[float]
-    """Of softmax(logits / temperature) before top-k, top-p and min-p; temperature 0 counts as 1."""
+    """Of softmax(logits / temperature) before adjustments, top-k, top-p and min-p; temperature 0 counts as 1."""
     finish_reason: FinishReason
     versions: list[int]
     """Of each token: number of optimizer steps behind the weights that sampled it."""

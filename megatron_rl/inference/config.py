@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -52,6 +53,56 @@ class Sampling(Section):
                 "stop holds U+FFFD, which stands for bytes that are no text: no answer is known to have it"
             )
         return self
+
+
+MOST_BIASED = 1024
+"""Tokens that one request may bias."""
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class AdjustedSampling(Sampling):
+    """Sampling from adjusted logits, which clients of a server may ask for. It is no part of a recipe, as training
+    would learn from answers of another distribution than the policy's.
+
+    Biases come first, then the repetition, frequency and presence penalties, then temperature, top_k, top_p and min_p.
+    Log-probs stay those of `Sampling`: of the policy's own logits.
+    """
+
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens that the answer has."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens as often as the answer has them."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Divides positive logits of tokens that the prompt or the answer has, and multiplies negative ones."""
+    logit_bias: Annotated[tuple[tuple[NonNegativeInt, Bias], ...], Field(max_length=MOST_BIASED, strict=False)] = ()
+    """(token, what is added to its logit), each token once."""
+    ignore_eos: bool = False
+    """Whether end tokens are tokens like others: only `stop`, `stop_tokens` and `max_new_tokens` end an answer."""
+
+    @property
+    def adjustments(self) -> list[str]:
+        """Names of what differs from `Sampling`."""
+        own = type(self).model_fields.keys() - Sampling.model_fields.keys()
+        return sorted(name for name in own if getattr(self, name) != type(self).model_fields[name].default)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but the end is adjusted."""
+        return bool({*self.adjustments} - {"ignore_eos"})
+
+    @model_validator(mode="after")
+    def _biases_each_token_once(self) -> AdjustedSampling:
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise ValueError("logit_bias names a token twice")
+        return self
+
+
+def ends_of(sampling: Sampling, end_ids: Iterable[int]) -> tuple[int, ...]:
+    """Tokens that end an answer, perhaps none. end_ids: those that end an answer by default."""
+    ignored = isinstance(sampling, AdjustedSampling) and sampling.ignore_eos
+    return (*(() if ignored else sorted(end_ids)), *sampling.stop_tokens)
 
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 256}

@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.inference.config import AdjustedSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,14 @@ class Limits:
         """Raise as `InferenceInterface.generate` does, where the request cannot be answered: a GPU that is asked for a
         token that is not there is lost."""
         known = ((f"what is known of sample {sample}", each.tokens) for sample, each in request.known.items())
-        of_all = ("prompt", request.prompt_tokens), ("sampling.stop_tokens", request.sampling.stop_tokens), *known
+        sampling = request.sampling
+        biased = [token for token, _ in sampling.logit_bias] if isinstance(sampling, AdjustedSampling) else []
+        of_all = (
+            ("prompt", request.prompt_tokens),
+            ("sampling.stop_tokens", sampling.stop_tokens),
+            ("sampling.logit_bias", biased),
+            *known,
+        )
         for name, tokens in of_all:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
                 outside = next(token for token in tokens if not 0 <= token < self.vocabulary)

@@ -115,9 +115,9 @@ class MegatronEngine:
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See `InferenceInterface.generate`. A caller that is cancelled costs his answers' next token and no more.
 
-        Raises Unsupported for min_p, min_new_tokens, top_k together with top_p, and top_logprobs.
+        Raises Unsupported for min_p, min_new_tokens, top_k together with top_p, and what is beyond training.
         """
-        beyond = "top_logprobs" if request.top_logprobs else beyond_megatron(request.sampling)
+        beyond = request.beyond_training or beyond_megatron(request.sampling)
         if beyond:
             raise Unsupported(f"{beyond}: megatron-core's engine cannot")
         self._limits.check(request)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.inference.api import Completion, Delta, FinishReason, GenerationRequest, TopLogprobs, Unsupported
-from megatron_rl.inference.config import beyond_vllm
+from megatron_rl.inference.config import AdjustedSampling, beyond_vllm
 from megatron_rl.inference.stops import Decode, StopStrings
 
 MOST_STOPS_OF_OPENAI = 4
@@ -49,6 +49,8 @@ class Endpoint:
 def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
     """The request for /completions. Raises Unsupported where the endpoint cannot do what it asks for."""
     sampling, kind = request.sampling, endpoint.kind
+    if adjusted := isinstance(sampling, AdjustedSampling) and sampling.adjustments:
+        raise Unsupported(f"sampling.{adjusted[0]}: nothing here asks a server for it")
     if request.known:
         raise Unsupported(f"known: a server ({kind}) cannot go on with an interrupted answer's own random numbers")
     asked: dict[str, Any] = {

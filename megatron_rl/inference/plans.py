@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_rl.inference.config import Sampling
 
@@ -28,6 +28,8 @@ class Prefill:
     key: int
     sampling: Sampling
     top_logprobs: int = 0
+    penalized: list[int] = field(default_factory=list)
+    """The prompt, where a repetition penalty looks at it."""
 
 
 @dataclass(frozen=True, slots=True)

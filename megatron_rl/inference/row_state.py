@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.inference.adjustments import AdjustedRows
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.places import page_table
 from megatron_rl.inference.plans import Prefill
@@ -35,6 +36,8 @@ class DrawWork:
     sampling: SamplingWork
     top_logprobs: int
     """So many of the likeliest tokens of each are noted."""
+    adjusted: bool
+    """Whether any is sampled from adjusted logits."""
 
 
 class RowState:
@@ -75,6 +78,7 @@ class RowState:
         self._numbers = np.zeros(rows, dtype=np.int64)
         self._newest: tuple[int, Sampling | None] = (0, None)
         self._top = TopLogprobsRows(rows, policy.tokens_between_looks, policy.vocabulary, self._device)
+        self._adjusted = AdjustedRows(rows, max_length, policy.vocabulary, self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros(rows, max_length, **integers)
         self._logprobs = torch.zeros(rows, max_length, device=self._device)
@@ -97,6 +101,7 @@ class RowState:
             self._limit[target] = self._limit[source]
             self._numbers[targets] = self._numbers[sources]
         self._top.move(sources, targets, source, target)
+        self._adjusted.move(sources, targets, source, target)
         for column in (
             self.token, self.position, self.pages, self._count, self._ended, self._uniforms, self._tokens,
             self._logprobs,
@@ -144,6 +149,7 @@ class RowState:
                 self._tokens[same, :count] = to_device(prefill.answer_tokens, self._device)
                 self._logprobs[same, :count] = to_device(prefill.answer_logprobs, self._device)
             self._top.set(same, prefill.top_logprobs)
+            self._adjusted.set(same, prefill)
             first = same.stop
 
     def _set_sampling(self, rows: slice, prefills: Sequence[Prefill]) -> None:
@@ -172,7 +178,8 @@ class RowState:
 
     def work(self, rows: slice) -> DrawWork:
         """What the next tokens of rows take."""
-        return DrawWork(self._sampling.work(rows, self._most_tokens[rows]), self._top.most(rows))
+        sampling = self._sampling.work(rows, self._most_tokens[rows])
+        return DrawWork(sampling, self._top.most(rows), self._adjusted.asks(rows))
 
     def draw(self, rows: slice, logits: Tensor, work: DrawWork) -> None:
         """Draw the next tokens from logits [rows, vocab]. A row that has ended does not move on: it draws again what
@@ -183,7 +190,8 @@ class RowState:
         count, goes_on = self._count[rows], ~self._ended[rows]
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
         sampling = self._sampling[rows]
-        token, log_prob, ends = sample(logits, sampling, work.sampling, uniform, count)
+        adjusted = self._adjusted.adjusted(rows, logits, self._tokens[rows], count) if work.adjusted else None
+        token, log_prob, ends = sample(logits, sampling, work.sampling, uniform, count, adjusted)
         if self._tensor_parallel.size() > 1:
             # All draw by the same number from the same logits. But a GPU may add up in another order every time, and
             # ranks that go on from different tokens would make up an answer that none of them has sampled.

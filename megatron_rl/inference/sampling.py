@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from megatron_rl.inference.config import MOST_STOPS, Sampling
+from megatron_rl.inference.config import MOST_STOPS, Sampling, ends_of
 
 BLOCKS_FROM, BLOCK = 4096, 64
 """Tokens from which on they are drawn by blocks, and those of a block."""
@@ -25,6 +25,9 @@ BELOW_1 = 1 - 2.0**-53
 LEAST, MOST = 1e-30, 1e30
 """Of a temperature or top_p above 0: below LEAST the likeliest token alone is left, beyond MOST all tokens are alike,
 and fp32 knows neither much less nor much more."""
+
+NO_TOKEN = -1
+"""Stands for the end tokens of an answer that none ends."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -119,7 +122,7 @@ class SamplingRows:
         self.cuts_floor[rows] = sampling.min_p > 0
         self.least[rows] = sampling.min_new_tokens
         self.holds[rows] = sampling.min_new_tokens
-        ends = [*self.end_ids, *sampling.stop_tokens]
+        ends = [*ends_of(sampling, self.end_ids)] or [NO_TOKEN]
         self.different_ends[rows] = len(ends)
         ends += ends[:1] * (self.ends.shape[1] - len(ends))
         self.ends[rows] = torch.tensor(ends).to(self.ends.device, non_blocking=True)
@@ -152,30 +155,39 @@ class SamplingRows:
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, work: SamplingWork, uniform: Tensor, count: Tensor
+    logits: Tensor,
+    rows: SamplingRows,
+    work: SamplingWork,
+    uniform: Tensor,
+    count: Tensor,
+    adjusted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    logits [rows, vocab], uniform [rows] in [0, 1), count [rows] tokens of the answers before
+    logits [rows, vocab], uniform [rows] in [0, 1), count [rows] tokens of the answers before, adjusted [rows, vocab]
+    logits to draw by instead, equal to `logits` in rows that ask for no adjustment
     -> tokens [rows], logprobs [rows] fp32, and which tokens end their answers, [rows]
 
-    logprobs are of softmax(logits / temperature) over the whole vocabulary, whatever top-k, top-p or min-p then
-    cut away. Temperature 0 takes the likeliest token and counts as temperature 1 for the log-prob. For what is drawn
-    the end tokens are not there where an answer has fewer than `least` tokens.
+    logprobs are of softmax(logits / temperature) over the whole vocabulary, whatever is adjusted and top-k, top-p or
+    min-p then cut away. Temperature 0 takes the likeliest token and counts as temperature 1 for the log-prob. For what
+    is drawn the end tokens are not there where an answer has fewer than `least` tokens.
 
     work: what the rows ask for, all of it at least.
     """
     greedy = rows.temperature == 0
-    logits = logits.float() / rows.temperature.masked_fill(greedy, 1.0)[:, None]
+    temperature = rows.temperature.masked_fill(greedy, 1.0)[:, None]
+    logits = logits.float() / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
+    if adjusted is not None:
+        logits = adjusted / temperature
     if work.holds:
-        # Not by their probabilities: what is left of those may all be too small for fp32. And by the same operators, so
-        # that no bit of a row depends on whether another one is held.
-        held, ends = (count < rows.least)[:, None], rows.ends[:, : work.ends]
+        # Not by their probabilities: what is left of those may all be too small for fp32.
+        ends = rows.ends[:, : work.ends]
+        held = (count < rows.least)[:, None] & (ends != NO_TOKEN)
+        ends = ends.clamp(min=0)
         logits = logits.scatter(1, ends, logits.gather(1, ends).masked_fill(held, -torch.inf))
-        probs = torch.log_softmax(logits, dim=-1).exp_()
-    else:
-        probs = logprobs.exp()
+    # By the same operators, so that no bit of a row depends on what others ask for.
+    probs = torch.log_softmax(logits, dim=-1).exp_() if work.holds or adjusted is not None else logprobs.exp()
     tokens = invert(keep_likely(probs, rows, work), uniform)
     if work.greedy:
         tokens = torch.where(greedy, logits.argmax(-1), tokens)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from megatron_rl.inference.admission import Admission, Branch, PendingRequest, Row
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
-from megatron_rl.inference.config import InferenceConfig
+from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.inference.limits import refuse_twice
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import StepPlan
@@ -81,7 +81,7 @@ class Scheduler:
         """
         refuse_twice(request, self._pending)
         refuse_twice(request, self.answered)
-        end_ids = self._end_ids.union(request.sampling.stop_tokens)
+        end_ids = frozenset(ends_of(request.sampling, self._end_ids))
         samples = [Transcript.begin(request, sample, end_ids, self._decode) for sample in range(request.num_samples)]
         pending = self._pending[request.id] = PendingRequest(request, streamed)
         if fresh := [answer for answer in samples if not answer.tokens]:

@@ -50,8 +50,8 @@ class ScriptedInference:
         """The samples of a request, and the tokens of each that are still to come."""
         self.requests.append(request)
         sampling = request.sampling
-        if request.top_logprobs:
-            raise Unsupported("top_logprobs: a scripted engine has no other tokens")
+        if request.beyond_training:
+            raise Unsupported(f"{request.beyond_training}: a scripted engine has no other tokens")
         if sampling.min_new_tokens:
             raise Unsupported("sampling.min_new_tokens: a scripted engine cannot go on with an answer that has ended")
         needed = len(request.prompt_tokens) + sampling.max_new_tokens

@@ -76,8 +76,8 @@ class ReplicaPool:
 
         Raises NoReplica where none could be asked for too long.
         """
-        if request.top_logprobs:
-            raise Unsupported("top_logprobs: replicas of a run do not tell them")
+        if request.beyond_training:
+            raise Unsupported(f"{request.beyond_training}: replicas of a run serve training, which does not need it")
         return await asyncio.wrap_future(self._in_thread(self._dispatch.generate(request)))
 
     def partial_answers(self) -> list[PartialAnswer]:

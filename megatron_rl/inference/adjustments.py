@@ -1,0 +1,113 @@
+"""Penalties and biases of the logits, for the rows whose requests ask for them.
+
+The definitions are vLLM's: presence and frequency count what the answer has, repetition looks at prompt and answer.
+They are computed from the tokens at each step, so there is no count that a moved or interrupted row could lose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling
+from megatron_rl.inference.plans import Prefill
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Parameters of all rows; those of a row that asks for nothing change no bit of its logits."""
+
+    presence: Tensor
+    """[rows, 1]"""
+    frequency: Tensor
+    """[rows, 1]"""
+    repetition: Tensor
+    """[rows, 1]"""
+    biased: Tensor
+    """[rows, MOST_BIASED] tokens; what is left of a row is token 0 ..."""
+    bias: Tensor
+    """... with a bias of 0."""
+    prompts: Tensor
+    """[rows, max_length] tokens of prompts that a repetition penalty looks at; the rest is no token, `vocab`."""
+
+
+class AdjustedRows:
+    """The rows' parameters, in tensors that are made when a row first asks for something."""
+
+    def __init__(self, rows: int, max_length: int, vocab: int, device: torch.device) -> None:
+        """max_length: of a prompt and its answer together, in tokens."""
+        self._rows, self._max_length, self._vocab, self._device = rows, max_length, vocab, device
+        self._asks = np.zeros(rows, dtype=np.bool_)
+        self._tensors: _Asked | None = None
+
+    def set(self, rows: slice, prefill: Prefill) -> None:
+        """Have new rows sampled as their prefill says."""
+        sampling = prefill.sampling
+        asks = isinstance(sampling, AdjustedSampling) and sampling.changes_logits
+        if asks or self._asks[rows].any():
+            asked = sampling if isinstance(sampling, AdjustedSampling) else AdjustedSampling(max_new_tokens=1)
+            self._set(self._made(), rows, asked, prefill.penalized)
+        self._asks[rows] = asks
+
+    def _set(self, tensors: _Asked, rows: slice, asked: AdjustedSampling, prompt: list[int]) -> None:
+        tensors.presence[rows] = asked.presence_penalty
+        tensors.frequency[rows] = asked.frequency_penalty
+        tensors.repetition[rows] = asked.repetition_penalty
+        tensors.biased[rows], tensors.bias[rows], tensors.prompts[rows] = 0, 0.0, self._vocab
+        if asked.logit_bias:
+            tokens, biases = zip(*asked.logit_bias, strict=True)
+            tensors.biased[rows, : len(tokens)] = self._sent(tokens, torch.long)
+            tensors.bias[rows, : len(biases)] = self._sent(biases, torch.float)
+        if prompt:
+            tensors.prompts[rows, : len(prompt)] = self._sent(prompt, torch.long)
+
+    def _sent(self, values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+    def _made(self) -> _Asked:
+        if self._tensors is None:
+            made = {"device": self._device}
+            self._tensors = _Asked(
+                presence=torch.zeros(self._rows, 1, **made),
+                frequency=torch.zeros(self._rows, 1, **made),
+                repetition=torch.ones(self._rows, 1, **made),
+                biased=torch.zeros(self._rows, MOST_BIASED, dtype=torch.long, **made),
+                bias=torch.zeros(self._rows, MOST_BIASED, **made),
+                prompts=torch.full((self._rows, self._max_length), self._vocab, **made),
+            )
+        return self._tensors
+
+    def move(self, sources: list[int], targets: list[int], source: Tensor, target: Tensor) -> None:
+        """Copy the rows `sources` to the rows `targets`, which the tensors name on the device."""
+        if self._tensors is not None and (self._asks[sources].any() or self._asks[targets].any()):
+            tensors = self._tensors
+            for column in (
+                tensors.presence, tensors.frequency, tensors.repetition, tensors.biased, tensors.bias, tensors.prompts,
+            ):  # fmt: skip
+                column[target] = column[source]
+        self._asks[targets] = self._asks[sources]
+
+    def asks(self, rows: slice) -> bool:
+        """Whether any of these rows asks for something."""
+        return bool(self._asks[rows].any())
+
+    def adjusted(self, rows: slice, logits: Tensor, tokens: Tensor, count: Tensor) -> Tensor:
+        """The logits that these rows are sampled from, [rows, vocab] fp32.
+
+        logits [rows, vocab] of the policy; tokens [rows, max_length] of answers, of which `count` [rows] are sampled.
+        """
+        tensors = self._made()
+        logits = logits.float().scatter_add(1, tensors.biased[rows], tensors.bias[rows])
+        later = torch.arange(tokens.shape[1], device=self._device) >= count[:, None]
+        none = torch.zeros(logits.shape[0], self._vocab + 1, device=self._device)
+        answer = tokens.masked_fill(later, self._vocab)
+        often = none.scatter_add(1, answer, torch.ones_like(answer, dtype=none.dtype))[:, :-1]
+        seen = (none.scatter(1, tensors.prompts[rows], 1.0)[:, :-1] + often) > 0
+        repetition = tensors.repetition[rows]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        return logits - tensors.frequency[rows] * often - tensors.presence[rows] * (often > 0)
