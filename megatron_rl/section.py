@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from datetime import date
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 
@@ -38,6 +39,20 @@ LaterPath = Annotated[str, Place(read=False)]
 
 HubPath = Annotated[str, Place("hub")]
 """Name on the Hugging Face hub, package:NAME, or path: whatever begins with / . or ~, or is there beside the recipe."""
+
+
+def _day(value: Any) -> Any:
+    """YYYY-MM-DD of a day. YAML reads one that is not in quotes as a date."""
+    if isinstance(value, str):
+        try:
+            return date.fromisoformat(value).isoformat()
+        except ValueError:
+            raise ValueError(f"{value!r} is no day of the form YYYY-MM-DD") from None
+    return value.isoformat() if type(value) is date else value
+
+
+Day = Annotated[str, BeforeValidator(_day)]
+"""A day of the calendar, as YYYY-MM-DD."""
 
 
 class Section(BaseModel):

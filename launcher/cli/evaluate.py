@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 @click.option("--min-p", type=float)
 @click.option("--max-new-tokens", type=int, help="Longest answer.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the answers.")
+@click.option(
+    "--date",
+    type=click.DateTime(["%Y-%m-%d"]),
+    help="Day that a chat template takes for today. Default: the run's; of no run: today.",
+)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: the run's, or that of the weights.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the run's; of no run: cpu, in a job cuda.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
@@ -107,6 +113,8 @@ def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> 
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     asked = {name: options[name] for name in (*ASKED, "checkpoint")}
     asked["sets"] = tuple(options["sets"]) or None
+    day = options["date"] or (None if origin else datetime.now())  # fixed for all ranks and attempts of a job
+    asked["date"] = day and day.date().isoformat()
     asked["device"] = options["device"] or (origin.config.job.device if origin else device)
     asked["out"] = options["out"] and str(options["out"].absolute())
     return requested(origin, options["env"], options["env_args"], sampling, asked)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 from launcher.errors import BadInput
@@ -22,7 +24,7 @@ def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
     with disk_errors(root):
         # The templates slurm/*.sbatch ask for their own script from inside the job that owns the run.
         refuse_owned(run, os.environ.get("SLURM_JOB_ID"))
-        return accepted_changes(run, recipe.config, change) if run.resolved.exists() else []
+        return accepted_changes(run, with_date(recipe, run).config, change) if run.resolved.exists() else []
 
 
 def refuse_foreign(run: RunDir) -> None:
@@ -66,6 +68,21 @@ def refuse_owned(run: RunDir, my_job: str | None) -> None:
         if job.word == "COMPLETING":
             what = "Slurm is ending what is left of it there; try again in a moment"
         raise BadInput(f"{run.root}: belongs to job {job.job_id}, which is {job.word.lower()}{nodes}; {what}")
+
+
+def with_date(recipe: Recipe, run: RunDir) -> Recipe:
+    """Fix the day that the run's chat template takes for today, where the recipe leaves it open: the day that the run
+    has recorded, or today if it is new.
+
+    A template that asks the clock writes other prompts on another day, and a run goes on with the same problems only.
+    """
+    tokenizer = recipe.config.tokenizer
+    if tokenizer.type == "characters" or tokenizer.date:
+        return recipe
+    with disk_errors(run.root):
+        day = read_resolved(run.resolved).tokenizer.date if run.resolved.exists() else None
+    tokenizer = tokenizer.model_copy(update={"date": day or date.today().isoformat()})
+    return replace(recipe, config=recipe.config.model_copy(update={"tokenizer": tokenizer}))
 
 
 def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:

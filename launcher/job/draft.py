@@ -15,6 +15,7 @@ from launcher.fetch import prefetch
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.host.slurm.formats import time_limit_s
+from launcher.job.admission import with_date
 from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
@@ -53,6 +54,7 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
     if root.exists() and not root.is_dir():
         raise BadInput(f"{root}: is a file, not a directory")
+    recipe = with_date(recipe, RunDir(root))
     plan = make_plan(recipe, profile)
     job = PlannedJob(
         recipe=replace(recipe, config=with_offload(recipe.config, plan, profile)),

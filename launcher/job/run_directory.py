@@ -14,7 +14,7 @@ from launcher.errors import BadInput
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.record.identity import identify
 from launcher.host.record.reading import UnreadableRecord
-from launcher.job.admission import accepted_changes, refuse_foreign, refuse_owned
+from launcher.job.admission import accepted_changes, refuse_foreign, refuse_owned, with_date
 from launcher.job.directories import PRIVATE, clear, disk_errors, made
 from launcher.recipe.changes import Change, as_json
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
@@ -83,6 +83,7 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
         found = Opened(run, False, ())
         with _put_back_on_failure(found):
             refuse_owned(run, my_job)
+            recipe = with_date(recipe, run)
             altered: list[Change] = []
             if run.resolved.exists():
                 altered = accepted_changes(run, recipe.config, change)

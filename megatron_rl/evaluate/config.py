@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.inference.config import Sampling
-from megatron_rl.section import HubPath, LaterPath, NonNegativeInt, PositiveInt, Section
+from megatron_rl.section import Day, HubPath, LaterPath, NonNegativeInt, PositiveInt, Section
 
 
 class EvaluateConfig(Section):
@@ -29,6 +29,8 @@ class EvaluateConfig(Section):
     out: LaterPath | None = None
     """File of the result; default: named after the settings, in `evaluations/` of the run or of the current
     directory. The answers are kept beside it."""
+    date: Day | None = None
+    """Day that a chat template takes for today; default: the run's (tokenizer.date), and of no run the clock's."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Of the weights; default: the run's, or that of the published weights."""
     device: Literal["cpu", "cuda"] = "cpu"

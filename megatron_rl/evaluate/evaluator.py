@@ -47,7 +47,7 @@ def evaluate(
         raise ConfigurationError(
             f"evaluate: {asked.replicas} replicas of {asked.tp} ranks are {asked.ranks}, and there are {place.size}"
         )
-    source = find_source(asked.checkpoint, asked.dtype)
+    source = find_source(asked.checkpoint, asked.dtype, asked.date)
     try:
         environment = build_environment(evaluation.environment, source.tokenizer)
         sets = choose_sets(environment.evaluation_problems(), asked.sets, asked.prompts)

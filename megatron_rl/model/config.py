@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.section import FilePath, HubPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.section import Day, FilePath, HubPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -188,6 +188,9 @@ class TokenizerConfig(Section):
     path: HubPath | None = None
     """Name on the hub, such as Qwen/Qwen2.5-32B, or directory of a Hugging Face tokenizer (`type: huggingface`), or
     package:NAME as in `model.huggingface`."""
+    date: Day | None = None
+    """Day that a chat template takes for today, as Llama 3's system message does; default: the day on which the run
+    was first submitted, so that its prompts stay the same for as long as it runs."""
 
     @model_validator(mode="after")
     def _complete(self) -> TokenizerConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -121,8 +123,15 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of the `transformers` library."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int] = ()) -> None:
-        """end_ids: tokens that end an answer beside the tokenizer's own."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int] = (), today: str | None = None
+    ) -> None:
+        """Wrap a tokenizer that has been read.
+
+        Args:
+            end_ids: tokens that end an answer beside the tokenizer's own.
+            today: YYYY-MM-DD that a chat template takes for today; None: the clock's.
+        """
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
         self._tokenizer = tokenizer
@@ -131,6 +140,7 @@ class HuggingFaceTokenizer:
         self.end_ids = frozenset({self.eos_id, *end_ids})
         self._control_tokens = ControlTokens(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         self._beginning = _beginning(tokenizer)
+        self._today = None if today is None else datetime.fromisoformat(today)
 
     def encode(self, text: str) -> list[int]:
         if MARK in text and self._control_tokens:
@@ -171,7 +181,17 @@ class HuggingFaceTokenizer:
         if self._control_tokens:
             given = [self._control_tokens.mark(each) for each in given]
         try:
-            text: str = render(given[0], tools=given[1], tokenize=False, add_generation_prompt=True, **given[2])
+            template = self._tokenizer.get_chat_template(tools=tools)
+            if self._today is not None and "strftime_now" in template:
+                template = _clock_stopped(self._today) + template
+            text: str = render(
+                given[0],
+                tools=given[1],
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **given[2],
+            )
         except Exception as error:  # a template is a program of the model's: it may raise anything
             raise ValueError(f"the model's chat template refuses them: {error}") from error
         return text
@@ -185,6 +205,24 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
 
 
+@cache
+def _clock_stopped(now: datetime) -> str:
+    """A beginning of a chat template in which `strftime_now`, which `transformers` has ask the clock, says `now`.
+
+    `transformers` lets no function into a template, so this is a macro that replaces each directive by its text.
+    """
+    texts = {f"%{flag}{letter}": now.strftime(f"%{flag}{letter}") for flag in ("", "-") for letter in _DIRECTIVES}
+    return (
+        "{% macro strftime_now(format) %}{% set said = namespace(text=format) %}"
+        f"{{% for directive, text in {json.dumps(texts)}.items() %}}"
+        "{% set said.text = said.text | replace(directive, text) %}{% endfor %}{{ said.text }}{% endmacro %}\n"
+    )
+
+
+_DIRECTIVES = "aAbBcdDeFgGhHIjmMpRSTuUVwWxXyY"
+"""Letters of strftime's format that say something of a day or a time of it, all but the zone."""
+
+
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer a recipe names. Nothing is downloaded.
 
@@ -193,10 +231,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.type == "characters":
         return CharacterTokenizer(config.alphabet)
     assert config.path is not None  # Tokenizer._complete
-    return _load_hugging_face(config.path)
+    return _load_hugging_face(config.path, config.date)
 
 
-def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
+def _load_hugging_face(path: str, today: str | None) -> HuggingFaceTokenizer:
     folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
         tokenizer = load_pretrained_tokenizer(folder)
@@ -204,7 +242,7 @@ def _load_hugging_face(path: str) -> HuggingFaceTokenizer:
         raise ValueError(f"tokenizer.type huggingface needs `{install_command('huggingface')}`: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
-    return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)))
+    return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)), today)
 
 
 def _end_ids(folder: Path, vocab_size: int) -> list[int]:

@@ -42,21 +42,25 @@ class Source:
     tokenizer: Tokenizer
 
 
-def find_source(path: str, dtype: Precision | None = None) -> Source:
+def find_source(path: str, dtype: Precision | None = None, today: str | None = None) -> Source:
     """What a path names: a run directory (its newest published checkpoint), a checkpoint, a directory of Hugging Face
     weights, the name of one in the cache of the hub, or `package:NAME`. Reads no weights.
+
+    Args:
+        dtype: of the weights; default: the run's, or that of the published weights.
+        today: YYYY-MM-DD that a chat template takes for today; default: the run's, and of no run the clock's.
 
     Raises ConfigurationError.
     """
     folder = Path(path)
     try:
         if RunDir(folder).resolved.is_file():
-            return _of_run(RunDir(folder.absolute()), dtype, _newest(RunDir(folder)))
+            return _of_run(RunDir(folder.absolute()), dtype, today, _newest(RunDir(folder)))
         if (folder / MANIFEST).is_file():
-            return _of_checkpoint(folder.absolute(), dtype)
+            return _of_checkpoint(folder.absolute(), dtype, today)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be looked into: {error.strerror or error}") from error
-    return _published(path, dtype)
+    return _published(path, dtype, today)
 
 
 def _newest(run: RunDir) -> int:
@@ -70,26 +74,27 @@ def _newest(run: RunDir) -> int:
     raise ConfigurationError(f"{run.root} has no checkpoint yet; `mrl status {run.root}` says what the run does")
 
 
-def _of_run(run: RunDir, dtype: Precision | None, step: int) -> Source:
+def _of_run(run: RunDir, dtype: Precision | None, today: str | None, step: int) -> Source:
     try:
         recipe = read_config(run)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{run.resolved} cannot be read: {error}") from error
     model = recipe.model.model_copy(update={"dtype": dtype or recipe.model.dtype})
-    tokenizer = _tokenizer(recipe.tokenizer)
+    tokenizer = _tokenizer(recipe.tokenizer, today)
     return Source(run.root.name, "checkpoint", run.checkpoint(step), step, recipe, model, tokenizer)
 
 
-def _of_checkpoint(folder: Path, dtype: Precision | None) -> Source:
+def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> Source:
     carried = folder / CARRIED
     if not carried.is_dir():
         run = RunDir(folder.parent.parent)
         if folder.parent != run.checkpoints or not run.resolved.is_file():
             origin_of(folder)  # raises, and says what it would have to be
-        return _of_run(run, dtype, _manifest_step(folder))
+        return _of_run(run, dtype, today, _manifest_step(folder))
     precision = dtype or read_hf_config(carried).precision
     model = origin_of(folder).model.model_copy(update={"dtype": precision})
-    return Source(folder.name, "checkpoint", folder, None, None, model, _tokenizer(TokenizerConfig(path=str(carried))))
+    tokenizer = _tokenizer(TokenizerConfig(path=str(carried)), today)
+    return Source(folder.name, "checkpoint", folder, None, None, model, tokenizer)
 
 
 def _manifest_step(folder: Path) -> int:
@@ -99,7 +104,7 @@ def _manifest_step(folder: Path) -> int:
         raise ConfigurationError(str(error)) from error
 
 
-def _published(path: str, dtype: Precision | None) -> Source:
+def _published(path: str, dtype: Precision | None, today: str | None) -> Source:
     folder = Path(path)
     if folder.is_dir() and not (folder / CONFIG_FILE).exists():
         raise ConfigurationError(
@@ -117,13 +122,12 @@ def _published(path: str, dtype: Precision | None) -> Source:
         **of_config, init="huggingface", huggingface=str(folder.absolute()), dtype=dtype or config.precision
     )
     name = path if not Path(path).is_dir() else folder.absolute().name
-    return Source(
-        name, "huggingface", folder, None, None, model, _tokenizer(TokenizerConfig(path=str(folder.absolute())))
-    )
+    tokenizer = _tokenizer(TokenizerConfig(path=str(folder.absolute())), today)
+    return Source(name, "huggingface", folder, None, None, model, tokenizer)
 
 
-def _tokenizer(config: TokenizerConfig) -> Tokenizer:
+def _tokenizer(config: TokenizerConfig, today: str | None) -> Tokenizer:
     try:
-        return build_tokenizer(config)
+        return build_tokenizer(config.model_copy(update={"date": today or config.date}))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_change_does_not_alter_what_makes_the_run_itself(tmp_path):
     assert "grpo.group_size: 16 -> 8" in text
     assert "training.steps: 800" not in text
     assert read_resolved(RunDir(tmp_path).resolved).training.steps == 800
+
+
+def chat_run(root: Path, *overrides: str) -> RunDir:
+    """A run whose prompts are written by a chat template."""
+    return prepare(load_recipe("smollm2-135m-chain-sum", overrides), root, False).run
+
+
+def test_a_run_keeps_the_day_that_its_prompts_were_first_written_on(tmp_path):
+    before = date.today()
+    new = read_resolved(chat_run(tmp_path / "new").resolved).tokenizer.date
+    assert new in (before.isoformat(), date.today().isoformat())
+    old = tmp_path / "old"
+    chat_run(old, "tokenizer.date=2026-01-02")
+    assert read_resolved(chat_run(old).resolved).tokenizer.date == "2026-01-02"
+    with pytest.raises(BadInput, match=r"tokenizer\.date: '2026-01-02' -> '2026-01-03'"):
+        chat_run(old, "tokenizer.date='2026-01-03'")
 
 
 def finish(root: Path, step: int) -> RunDir:

@@ -162,6 +162,28 @@ def test_a_chat_template_asks_as_a_user_and_its_absence_is_said(hugging_face_fol
     assert prompt == "[user] one and two [assistant]"
 
 
+def test_a_chat_template_is_given_the_configured_day(hugging_face_folder: Path, tmp_path: Path) -> None:
+    """Llama 3.2 writes today's date into every system message."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hugging_face_folder)
+    tokenizer.chat_template = (
+        "\n{% if strftime_now is defined %}{% set day = '%d %b %Y' %}{{ strftime_now(day) }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    question = [{"role": "user", "content": "one and two"}]
+    for day, shown in (("2026-11-25", "25 Nov 2026"), ("2024-02-29", "29 Feb 2024")):
+        configured = build_tokenizer(TokenizerConfig(path=str(tmp_path), date=day))
+        assert configured.conversation(question) == f"\n{shown}"
+    of_the_clock = build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+    assert of_the_clock.conversation(question) == tokenizer.apply_chat_template(question, tokenize=False)
+
+
+@pytest.mark.parametrize("day", ["2026-02-30", "25.11.2026", "today", 20261125])
+def test_a_date_is_a_day_of_the_calendar(day: object) -> None:
+    with pytest.raises(ValueError, match="date"):
+        TokenizerConfig.model_validate({"path": "owner/words", "date": day})
+
+
 def test_a_name_of_the_hub_is_looked_for_in_its_cache(
     hugging_face_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
