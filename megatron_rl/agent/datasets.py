@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl.agent.answer_format import FORMATS
+from megatron_rl.agent.text_rows import SUFFIXES, at, spelling, text_rows
 from megatron_rl.extras import install_command
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.section import HubPath, Section
@@ -24,16 +25,19 @@ logger = logging.getLogger(__name__)
 BATCH = 10_000
 """Rows read at a time."""
 
-READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "arrow"}
-"""Reader of `datasets` by the ending of a file."""
+READERS = {".parquet": "parquet", ".arrow": "arrow"}
+"""Reader of `datasets` by the ending of a file that is no text."""
 
 
 class DataSet(Section):
     """Where problems come from, and where they stand in a row."""
 
+    structured: ClassVar[bool] = False
+    """Whether question and answer may be lists and structures, which are read as JSON."""
+
     path: HubPath
     """Name on the hub, such as Maxwell-Jia/AIME_2024, or a file or directory of this machine, a relative one from the
-    recipe's file on: Parquet, JSON lines, Arrow, or what `datasets` saved to disk."""
+    recipe's file on: Parquet, JSON lines, CSV, Arrow, or what `datasets` saved to disk."""
     split: str = "train"
     """Split of a data set that has several."""
     subset: str | None = None
@@ -68,14 +72,22 @@ def read_questions(source: DataSet) -> Iterator[Question]:
     """
     removed = [re.compile(r"\s+".join(map(re.escape, text.split()))) for text in source.remove]
     seen = set()
-    for row in _rows(source):
-        if row not in seen and None not in row:
-            seen.add(row)
-            text, answer = map(str, row)
+    rows = lacking = 0
+    for text, solution in _rows(source):
+        rows += 1
+        answer = None if text is None or solution is None else _answer_in(source, solution)
+        if text is None or not answer:
+            lacking += 1
+        elif (text, solution) not in seen:
+            seen.add((text, solution))
             for pattern in removed:
                 text = pattern.sub("", text)
-            if found := _answer_in(source, answer):
-                yield Question(text.strip(), found)
+            yield Question(text.strip(), answer)
+    if 0 < lacking < rows:
+        logger.warning(
+            "data set %s, split %s: %d of %d rows are left out, as they lack a question (%s) or an answer (%s)",
+            *(source.path, source.split, lacking, rows, source.question, source.answer),
+        )
 
 
 def _answer_in(source: DataSet, solution: str) -> str | None:
@@ -103,7 +115,7 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
     return list(first.values())
 
 
-def _rows(source: DataSet) -> Iterator[tuple[Any, Any]]:
+def _rows(source: DataSet) -> Iterator[tuple[str | None, str | None]]:
     """(question, answer) of every row; a few thousand rows are in memory at a time."""
     try:
         # Imported here because they take seconds, and the launcher, which only checks the arguments, lacks them.
@@ -114,33 +126,81 @@ def _rows(source: DataSet) -> Iterator[tuple[Any, Any]]:
     datasets.disable_progress_bars()  # a rank's log is no terminal
     try:
         with TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-            for batch in _load(source, scratch).with_format("arrow").iter(batch_size=BATCH):
-                yield from zip(*(_values(batch, path) for path in (source.question, source.answer)), strict=True)
+            found = _load(source, scratch)
+            yield from _of_text(source, found) if isinstance(found, list) else _of_arrow(source, found)
     except StopIteration as error:  # `datasets` looks for a first row
         raise ValueError(f"data set {source.path}: there is no row in it") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
 
 
-def _load(source: DataSet, scratch: str) -> Dataset | IterableDataset:
-    """The data set, streamed where `datasets` has not saved it: else it would write it anew into its cache, on a file
-    system that all ranks share. What it locks and writes even so stays in `scratch`."""
-    from datasets import DatasetDict, load_dataset, load_from_disk
+def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
+    """Rows of JSON or CSV files. A row may lack a column that others have."""
+    paths = [path.split(".") for path in (source.question, source.answer)]
+    columns: dict[str, None] = {}
+    for file in files:
+        for where, row in text_rows(file):
+            columns |= dict.fromkeys(row)
+            found = [at(row, path) for path in paths]
+            if not source.structured and any(isinstance(value, dict | list) for value in found):
+                raise ValueError(f"{where}: {_no_text(source)}")
+            question, answer = map(spelling, found)
+            yield question, answer
+    if not columns:
+        raise ValueError("there is no row in it")
+    for name, *_ in paths:
+        _check_column(name, columns)
+
+
+def _of_arrow(source: DataSet, found: Dataset | IterableDataset) -> Iterator[tuple[str | None, str | None]]:
+    paths = (source.question, source.answer)
+    for batch in found.with_format("arrow").iter(batch_size=BATCH):
+        yield from zip(*(_values(batch, path, source) for path in paths), strict=True)
+
+
+def _check_column(name: str, columns: Collection[str]) -> None:
+    if name not in columns:
+        raise ValueError(f"there is no column {name!r}, only {', '.join(columns)}")
+
+
+def _no_text(source: DataSet) -> str:
+    return (
+        f"the question ({source.question}) or the answer ({source.answer}) is a list or a structure; name the text in "
+        f"it, for example question: {source.question}.0.content where it is a conversation, or answer: "
+        f"{source.answer}.0 where it is a list of answers"
+    )
+
+
+def _load(source: DataSet, scratch: str) -> Dataset | IterableDataset | list[str]:
+    """The data set, streamed where `datasets` has not saved it: else it would write it again into its cache, on a file
+    system that all ranks share. What it locks and writes even so stays in `scratch`. Of text, the files."""
+    from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
     place = _on_this_machine(source.path)
     if place.is_file():
+        if place.suffix in SUFFIXES:
+            return [str(place)]
         if place.suffix not in READERS:
-            raise ValueError(f"a file ends in {', '.join(READERS)}")
+            raise ValueError(f"a file ends in {', '.join([*READERS, *SUFFIXES])}")
         kind, only = READERS[place.suffix], {source.split: str(place)}
         return load_dataset(kind, data_files=only, split=source.split, cache_dir=scratch, streaming=True)
     if not any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return load_dataset(str(place), name=source.subset, split=source.split, cache_dir=scratch, streaming=True)
+        builder = load_dataset_builder(str(place), name=source.subset, cache_dir=scratch)
+        if builder.name not in ("json", "csv"):
+            return builder.as_streaming_dataset(split=source.split)
+        files = builder.config.data_files
+        _check_split(source.split, files)
+        return list(files[source.split])
     saved = load_from_disk(str(place))
     if isinstance(saved, DatasetDict):
-        if source.split not in saved:
-            raise ValueError(f"there is no split {source.split!r}, only {', '.join(saved)}")
+        _check_split(source.split, saved)
         return saved[source.split]
     return saved
+
+
+def _check_split(split: str, splits: Collection[str]) -> None:
+    if split not in splits:
+        raise ValueError(f"there is no split {split!r}, only {', '.join(map(str, splits))}")
 
 
 def _on_this_machine(path: str) -> Path:
@@ -161,15 +221,22 @@ def _on_this_machine(path: str) -> Path:
         raise ValueError("not on this machine; `mrl prefetch RECIPE` fetches it where there is internet") from error
 
 
-def _values(batch: Any, path: str) -> list[Any]:
-    """The values at a dotted path in every row of a pyarrow table; lists and structures as JSON."""
+def _values(batch: Any, path: str, source: DataSet) -> list[str | None]:
+    """Texts at a dotted path in every row of a pyarrow table; None where a row has nothing there, as a list that is too
+    short."""
     from pyarrow import compute, types
 
     name, *inner = path.split(".")
-    if name not in batch.column_names:
-        raise ValueError(f"there is no column {name!r}, only {', '.join(batch.column_names)}")
+    _check_column(name, batch.column_names)
     column = batch[name]
     for part in inner:
-        column = compute.list_element(column, int(part)) if part.isdigit() else compute.struct_field(column, part)
-    values: list[Any] = column.to_pylist()
-    return [value and json.dumps(value) for value in values] if types.is_nested(column.type) else values
+        if part.isdecimal():  # list_element refuses all rows for one short list, and a slice of fixed size is filled up
+            element = compute.list_slice(column, int(part), int(part) + 1, return_fixed_size_list=True)
+            column = compute.list_element(element, 0)
+        else:
+            column = compute.struct_field(column, part)
+    if not types.is_nested(column.type):
+        return [None if value is None else str(value) for value in column.to_pylist()]
+    if not source.structured:
+        raise ValueError(_no_text(source))
+    return [None if value is None else json.dumps(value) for value in column.to_pylist()]

@@ -39,6 +39,8 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 class Rows(DataSet):
     """Where the rows of a data set are, and where numbers and target stand in them."""
 
+    structured = True
+
     question: str = "nums"
     """Column of the numbers: a list of whole numbers."""
     answer: str = "target"

@@ -36,11 +36,13 @@ SAMPLES = Path(__file__).parent / "samples" / "taco.jsonl"
 class Rows(DataSet):
     """Where problems come from, and where they stand in a row."""
 
+    structured = True
+
     question: str = "question"
     """Column of the problem; a.0.b is the field b of the first element of the list in column a."""
     answer: str = "input_output"
     """Column of its tests, as JSON: {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is asked for.
-    A text, and no structure of the data set."""
+    A text, or in a file of JSON lines the object itself."""
 
 
 class CodeConfig(HFDatasetConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -121,6 +122,89 @@ def test_nested_columns_are_reached_and_instructions_cut_out(tmp_path: Path) -> 
     assert list(read_questions(source)) == QUESTIONS
 
 
+ODD = ["2024-01-02", "1180591620717411303424", "1.50", "2\\%", "007", "true", "NA", "1e400", "None", ""]
+
+
+def as_lines(folder: Path) -> Path:
+    """Strings, and one row with a number, in a column that begins with a date."""
+    lines = [json.dumps({"problem": f"p{place}", "answer": text}) for place, text in enumerate(ODD)]
+    lines[1:3] = ['{"problem": "p1", "answer": 1180591620717411303424}', '{"problem": "p2", "answer": 1.50}']
+    lines[5] = '{"problem": "p5", "answer": true}'
+    lines[7] = '{"problem": "p7", "answer": 1e400}'
+    (folder / "data.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
+    return folder / "data.jsonl"
+
+
+def as_a_list(folder: Path) -> Path:
+    rows = ",\n".join(as_lines(folder).read_text(encoding="utf-8-sig").split("\n\n"))
+    (folder / "data.json").write_text(f"[{rows}]")
+    return folder / "data.json"
+
+
+def as_a_folder_of_compressed_lines(folder: Path) -> Path:
+    text = as_lines(folder).read_bytes()
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl.gz").write_bytes(gzip.compress(text))
+    return folder / "data"
+
+
+def as_a_table(folder: Path) -> Path:
+    (folder / "data.csv").write_text("problem,answer\n" + "".join(f"p{n},{text}\n" for n, text in enumerate(ODD)))
+    return folder / "data.csv"
+
+
+def as_a_folder_with_a_table(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    as_a_table(folder).rename(folder / "data" / "train.csv")
+    return folder / "data"
+
+
+@pytest.mark.parametrize(
+    "place", [as_lines, as_a_list, as_a_folder_of_compressed_lines, as_a_table, as_a_folder_with_a_table]
+)
+def test_answers_of_text_files_are_spelled_as_in_the_file(tmp_path: Path, place: Callable[[Path], Path]) -> None:
+    """`datasets` guesses a type for each column: dates, rounded integers, quotes around every text."""
+    found = [question.answer for question in read_questions(DataSet(path=str(place(tmp_path))))]
+    assert found == ODD[:-1]  # an empty text is no answer
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_list_that_is_too_short_is_a_row_without_an_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str
+) -> None:
+    rows = [
+        {"problem": "a", "answers": ["1", "2"]},
+        {"problem": "b", "answers": ["3"]},
+        {"problem": "c", "answers": None},
+    ]
+    file = tmp_path / f"data.{ending}"
+    if ending == "parquet":
+        table(rows).to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(read_questions(DataSet(path=str(file), answer="answers.1"))) == [Question("a", "2")]
+    (said,) = caplog.messages
+    assert "2 of 3 rows are left out" in said
+    with pytest.raises(ValueError, match=r"a list or a structure; name the text in it, for example .*answers\.0"):
+        list(read_questions(DataSet(path=str(file), answer="answers")))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"problem": "a", "answer": "1"}\n{"problem": ', r"data.jsonl:2: no JSON: "),
+        ('{"problem": "a", "answer": "1"}\n7\n', r"data.jsonl:2: expected an object"),
+        ('{"problem": "a"}\n', r"there is no column 'answer', only problem"),
+        ("\n", r"there is no row in it"),
+        ("[" * 100_000, r"data.jsonl: no JSON: "),
+    ],
+)
+def test_a_bad_line_of_json_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        list(read_questions(DataSet(path=str(tmp_path / "data.jsonl"))))
+
+
 def test_each_problem_comes_once_in_the_order_of_the_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """DAPO-Math-17k holds each about a hundred times."""
     spaced = [{"problem": row["problem"].replace(" ", "  "), "answer": row["answer"]} for row in ROWS]
@@ -152,7 +236,7 @@ def test_answers_that_are_numbers_become_text_and_rows_without_one_are_left_out(
         ({"question": "text"}, r"there is no column 'text', only problem, answer"),
         ({"question": "problem.0"}, r"data set .*data.parquet: "),
         ({"split": "test", "path": "SAVED"}, r"there is no split 'test', only train"),
-        ({"path": "TEXT"}, r"a file ends in .parquet, .jsonl, .json, .arrow"),
+        ({"path": "TEXT"}, r"a file ends in .parquet, .arrow, .jsonl, .json, .csv, .tsv"),
         ({"path": "BROKEN"}, r"data set .*broken.parquet: "),
     ],
 )
