@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.answer_format import FORMATS, Found
 
+TABLE: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("answers_found.yaml").read_text("utf-8"))
+
 
 @pytest.mark.parametrize(
-    ("response", "answer", "talks_on"),
+    ("name", "response", "answer", "follows"),
+    [(name, *row) for name in FORMATS for row in TABLE[name]],
+)
+def test_an_answer_is_found_where_the_table_says(name: str, response: str, answer: str | None, follows: str) -> None:
+    expected = None if answer is None else Found(answer, talks_on=follows == "text")
+    assert FORMATS[name].find(response) == expected
+
+
+@pytest.mark.parametrize("ending", TABLE["harmless"])
+def test_a_harmless_ending_is_no_text(ending: str) -> None:
+    assert FORMATS["boxed"].find(rf"$\boxed{{42}}{ending}") == Found("42", talks_on=False)
+
+
+@pytest.mark.parametrize("ending", TABLE["harmful"])
+def test_another_ending_is_text(ending: str) -> None:
+    assert FORMATS["boxed"].find(rf"\boxed{{42}}{ending}") == Found("42", talks_on=True)
+
+
+@pytest.mark.parametrize(
+    "response",
     [
-        (r"So \boxed{42}", "42", False),
-        (r"So $\boxed{42}$.", "42", False),
-        (r"\[\boxed{\frac{1}{2}}\]" + "\n", r"\frac{1}{2}", False),
-        (r"\(\boxed{ 7 }\)", "7", False),
-        (r"\boxed{1} no, \boxed{2}", "2", False),  # the last one counts
-        (r"\boxed{42} is the answer.", "42", True),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}", False),
-        (r"\boxed{\left\{x\right\}}", r"\left\{x\right\}", False),
+        r"\boxed{" * 20_000,
+        r"\boxed{1}" * 20_000,
+        r"\boxed{1}" + "^2}" * 20_000 + "x",
+        r"\boxed{1}" + r"\right." * 20_000 + "x",
+        r"\boxed{1}" + r"\, " * 20_000 + r"x\boxed{2}",
+        "Answer:" + "\n" * 20_000 + "1",
+        "{" * 50_000 + "}" * 50_000,
     ],
 )
-def test_the_last_box_is_the_answer(response: str, answer: str, talks_on: bool) -> None:
-    assert FORMATS["boxed"].find(response) == Found(answer, talks_on)
-
-
-@pytest.mark.parametrize(
-    "response", ["", "42", "boxed{42}", r"\boxed{}", r"\boxed{ }", r"\boxed{42", r"\boxed{\frac{1}{2}"]
-)
-def test_without_a_closed_box_there_is_no_answer(response: str) -> None:
-    assert FORMATS["boxed"].find(response) is None
-
-
-@pytest.mark.parametrize(
-    ("response", "found"),
-    [
-        ("<answer>42</answer>", Found("42", False)),
-        ("<answer> 1 </answer> or <answer> 2 </answer>\n", Found("2", False)),
-        ("<answer>42</answer> I think", Found("42", True)),
-        ("<answer>4\n2</answer>", Found("4\n2", False)),
-        ("<answer></answer>", None),
-        ("<answer>42", None),
-        ("42</answer>", None),
-        ("</answer>42<answer>", None),
-    ],
-)
-def test_the_last_tags_hold_the_answer(response: str, found: Found | None) -> None:
-    assert FORMATS["tags"].find(response) == found
-
-
-@pytest.mark.parametrize(
-    ("response", "found"),
-    [
-        ("Thus\nAnswer: 42", Found("42", False)),
-        ("Answer: 1\nAnswer: 2\n", Found("2", False)),
-        ("Answer: 42\nbecause", Found("42", True)),
-        ("The Answer: 42", None),
-        ("Answer:", None),
-    ],
-)
-def test_the_last_line_that_begins_with_it_is_the_answer(response: str, found: Found | None) -> None:
-    assert FORMATS["line"].find(response) == found
+def test_no_response_takes_long_to_search(response: str) -> None:
+    began = time.process_time()
+    for format_ in FORMATS.values():
+        format_.find(response)
+    assert time.process_time() - began < 5  # a second at most; with two ways to try each sign, for ever
 
 
 BRACED = st.recursive(
