@@ -18,8 +18,8 @@ from megatron_rl.environments.math.verifier import NoVerdict, Verifier
 
 pytestmark = needs("math_verify")
 
-HANGS = "9^{9^{9^{9}}}"
-"""sympy evaluates it, for longer than the universe is old."""
+HANGS = r"\gcd(9^{9^{9^{9}}}, 3)"
+"""A formula that is left to sympy, which evaluates it for longer than the universe is old."""
 
 
 @pytest.fixture(scope="module")

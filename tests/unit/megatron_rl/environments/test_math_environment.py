@@ -156,7 +156,7 @@ LOST = "get_reward: NoVerdict: time-out: no answer within 2 s (environment.args.
 def test_an_answer_that_cannot_be_compared_is_lost_and_not_wrong(data: Path) -> None:
     environment = build(data, verify_timeout_s=2.0)
     answered(environment, [r"\boxed{6}"])  # the process is warm: its start is not what takes long
-    scored = answered(environment, [r"\boxed{5}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{6}"])
+    scored = answered(environment, [r"\boxed{5}", r"\boxed{\gcd(9^{9^{9^{9}}}, 3)}", r"\boxed{6}"])
     assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.0]
     assert scored.failures == {LOST: 1}
 

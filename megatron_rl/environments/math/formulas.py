@@ -1,0 +1,335 @@
+r"""Values of formulas, computed exactly where that is possible: 1/2^{99}, 2004!, \frac{\sqrt{3}}{2}, 3x+1 at a point.
+
+A value is a Fraction as long as only rational arithmetic is involved, and otherwise a number of 60 digits, so two
+closed forms are compared to 45 digits and not to the six decimals of a float. Every operation is bounded: 10^{10^{10}}
+and (10^6)! raise TooLarge before anything is computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+from mpmath import mp
+
+from megatron_rl.environments.math.bounded import (
+    MOST_BITS,
+    Number,
+    TooLarge,
+    Undefined,
+    alike,
+    binomial,
+    bounded,
+    factorial,
+    inexact,
+    negative,
+    over,
+    times,
+    whole_power,
+)
+
+DEEPEST = 60
+"""Brackets and signs within one another."""
+
+FUNCTIONS: dict[str, Callable[[Number], Number]] = {
+    name: getattr(mp, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "ln", "exp")
+} | {f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")}
+ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
+"""Functions whose argument may be in degrees."""
+WORDS = (*FUNCTIONS, "sqrt", "pi", "binom", "frac", "log", "cdot", "times", "div", "infty", "circ")
+APPLIED = "fghFGHPQ"
+"""Letters that name a function where a bracket follows: f(x+1) is no product."""
+
+TOKEN = re.compile(
+    r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z])|\\overline\s*\{[0-9]+\})?)"
+    r"|\\(?P<command>[A-Za-z]+)"
+    r"|(?P<word>" + "|".join(sorted(WORDS, key=len, reverse=True)) + r")(?![a-z])"
+    r"|(?P<name>[A-Za-z](?:_(?:\{[A-Za-z0-9]+\}|[A-Za-z0-9]))?)"
+    r"|(?P<sign>\*\*|!!|[-+*/^!(){}\[\]|:_]))"
+)
+GREEK = frozenset(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi "  # noqa: SIM905
+    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
+)
+
+
+class Unreadable(Exception):
+    """The text is no formula that this module knows."""
+
+
+def value(text: str, at: Mapping[str, Number] | None = None) -> Number:
+    """Value of a formula.
+
+    at: values of its variables.
+
+    Raises Unreadable, TooLarge and Undefined.
+    """
+    reader = _Reader(text, at or {})
+    try:
+        found = reader.sum()
+    except (ZeroDivisionError, ValueError, OverflowError) as error:
+        raise Undefined(text) from error
+    if reader.kind != "end":
+        raise Unreadable(text)
+    return found
+
+
+def variables(text: str) -> set[str]:
+    """Names of the variables of a formula. Raises Unreadable for characters that are in none."""
+    tokens = _tokens(text)
+    return {word for kind, word in tokens if kind == "name" and word not in ("e", "i")} | {
+        word for kind, word in tokens if kind == "command" and word in GREEK
+    }
+
+
+def _tokens(text: str) -> list[tuple[str, str]]:
+    tokens, place, text = [], 0, text.rstrip()
+    while place < len(text):
+        match = TOKEN.match(text, place)
+        if match is None:
+            raise Unreadable(text)
+        kind = match.lastgroup or ""
+        tokens.append(("command" if kind == "word" else kind, match[kind]))
+        place = match.end()
+    return [*tokens, ("end", "")]
+
+
+class _Reader:
+    """Reads a formula by recursive descent, and computes on the way."""
+
+    def __init__(self, text: str, at: Mapping[str, Number]) -> None:
+        self._tokens, self._place, self._depth = _tokens(text), 0, 0
+        self._at = at
+        self._in_angle = 0
+        self._complex = ("name", "i") in self._tokens
+
+    @property
+    def kind(self) -> str:
+        return self._tokens[self._place][0]
+
+    @property
+    def word(self) -> str:
+        return self._tokens[self._place][1]
+
+    def take(self, *words: str) -> str | None:
+        """The next token, if it is one of these."""
+        if self.kind in ("sign", "command") and self.word in words:
+            self._place += 1
+            return self._tokens[self._place - 1][1]
+        return None
+
+    def need(self, *words: str) -> None:
+        if self.take(*words) is None:
+            raise Unreadable(f"{words[0]} expected")
+
+    def sum(self) -> Number:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise Unreadable("too deep")
+        sign = self.take("+", "-")
+        total = self.product()
+        if sign == "-":
+            total = -total
+        while sign := self.take("+", "-"):
+            term = self.product()
+            one, other = alike(total, term if sign == "+" else -term)
+            total = bounded(one + other)
+        self._depth -= 1
+        return total
+
+    def product(self) -> Number:
+        """Factors by signs or side by side, from left to right."""
+        total, begun = self.factor(), self._place
+        total = self._mixed(total, begun)
+        while True:
+            if self.take("*", "cdot", "times"):
+                total = times(total, self.signed())
+            elif self.take("/", "div", ":"):
+                total = over(total, self.signed())
+            elif self._begins_a_factor():
+                total = times(total, self.factor())
+            else:
+                return total
+
+    def signed(self) -> Number:
+        """A factor that may have a sign: 2*-3."""
+        return -self.factor() if self.take("-") else self.factor()
+
+    def factor(self) -> Number:
+        base = self.operand()
+        while True:
+            if sign := self.take("!", "!!"):
+                base = factorial(base, 1 if sign == "!" else 2)
+            elif self.take("^", "**"):
+                if self._degree():
+                    base = times(base, mp.pi / 180) if self._in_angle else base
+                else:
+                    base = self._power(base, self.exponent())
+            else:
+                return base
+
+    def exponent(self) -> Number:
+        if self.take("-"):
+            return -self.exponent()
+        base = self.operand()  # 2^{3^2} is 2^9, and so is 2^3^2
+        return self._power(base, self.exponent()) if self.take("^", "**") else base
+
+    def operand(self) -> Number:
+        kind, word = self.kind, self.word
+        if kind == "number":
+            self._place += 1
+            return _literal(word)
+        if kind == "name":
+            self._place += 1
+            return self._named(word)
+        for opening, closing in (("(", ")"), ("{", "}"), ("[", "]"), ("|", "|"), ("lvert", "rvert")):
+            if self.take(opening):
+                inside = self.sum()
+                self.need(closing)
+                return abs(inside) if closing in ("|", "rvert") else inside
+        if kind == "command":
+            self._place += 1
+            return self._commanded(word)
+        raise Unreadable(word)
+
+    def _named(self, word: str) -> Number:
+        if word == "e":
+            return mp.e
+        if word == "i":
+            return mp.mpc(0, 1)
+        if word not in self._at or (word[0] in APPLIED and self.word == "("):
+            raise Unreadable(word)
+        return self._at[word]
+
+    def _commanded(self, word: str) -> Number:
+        if word == "pi":
+            return +mp.pi
+        if word in GREEK and word in self._at:
+            return self._at[word]
+        if word == "frac":
+            return over(self._argument(), self._argument())
+        if word == "sqrt":
+            index = Fraction(2)
+            if self.take("["):
+                index = self.sum()
+                self.need("]")
+            return self._power(self._argument(), over(Fraction(1), index))
+        if word == "binom":
+            return binomial(self._argument(), self._argument())
+        if word == "log" and self.take("_"):
+            base = inexact(self._argument())
+            return mp.log(self._real(self._applied_to(), above=0)) / mp.log(self._real(base, above=0))
+        if word in FUNCTIONS:
+            return self._function(word)
+        raise Unreadable(word)
+
+    def _function(self, name: str) -> Number:
+        power = self.exponent() if self.take("^") else Fraction(1)
+        if power == -1 and name in ANGLES[:3]:
+            name, power = f"arc{name}", Fraction(1)
+        self._in_angle += name in ANGLES
+        argument = self._applied_to()
+        self._in_angle -= name in ANGLES
+        found = FUNCTIONS[name](self._real(argument, above=0 if name == "ln" else None))
+        if isinstance(found, mp.mpc) and not self._complex:
+            raise Undefined(name)
+        return self._power(found, power) if power != 1 else found
+
+    def _applied_to(self) -> Number:
+        """What a function is applied to: a bracket, or the factors that follow it, as in \\sin 2x."""
+        if self.word in ("(", "{", "[", "|", "lvert"):
+            return self.factor()
+        total = self.factor()
+        while self._begins_a_factor() and self.word not in FUNCTIONS and self.word not in ("log", "("):
+            total = times(total, self.factor())
+        if self.take("/"):
+            total = over(total, self.factor())
+        return total
+
+    def _argument(self) -> Number:
+        """Argument of a command: a group, or one digit or letter, as in \\frac12."""
+        if self.kind == "number" and len(self.word) > 1 and self.word.isdigit():
+            digit, rest = self.word[0], self.word[1:]
+            self._tokens[self._place] = ("number", rest)
+            return Fraction(int(digit))
+        return self.operand()
+
+    def _mixed(self, whole: Number, begun: int) -> Number:
+        """2\\frac12 and 2 1/2 are sums."""
+        if begun != self._place or self._tokens[begun - 1][0] != "number" or "." in self._tokens[begun - 1][1]:
+            return whole
+        if begun > 1 and self._tokens[begun - 2][1] not in ("-", "+", "(", "{", "["):
+            return whole
+        kinds = [kind for kind, _ in self._tokens[begun : begun + 4]]
+        words = [word for _, word in self._tokens[begun : begun + 4]]
+        proper = False
+        if self.word == "frac":
+            match = re.match(r"frac(?:\{([0-9]+)\}|([0-9]))(?:\{([0-9]+)\}|([0-9]))", self._text_from(begun))
+            proper = match is not None and int(match[1] or match[2]) < int(match[3] or match[4])
+        elif kinds[0] == "number" and words[1:2] == ["/"] and kinds[2] == "number":
+            proper = words[0].isdigit() and words[2].isdigit() and int(words[0]) < int(words[2])
+            if proper:
+                self._place += 3
+                return whole + Fraction(int(words[0]), int(words[2]))
+        return whole + self.factor() if proper else whole
+
+    def _text_from(self, place: int) -> str:
+        return "".join(word for _, word in self._tokens[place : place + 8])
+
+    def _begins_a_factor(self) -> bool:
+        if self.kind == "number":  # 2 3 is no product, x2 neither
+            return self._tokens[self._place - 1][1] in (")", "}")
+        return (
+            self.kind == "name"
+            or (self.kind == "sign" and self.word in ("(", "{", "["))
+            or (self.kind == "command" and self.word not in ("cdot", "times", "div", "rvert", "infty", "circ"))
+        )
+
+    def _degree(self) -> bool:
+        if self.take("circ"):
+            return True
+        if self.word == "{" and self._tokens[self._place + 1] == ("command", "circ"):
+            self._place += 3
+            return True
+        return False
+
+    def _power(self, base: Number, exponent: Number) -> Number:
+        if isinstance(exponent, Fraction) and exponent.denominator == 1:
+            return whole_power(base, int(exponent))
+        root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
+        if not self._complex and negative(base):
+            if not root:
+                raise Undefined("root of a negative number")
+            sign = -1 if exponent.numerator % 2 else 1
+            return sign * self._power(-base, exponent)
+        base, exponent = inexact(base), inexact(exponent)
+        if base == 0:
+            if negative(exponent):
+                raise Undefined("division by zero")
+            return Fraction(0)
+        if abs(mp.log(base) * exponent) > MOST_BITS:
+            raise TooLarge
+        return base**exponent
+
+    def _real(self, number: Number, above: int | None = None) -> Number:
+        number = inexact(number)
+        if abs(number) > 10**20:
+            raise TooLarge
+        if not self._complex and above is not None and number <= above:
+            raise Undefined("logarithm")
+        return number
+
+
+def _literal(word: str) -> Fraction:
+    digits, _, repeated = word.replace(" ", "").partition("\\overline")
+    mantissa, _, exponent = digits.lower().partition("e")
+    if exponent:
+        return times(Fraction(mantissa), whole_power(Fraction(10), int(exponent)))
+    _, _, decimals = digits.partition(".")
+    if not repeated:
+        return Fraction(f"{digits}0" if digits.endswith(".") else digits)
+    if "." not in digits:
+        raise Unreadable(word)
+    period = repeated.strip("{}")
+    return Fraction(f"{digits}0") + Fraction(int(period), 10 ** len(decimals) * (10 ** len(period) - 1))
