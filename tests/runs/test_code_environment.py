@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -66,3 +67,48 @@ def test_a_program_killed_by_somebody_else_is_lost_and_not_wrong(environment: Co
 
     with pytest.raises(ProgramLost, match="killed"):
         asyncio.run(kill())
+
+
+FUNCTIONS = {
+    "cache": "@cache\ndef f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)",
+    "lru_cache": "@lru_cache(maxsize=None)\ndef f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)",
+    "a heap": "def f(n):\n    heap = []\n    heappush(heap, 55)\n    return heappop(heap)",
+    "bisect": "def f(n):\n    return bisect_left(range(100), 55)",
+    "numbers": "def f(n):\n    return gcd(110, 165) if inf > 1 and pow(3, 4, 5) == 1 else 0",
+    "itertools": "def f(n):\n    return [*accumulate(range(n + 1))][-1]",
+    "functools": "def f(n):\n    return reduce(operator.add, range(n + 1))",
+    "text": "def f(n):\n    return int(re.sub('x', '5', 'xx')) if string.digits else 0",
+    "collections": "class Solution:\n    def f(self, n: int) -> Optional[int]:\n        return Counter({1: 55})[1]",
+    "rare modules": "def f(n):\n    return copy.copy([55])[0] if random.random() < 1 and datetime.date.today() else 0",
+    "recursion": "def f(n):\n    def g(k):\n        return 0 if k == 0 else 1 + g(k - 1)\n    return g(5000) - 4945",
+    "recursion through C": "@cache\ndef g(k):\n    return k and 1 + g(k - 1)\ndef f(n):\n    return g(5000) - 4945",
+}
+
+
+def graded(source: str, tests: dict[str, object]) -> float:
+    """The reward of a program; its environment is as large as a test needs."""
+    config = CodeConfig.model_validate({**CodeEnvironment.sample_arguments(), "processes": 1})
+    environment = CodeEnvironment(config, Words())
+    return asyncio.run(environment.get_reward(f"```python\n{source}\n```", {"answer": json.dumps(tests)}, "stop"))
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_function_may_use_the_usual_names(kind: str) -> None:
+    assert graded(FUNCTIONS[kind], {"fn_name": "f", "inputs": [[10]], "outputs": [55]}) == 1.0
+
+
+def test_a_name_of_the_prelude_is_no_answer() -> None:
+    tests = {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}
+    assert graded("# math has it", tests) == 0.0
+    assert graded("class Solution:\n    def gcd(self, a, b):\n        return 2", tests) == 1.0
+
+
+def test_a_function_that_returns_text_is_graded_by_the_text() -> None:
+    tests = {"fn_name": "f", "inputs": [[1]], "outputs": ["12"]}
+    assert graded("def f(n):\n    return '12'", tests) == 1.0
+    assert graded("def f(n):\n    return 12", tests) == 0.0
+
+
+def test_a_program_may_call_five_thousand_times_within_itself() -> None:
+    source = "def g(k):\n    return 0 if k == 0 else 1 + g(k - 1)\nprint(g(int(input())))"
+    assert graded(source, {"inputs": ["5000\n"], "outputs": ["5000\n"]}) == 1.0

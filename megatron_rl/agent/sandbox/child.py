@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 from megatron_rl.agent.sandbox.api import Ending
-from megatron_rl.agent.sandbox.confine import die_with, limit_memory, limit_processor, shut_in
+from megatron_rl.agent.sandbox.confine import die_with, limit_memory, limit_processor, raise_stack_limit, shut_in
 
 LENGTH_DIGITS = 12
 """Of a program's length."""
@@ -28,8 +28,22 @@ LENGTH_DIGITS = 12
 OUTSIDE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What the ranks are told is no business of their children."""
 
-COMMON = "from typing import *\nfrom collections import *\nimport bisect, functools, heapq, itertools, math"
-"""What a function to be written on a judge's site may take for granted."""
+PRELUDE = """\
+from typing import *
+from collections import *
+from bisect import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from builtins import pow
+import bisect, collections, functools, heapq, itertools, math, operator, re, string, sys
+"""
+"""Names that a function may use without importing them, as on the sites whose problems ask for functions."""
+RARE = ("copy", "datetime", "random", "statistics")
+"""Modules beside these, imported where the answer mentions them: they take as long as Python's own start."""
+DEEPEST = 50_000
+"""Calls within one another: five thousand are usual."""
 
 
 def main() -> None:
@@ -67,10 +81,13 @@ def run_program(cpu_s: int) -> None:
     replies = os.dup(1)
     if job["name"] is not None:
         names = {"__name__": "answer"}
-        exec(COMMON, names)
+        rare = [f"import {name}\n" for name in RARE if name in job["source"]]
+        exec(PRELUDE + "".join(rare), names)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _write(replies, ["ready", shut_in()])
     limit_processor(cpu_s, for_good=True)
+    raise_stack_limit()
+    sys.setrecursionlimit(DEEPEST)
     code = compile(job["source"], "answer.py", "exec", dont_inherit=True)
     if job["name"] is None:
         exec(code, names)
@@ -79,9 +96,10 @@ def run_program(cpu_s: int) -> None:
 
 
 def _call(code: CodeType, names: dict[str, Any], name: str, arguments: list[Any]) -> Any:
+    given = names.get(name)  # a problem may be called gcd or merge, as one of the prelude's functions
     exec(code, names)
     function = names.get(name)
-    if function is None:
+    if function is None or function is given:
         function = getattr(names["Solution"](), name)
     return function(*arguments)
 

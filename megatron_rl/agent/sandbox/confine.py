@@ -31,6 +31,8 @@ _CLONE_THREAD, _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000, 0x10000000, 0x40000000
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _DATAGRAMS = 2  # bit of the types of socket that need no connection: SOCK_DGRAM, SOCK_RAW
 
+STACK_BYTES = 100 * 2**20
+"""Below the 128 MiB that Linux keeps free beneath a stack."""
 FEW_PROCESSES = 64
 """Beside those that its user has, where system calls cannot be filtered."""
 
@@ -48,6 +50,14 @@ def die_with(parent: int) -> None:
 def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def raise_stack_limit() -> None:
+    """Let the stack of this thread grow to STACK_BYTES: deep recursion through C, as by lru_cache, needs it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    most = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_STACK, (most, hard))
 
 
 def limit_processor(seconds: int, *, for_good: bool) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from megatron_rl.agent.datasets import DataSet, Question
@@ -152,7 +153,7 @@ def last_code_block(response: str) -> str | None:
         elif begun is None:
             begun = []
         else:
-            blocks.append("\n".join(begun))
+            blocks.append(dedent("\n".join(begun)))  # a block in a list is indented
             begun = None
     return blocks[-1] if blocks and blocks[-1].strip() else None
 

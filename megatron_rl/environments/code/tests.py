@@ -4,6 +4,12 @@
     {"inputs": [[3, 4]], "outputs": [7], "fn_name": "add"}             arguments of a function, and what it returns
     [{"input": "3 4\\n", "output": "7\\n", "testtype": "stdin"}, ...]    LiveCodeBench
 
+What a program prints is compared word by word, and what a function returns as a value:
+
+- A number with a point or an exponent may differ by CLOSE. A whole one may be printed as 9.0, but 9.0000001 is wrong,
+  and so are 09 and +9, since digits may be a text.
+- True is not 1, "12" is not 12, and capital letters count. Tuples are lists. 9.0 may be returned for 9.
+
 Nothing of it is evaluated.
 """
 
@@ -11,10 +17,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+WHOLE = re.compile("-?[0-9]+")
+NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 CLOSE = 1e-6
 """Relative or absolute difference of numbers that are not whole."""
 
@@ -53,7 +62,7 @@ def parse_tests(text: str) -> Tests:
     (function,) = functions
     if function is None:
         return Tests(None, [Test(_as_text(given), _as_text(expected)) for given, expected in pairs])
-    return Tests(str(function), [Test(_arguments(given), _value(expected)) for given, expected in pairs])
+    return Tests(str(function), [_call(given, expected) for given, expected in pairs])
 
 
 def passes(expected: Any, found: Any, *, function: bool) -> bool:
@@ -72,11 +81,12 @@ def _as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(given: Any) -> list[Any]:
-    """LiveCodeBench has an argument a line, as JSON."""
+def _call(given: Any, expected: Any) -> Test:
+    """LiveCodeBench has an argument a line, as JSON, and so what is returned; the others have the values themselves, of
+    which "12" is a text."""
     if isinstance(given, str):
-        return [_value(line) for line in given.splitlines() if line.strip()]
-    return list(given) if isinstance(given, list) else [given]
+        return Test([_value(line) for line in given.splitlines() if line.strip()], _value(expected))
+    return Test(list(given) if isinstance(given, list) else [given], expected)
 
 
 def _value(text: Any) -> Any:
@@ -92,19 +102,20 @@ def _value(text: Any) -> Any:
 def _same_word(expected: str, found: str) -> bool:
     if expected == found:
         return True
-    if not any(sign in expected for sign in ".eE"):
+    if WHOLE.fullmatch(expected):
+        return re.fullmatch(rf"{expected}\.0+", found) is not None
+    if not (NUMBER.fullmatch(expected) and NUMBER.fullmatch(found)):
         return False
-    try:
-        return math.isclose(float(expected), float(found), rel_tol=CLOSE, abs_tol=CLOSE)
-    except ValueError:
-        return False
+    return math.isclose(float(expected), float(found), rel_tol=CLOSE, abs_tol=CLOSE)
 
 
 def _same(expected: Any, found: Any) -> bool:
+    if isinstance(expected, bool) or isinstance(found, bool):
+        return expected is found
     if isinstance(expected, float) and isinstance(found, int | float):
         return math.isclose(expected, found, rel_tol=CLOSE, abs_tol=CLOSE)
     if isinstance(expected, list) and isinstance(found, list):
         return len(expected) == len(found) and all(map(_same, expected, found))
     if isinstance(expected, dict) and isinstance(found, dict):
         return expected.keys() == found.keys() and all(_same(value, found[key]) for key, value in expected.items())
-    return bool(expected == found) and isinstance(expected, bool) == isinstance(found, bool)
+    return bool(expected == found)

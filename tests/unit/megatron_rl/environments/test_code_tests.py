@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_rl.environments.code.environment import last_code_block
 from megatron_rl.environments.code.tests import Test, Tests, parse_tests, passes
@@ -33,43 +35,25 @@ def test_what_is_no_test_is_an_error_that_shows_it(text: str) -> None:
         parse_tests(text)
 
 
-@pytest.mark.parametrize(
-    ("expected", "found", "same"),
-    [
-        ("7\n", "7", True),
-        ("1 2\n3\n", "1 2 \n3\n\n", True),
-        ("7", "7.0", False),
-        ("0.3333333", "0.33333331", True),
-        ("0.3", "0.4", False),
-        ("1e3", "1000", True),
-        ("nan.", "nan.", True),
-        ("abc", "abd", False),
-        ("1 2", "1", False),
-        ("", "", True),
-    ],
+TABLE: dict[str, list[Any]] = yaml.safe_load(
+    (Path(__file__).parent / "tables" / "code_answers.yaml").read_text("utf-8")
 )
-def test_of_texts_the_words_count(expected: str, found: str, same: bool) -> None:
-    assert passes(expected, found, function=False) is same
 
 
-@pytest.mark.parametrize(
-    ("expected", "found", "same"),
-    [
-        (7, 7, True),
-        ([7], 7, True),
-        ([[7]], [7], True),
-        ([7], [7], True),
-        (7, [7], False),
-        (0.1 + 0.2, 0.3, True),
-        ([1, [2.0]], [1, [2]], True),
-        ({"a": 1.5}, {"a": 1.5}, True),
-        (1, True, False),
-        ("7", 7, False),
-        (None, None, True),
-    ],
-)
-def test_of_returned_values_what_they_are_counts(expected: Any, found: Any, same: bool) -> None:
-    assert passes(expected, found, function=True) is same
+@pytest.mark.parametrize(("expected", "found", "verdict"), [row[:3] for row in TABLE["printed"]])
+def test_of_what_is_printed_the_words_count(expected: str, found: str, verdict: str) -> None:
+    assert passes(expected, found, function=False) is (verdict == "right")
+
+
+@pytest.mark.parametrize(("expected", "found", "verdict"), [row[:3] for row in TABLE["returned"]])
+def test_of_returned_values_what_they_are_counts(expected: Any, found: Any, verdict: str) -> None:
+    [test] = parse_tests(json.dumps({"inputs": [[0]], "outputs": [expected], "fn_name": "f"})).cases
+    assert passes(test.expected, found, function=True) is (verdict == "right")
+
+
+def test_where_arguments_are_json_so_is_what_is_returned() -> None:
+    [test] = parse_tests(json.dumps({"inputs": ['"ab"'], "outputs": ['"12"'], "fn_name": "f"})).cases
+    assert (test.given, test.expected) == (["ab"], "12")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +65,9 @@ def test_of_returned_values_what_they_are_counts(expected: Any, found: Any, same
         ("```python\na", None),
         ("print(1)", None),
         ("```python\n\n```", None),
-        ("  ```py\n  a\n  ```", "  a"),
+        ("  ```py\n  a\n  ```", "a"),
+        ("1. So:\n\n   ```python\n   if x:\n       y\n\n   z\n   ```", "if x:\n    y\n\nz"),
+        ("```python\nif x:\n    y\n```", "if x:\n    y"),
     ],
 )
 def test_the_last_block_that_is_closed_is_the_answer(response: str, code: str | None) -> None:
