@@ -55,7 +55,8 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> 
     """Show the first problems of the environment NAME, what its right answer is worth and what a wrong one.
 
     No model, no GPU and no internet: a shipped data set is stood for by a few made-up rows in its format. Scored by the
-    way that answers take in a run. A right answer that is worth no more than a wrong one is said, with exit code 1.
+    way that answers take in a run. A right answer that cannot be scored, or that is worth no more than a wrong one, is
+    reported, with exit code 1.
     """
     from launcher.backends.trial import tried  # what the list needs not
     from launcher.job.evaluation import checked_environment, parse_args
@@ -71,9 +72,19 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool) -> 
             click.echo(_shown(one))
     if as_json:
         click.echo(json.dumps({"environment": name, "problems": found}, indent=2))
-    dull = [one for one in found if (one["gold_reward"] or 0.0) <= (one["wrong_reward"] or 0.0)]
-    if dull:
-        click.echo(f"{len(dull)} of {len(found)} right answers are worth no more than a wrong one", err=True)
+    unknown = [one for one in found if "no_gold" in one]
+    lost = [one for one in found if one["gold_reward"] is None and one not in unknown]
+    dull = [
+        one for one in found if one["gold_reward"] is not None and one["gold_reward"] <= (one["wrong_reward"] or 0.0)
+    ]
+    for count, said in (
+        (len(unknown), "no right answer is known, so none was scored"),
+        (len(lost), "scoring the right answer failed"),
+        (len(dull), "the right answer is worth no more than a wrong one"),
+    ):
+        if count:
+            click.echo(f"{count} of {len(found)} problems: {said}", err=True)
+    if lost or dull:
         raise SystemExit(1)
 
 
@@ -91,8 +102,9 @@ def new(name: str, into: Path | None) -> None:
 
 
 def _shown(one: dict[str, Any]) -> str:
-    lost = "".join(f"\n  {reason}" for reason in one.get("failures", ()))
+    lost = "".join(f"\n  {reason}" for reason in (*filter(None, [one.get("no_gold")]), *one.get("failures", ())))
     gold, wrong = (
         f"{reward:g}" if reward is not None else "lost" for reward in (one["gold_reward"], one["wrong_reward"])
     )
+    gold = "unknown" if "no_gold" in one else gold
     return f"{one['prompt']}\n  right answer {gold}, wrong answer {wrong}{lost}\n"

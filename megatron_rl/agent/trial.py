@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -64,8 +64,8 @@ def main() -> int:
 
 
 def tried(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
-    """`prompt`, `gold_reward` and `wrong_reward` of the first problems, those to train on if there are any. Where an
-    answer is lost or there is none the reward is None, and `failures` says why.
+    """`prompt`, `gold_reward` and `wrong_reward` of the first problems, those to train on if there are any. The reward
+    of a lost answer is None, and `failures` says why; `no_gold` says why no right answer is known.
 
     config: its arguments are laid over those with which the environment has problems anywhere.
 
@@ -78,25 +78,23 @@ def tried(config: EnvironmentConfig, problems: int) -> Iterator[dict[str, Any]]:
         raise ValueError(f"environment {config.name!r} has no problems")
     with asyncio.Runner() as runner:
         for problem in chosen:
-            gold, gold_failures = runner.run(_reward(environment, config, problem, environment.gold_response))
-            wrong, wrong_failures = runner.run(_reward(environment, config, problem, environment.wrong_response))
-            failures = [*gold_failures, *wrong_failures]
-            yield {
-                "prompt": problem.prompt,
-                "gold_reward": gold,
-                "wrong_reward": wrong,
-                **({"failures": failures} if failures else {}),
-            }
+            found: dict[str, Any] = {"prompt": problem.prompt, "gold_reward": None}
+            failures: list[str] = []
+            try:
+                gold = environment.gold_response(problem)
+            except NotImplementedError as error:
+                found["no_gold"] = str(error)
+            else:
+                found["gold_reward"], failures = runner.run(_reward(environment, config, problem, gold))
+            wrong = environment.wrong_response(problem)
+            found["wrong_reward"], more = runner.run(_reward(environment, config, problem, wrong))
+            yield {**found, **({"failures": [*failures, *more]} if failures or more else {})}
 
 
 async def _reward(
-    environment: Environment, config: EnvironmentConfig, problem: Problem, response: Callable[[Problem], str]
+    environment: Environment, config: EnvironmentConfig, problem: Problem, text: str
 ) -> tuple[float | None, list[str]]:
-    """Of an answer by the way that it takes in a run; None where there is none, and why."""
-    try:
-        text = response(problem)
-    except NotImplementedError as error:
-        return None, [str(error)]
+    """Reward of an answer, scored as in a run; None where it is lost, and why."""
     request = GroupRolloutRequest(
         ordinal=0,
         problem=problem,

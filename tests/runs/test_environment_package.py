@@ -55,5 +55,10 @@ def test_a_shipped_environment_is_tried_offline_by_the_way_its_answers_take(tmp_
     assert (code, said) == (0, "")
     found = json.loads(out)["problems"]
     assert [(one["gold_reward"], one["wrong_reward"]) for one in found] == [(1.0, 0.0)] * 4
+    data = tmp_path / "own.jsonl"
+    data.write_text(json.dumps({"question": "2?", "input_output": json.dumps({"inputs": ["1"], "outputs": ["2"]})}))
+    code, out, said = run([*mrl, "code", "--env-args", f"train.path={data}"], tmp_path)
+    assert (code, said) == (0, "1 of 1 problems: no right answer is known, so none was scored\n")
+    assert "right answer unknown, wrong answer 0" in out
     code, out, said = run([*mrl, "dapo-math-17k", "--env-args", "answer_formt=tags"], tmp_path)
     assert (code, out) == (2, "") and "answer_formt" in said

@@ -71,7 +71,8 @@ def test_one_without_problems_or_right_answers_says_so(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="'riddles' has no problems"):
         try_it(monkeypatch, Riddles, problems=0)
     one = try_it(monkeypatch, Open)[0]
-    assert (one["gold_reward"], one["failures"][0]) == (None, "Open has no gold_response")
+    assert (one["gold_reward"], one["no_gold"], one["wrong_reward"]) == (None, "Open has no gold_response", 0.0)
+    assert "failures" not in one
 
 
 def test_countdown_and_arithmetic_can_be_tried_as_they_are() -> None:
