@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import field_validator, model_validator
 
 from megatron_rl.agent.prompts import template_fields
-from megatron_rl.section import LaterPath, PositiveFloat, PositiveInt, Section
+from megatron_rl.section import LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     import httpx
 
 FIELDS = ("question", "response", "answer")
-VERDICT = re.compile(r"VERDICT:\s*(-?[0-9]+(?:\.[0-9]+)?)")
+VERDICT = re.compile(
+    r"""\bverdict\b ["'*_\s]* (?:[:=]|is\b)            # in any case, in bold or as a key of JSON
+        [\s"'*_$\[(<{]* (?:\\boxed\{\s*)?
+        (?P<value>-?[0-9]+(?:\.[0-9]+)?) (?!\.?[0-9])
+        (?! \s*(?:-|–|to\b)\s*[0-9])                  # 7-8 has not been decided
+        (?:[\s*_\])}]* (?:/|out\ of) \s* (?P<best>[0-9]+(?:\.[0-9]+)?))?""",  # noqa: RUF001
+    re.IGNORECASE | re.VERBOSE,
+)
+"""VERDICT: 7, and what judges make of it: **Verdict:** 7, VERDICT: [7], Verdict: 7/10."""
 PROMPT = """\
 You grade an answer to a question.
 
@@ -54,8 +62,10 @@ class JudgeConfig(Section):
     to be answered by a line such as VERDICT: 7."""
     best: PositiveFloat = 10.0
     """The verdict that is worth a reward of 1; 0 is worth 0."""
-    max_tokens: PositiveInt = 1024
-    """Of what it says."""
+    max_tokens: PositiveInt | None = 1024
+    """Longest reply, in tokens; null: not sent, for a judge that refuses the field."""
+    temperature: NonNegativeFloat | None = 0.0
+    """Temperature of the reply; null: not sent, for a judge that refuses the field or needs its own default."""
     timeout_s: PositiveFloat = 120.0
     """Longest wait for it."""
     attempts: PositiveInt = 4
@@ -82,7 +92,7 @@ class NoVerdict(Exception):
 
 
 class Judge:
-    """Asks at temperature 0. What it says is read, never evaluated."""
+    """Asks for verdicts. A reply is read, never evaluated."""
 
     def __init__(
         self,
@@ -113,10 +123,13 @@ class Judge:
         client, room = self._client()
         async with room:
             said = await self._ask(client, content)
-        verdicts = VERDICT.findall(said)
+        verdicts = [*VERDICT.finditer(said)]
         if not verdicts:
             raise NoVerdict("the judge said no VERDICT")
-        value = float(verdicts[-1]) / self.config.best
+        best = verdicts[-1]["best"]
+        if best is not None and float(best) != self.config.best:
+            raise NoVerdict(f"the judge's verdict is out of {best}, not out of {self.config.best:g}")
+        value = float(verdicts[-1]["value"]) / self.config.best
         if not 0 <= value <= 1:
             raise NoVerdict(f"the judge's verdict is not between 0 and {self.config.best:g}")
         return value
@@ -137,8 +150,7 @@ class Judge:
         body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
-            "max_tokens": self.config.max_tokens,
+            **self.config.model_dump(include={"temperature", "max_tokens"}, exclude_none=True),
         }
         pause = FIRST_PAUSE_S
         for left in reversed(range(self.config.attempts)):

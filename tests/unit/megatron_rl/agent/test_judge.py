@@ -51,9 +51,51 @@ def test_it_is_asked_as_openai_has_it_by_the_token() -> None:
     assert "It is {two}." in body["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(("text", "reward"), [("VERDICT: 3\nno,\nVERDICT: 10", 1.0), ("VERDICT: 2.5", 0.25)])
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("VERDICT: 3\nno,\nVERDICT: 10", 1.0),
+        ("VERDICT: 2.5", 0.25),
+        ("VERDICT: 7.", 0.7),
+        ("VERDICT:7", 0.7),
+        ("Verdict: 7", 0.7),
+        ("verdict: 7", 0.7),
+        ("**VERDICT:** 7", 0.7),
+        ("**VERDICT**: 7", 0.7),
+        ("**VERDICT: 7**", 0.7),
+        ("VERDICT: **7**", 0.7),
+        ("VERDICT: [7]", 0.7),
+        ("VERDICT: (7)", 0.7),
+        ("VERDICT: <7>", 0.7),
+        ("VERDICT: $7$", 0.7),
+        (r"VERDICT: \boxed{7}", 0.7),
+        ("VERDICT: 7/10", 0.7),
+        ("VERDICT: **7**/10", 0.7),
+        ("VERDICT: 7 out of 10", 0.7),
+        ("VERDICT = 7", 0.7),
+        ("The verdict is 7.", 0.7),
+        ("## Verdict\n\nVERDICT: 7\n", 0.7),
+        ('{"reason": "close", "verdict": 7}', 0.7),
+        ("I end with VERDICT: and a number.\nVERDICT: 7", 0.7),
+        ("VERDICT: 7\n(the verdict is final)", 0.7),
+    ],
+)
 def test_the_last_verdict_counts(text: str, reward: float) -> None:
-    assert judged(saying(text)) == reward
+    assert judged(saying(text)) == pytest.approx(reward)
+
+
+def test_what_a_judge_refuses_is_not_sent() -> None:
+    bodies: list[dict[str, object]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return saying("VERDICT: 9")(request)
+
+    judged(handler)
+    judged(handler, CONFIG.model_copy(update={"max_tokens": None, "temperature": None}))
+    judged(handler, CONFIG.model_copy(update={"max_tokens": 10, "temperature": 0.6}))
+    sent = [{name: body[name] for name in ("max_tokens", "temperature") if name in body} for body in bodies]
+    assert sent == [{"max_tokens": 1024, "temperature": 0.0}, {}, {"max_tokens": 10, "temperature": 0.6}]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +104,10 @@ def test_the_last_verdict_counts(text: str, reward: float) -> None:
         (saying("I like it"), "said no VERDICT"),
         (saying("VERDICT: 11"), "not between 0 and 10"),
         (saying("VERDICT: -1"), "not between 0 and 10"),
+        (saying("VERDICT: 3/5"), "out of 5, not out of 10"),
+        (saying("VERDICT: 7-8"), "said no VERDICT"),
+        (saying("VERDICT: and a number from 0 to 10"), "said no VERDICT"),
+        (saying("The verdict of 10 jurors"), "said no VERDICT"),
         (lambda _: httpx.Response(200, json={"choices": []}), "no chat completion"),
         (lambda _: httpx.Response(200, content=b"hm"), "no chat completion"),
         (lambda _: httpx.Response(401), "HTTP 401"),
