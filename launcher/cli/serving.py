@@ -93,6 +93,8 @@ def _watch(child: subprocess.Popen[str], tokens: Path, how_to_ask: Callable[[dic
             said = json.loads(line)
         except ValueError:
             continue  # of a library
+        if not isinstance(said, dict):
+            continue
         why = said.get("error", why)
         if "address" in said:
             said |= {"token_file": str(tokens.absolute())}

@@ -74,7 +74,7 @@ def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
         return _unknown(path, f"no answer within {limit_s:.0f} s")
     if child.returncode:
         return _unknown(path, complaint.strip().rpartition("\n")[2])
-    measured = Measured(**json.loads(out))
+    measured = Measured(**json.loads(out.splitlines()[-1]))  # below what a sitecustomize prints
     return Disk(path, measured, None, _quota(measured))
 
 

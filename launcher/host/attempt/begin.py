@@ -38,6 +38,10 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
         return
     try:
         sources = read_sources(document("sources_json"))
+    except ValueError as error:  # the script is the same on every host
+        said = "the script's list of the code to run cannot be read ({}); submit the run again"
+        raise Refused(said.format(error)) from error
+    try:
         for line in moved_sources(sources):
             print("code: {}; the job runs what is there now".format(line))
         snapshot.take(sources, run.code)

@@ -38,7 +38,7 @@ class Script:
             with open(self.path, encoding="utf-8") as file:
                 return file.read()
         try:
-            done = run_limited(["bash", self.path, "document", name], DOCUMENT_LIMIT_S)
+            done = run_limited(["bash", "-p", self.path, "document", name], DOCUMENT_LIMIT_S)
             done.check_returncode()
         except subprocess.SubprocessError as error:
             raise OSError("the script does not give its {}: {}".format(name, error)) from error

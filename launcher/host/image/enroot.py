@@ -30,7 +30,8 @@ def ask_digest(reference: Reference, tell: Tell) -> Optional[str]:
     except subprocess.TimeoutExpired:
         tell("the registry did not say within {:.0f} s what {} is".format(DIGEST_LIMIT, reference.uri()))
         return None
-    digest = answer.stdout.decode("utf-8", "replace").strip()
+    # enroot is a bash script: what a BASH_ENV prints stands before its answer.
+    digest = answer.stdout.decode("utf-8", "replace").strip().rpartition("\n")[2]
     if answer.returncode == 0 and re.match("^sha256:[0-9a-f]{64}$", digest):
         return digest
     last_line = answer.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]

@@ -403,7 +403,7 @@ class TestEnvironmentOfSteps:
             *("SLURM_TIMELIMIT", "SLURM_EXIT_ERROR", "SLURM_NTASKS", "SLURM_DISTRIBUTION", "SLURM_MEM_PER_CPU"),
             *("SLURM_UNBUFFEREDIO", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_OVERLAP", "SLURM_PROLOG"),
             *("SRUN_EXPORT_ENV", "SRUN_OUTPUT", "PYXIS_CONTAINER_NAME", "_SLURM_SPANK_OPTION_pyxis_container_image"),
-            *("SLURM_OF_A_LATER_VERSION", "SLURMD_DEBUG"),
+            *("SLURM_OF_A_LATER_VERSION", "SLURMD_DEBUG", "BASH_ENV"),
         ],
     )
     def test_it_obeys_no_shell(self, tmp_path: Path, name: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from launcher.host.attempt.begin import create
-from launcher.host.attempt.job_context import JobContext
+from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.slurm_steps import Script
 from megatron_rl.contract.paths import RunDir
 
 DOCUMENTS = ["sources_json", "script", "recipe_yaml", "plan_json", "resolved_yaml"]
@@ -43,6 +44,20 @@ def test_whenever_it_died_all_is_there_after_the_next(tmp_path: Path, last: str)
     assert made(context.run) == [f"{name}\n" for name in DOCUMENTS[1:]]
     assert context.run.code_record.is_file()
     assert context.run.checkpoints.is_dir()
+
+
+def test_what_a_shell_prints_at_its_start_is_no_part_of_a_document(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "profile").write_text("echo module loaded; cat() { echo mine; }\n")
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "profile"))
+    monkeypatch.setenv("BASH_FUNC_cat%%", "() { echo somebody's; }")
+    script = tmp_path / "job.sbatch"
+    script.write_text('plan_json() {\n    cat <<"end"\n{}\nend\n}\ncase $1 in document) "$2" ;; esac\n')
+    assert Script(str(script)).document("plan_json") == "{}\n"
+
+
+def test_a_document_that_cannot_be_read_is_the_fault_of_no_host(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="submit the run again"):
+        create(context_in(tmp_path), lambda name: "module loaded\n" + document(name))
 
 
 def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ def test_an_image_is_imported_once_and_keyed_by_its_digest(machine):
     assert find(REFERENCE, machine.cache) == file
 
 
+def test_what_a_shell_prints_at_its_start_does_not_hide_the_digest(machine):
+    machine.tag_is(f"module loaded\n{DIGEST}")
+    assert DIGEST.replace(":", "-") in import_image(REFERENCE, machine.cache).name
+
+
 def test_a_moved_tag_is_seen_only_when_asked_for(machine):
     first = import_image(REFERENCE, machine.cache)
     machine.tag_is("sha256:" + "0" * 64)
