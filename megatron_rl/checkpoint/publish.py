@@ -2,7 +2,7 @@
 
     checkpoints/step-000040/          published: renamed into place after manifest.json, its last file, was on disk
     checkpoints/step-000040.ID.tmp/   being written; debris after a crash
-    checkpoints/step-000040.old/      replaced by a newer save of the same step; deleted once that one is in place
+    checkpoints/.step-000040.old.tmp/ replaced by a newer save of the same step; deleted once that one is in place
     checkpoints/latest                name of the newest one, for people and scripts; nothing here relies on it
 
 No torch: a launcher can ask what a run has saved without importing it.
@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable
@@ -30,6 +31,11 @@ from megatron_rl.contract.paths import RunDir
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+
+# What is deleted here is named like nothing that a user would keep: step-000040.old is theirs.
+OLD = ".old.tmp"
+_OLD = re.compile(r"\.step-\d{6,}\.old\.tmp")
+_DEBRIS = re.compile(r"step-\d{6,}(\..+)?\.tmp")
 
 
 class CheckpointError(RuntimeError):
@@ -182,7 +188,7 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfi
     the save a failed one, it only leaves older ones where they are.
     """
     target = run_dir.checkpoint(manifest.step)
-    replaced = target.with_suffix(".old")
+    replaced = _replaced_by(target)
     # All that needs space on the disk happens before the rename, so that a full one cannot leave a half-moved state:
     # the new `latest` waits inside the folder.
     write_atomic(folder / run_dir.latest_checkpoint.name, target.name + "\n")
@@ -220,15 +226,21 @@ def clean_up(run_dir: RunDir) -> None:
     """Delete what a crash left behind. Only the owner of the run directory may, before any rank saves. What cannot be
     deleted, because somebody still writes there, is left to the next start."""
     run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-    for replaced in run_dir.checkpoints.glob("step-*.old"):
+    left = sorted(run_dir.checkpoints.iterdir())
+    for replaced in (path for path in left if _OLD.fullmatch(path.name)):
         # Crashed between the two renames of `publish`: the old one is still the checkpoint of its step.
-        target = replaced.with_suffix("")
+        target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(OLD))
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(target)
-    for debris in run_dir.checkpoints.glob("*.tmp"):
+    for debris in (path for path in left if _DEBRIS.fullmatch(path.name)):
         shutil.rmtree(debris, ignore_errors=True)
+
+
+def _replaced_by(target: Path) -> Path:
+    """Where a checkpoint is until the one that replaces it is in its place."""
+    return target.with_name(f".{target.name}{OLD}")
 
 
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:

@@ -1,10 +1,9 @@
 """What Slurm is told. Every order raises SlurmRefused where it was not taken."""
 
-import os
 import shlex
 from typing import Dict, Optional, Sequence
 
-from launcher.host.slurm.ask import step_called, steps_of, text_of_script
+from launcher.host.slurm.ask import jobs_called, step_called, steps_of, text_of_script
 from launcher.host.slurm.call import SlurmRefused, call, submitting_environment, unclear
 from launcher.host.slurm.formats import id_of_job, text_of
 from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
@@ -37,8 +36,11 @@ def cancel_waiting(job_id: str) -> None:
 
 
 def cancel_called(name: str) -> None:
-    """End all of one's own jobs of a name for good."""
-    call(["scancel", "--user=" + str(os.getuid()), "--name=" + name])
+    """End all of one's own jobs of a name for good, by their ids: scancel's own --name takes a name with a comma for
+    two."""
+    found = sorted(jobs_called(name))
+    if found:
+        call(["scancel"] + found)
 
 
 def submit_command(options: Sequence[str], command: Sequence[str], environment: Dict[str, str]) -> str:

@@ -350,6 +350,7 @@ class TestForget:
 
     THERE = ("pyxis_7.0", "pyxis_7.12", "pyxis_7_7.3", "pyxis_7_mrl-7-002", "pyxis_mrl-7-001", "pyxis_mrl-5-003")
     OTHERS = ("pyxis_77.0", "pyxis_17.0", "pyxis_7", "mrl-7-001", "pyxis_mine", "pyxis_8_8.0")
+    OTHERS += ("pyxis_mrl-dev", "pyxis_mrl-7-001-mine", "pyxis_mrl-", "pyxis_7_mine", "pyxis_7.mine", "pyxis_7x0")
 
     def forget(self, tmp_path: Path, there: tuple[str, ...]) -> list[str]:
         tools = tmp_path / "bin"

@@ -32,7 +32,7 @@ class Checkpoints:
         self.save(PERMANENT)
         files.remember()
         self.save(BEFORE)
-        self.run.checkpoint(BEFORE).rename(self.run.checkpoint(BEFORE).with_suffix(".old"))
+        self.run.checkpoint(BEFORE).rename(self.run.checkpoints / f".{self.run.checkpoint(BEFORE).name}.old.tmp")
         self.run.checkpoint_under_way(FRESH, "dead").mkdir()
 
     def save(self, step: int, content: bytes = b"shard") -> None:

@@ -227,7 +227,7 @@ def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
     original = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path.suffix == ".tmp":
+        if path == run_dir.checkpoint_under_way(40, "a-2"):
             raise OSError(errno.EIO, "Input/output error")
         return original(path, target)
 
@@ -304,13 +304,21 @@ def test_a_start_deletes_what_a_crash_left(run_dir: RunDir) -> None:
     assert names(run_dir) == ["latest", "step-000020"]
 
 
+@pytest.mark.parametrize("name", ["step-000020.old", "step-000020.bak", "mine.tmp", ".step-000020.mine"])
+def test_what_the_user_keeps_beside_the_checkpoints_stays(run_dir: RunDir, name: str) -> None:
+    make(run_dir, 20)
+    (run_dir.checkpoints / name).mkdir()
+    clean_up(run_dir)
+    assert names(run_dir) == sorted(["latest", "step-000020", name])
+
+
 def test_debris_that_cannot_be_deleted_keeps_no_run_from_going_on(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that Slurm has given up may live, and still write into its save."""
     run_dir.checkpoint_under_way(40, "dead").mkdir()
     run_dir.checkpoint(20).mkdir()
-    run_dir.checkpoint(20).with_suffix(".old").mkdir()
+    (run_dir.checkpoints / ".step-000020.old.tmp").mkdir()
 
     def refuse(*args: object, **options: object) -> None:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
@@ -320,7 +328,7 @@ def test_debris_that_cannot_be_deleted_keeps_no_run_from_going_on(
 
 
 def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(run_dir: RunDir) -> None:
-    make(run_dir, 40).rename(run_dir.checkpoints / "step-000040.old")
+    make(run_dir, 40).rename(run_dir.checkpoints / ".step-000040.old.tmp")
     clean_up(run_dir)
     assert find_latest(run_dir).step == 40
     assert names(run_dir) == ["latest", "step-000040"]

@@ -124,6 +124,11 @@ def test_a_name_with_a_comma_is_no_list_of_names(monkeypatch):
     rows = "2|node01|lr=1\n3|node[02-03]|lr=1,beta=2\n4||lr=1,beta=2\n5|node04|beta=2\n6||lr=1|beta=2\n"
     monkeypatch.setattr(ask, "call", lambda command: rows)
     assert ask.jobs_called("lr=1,beta=2") == {"3": "node[02-03]", "4": ""}
+    cancelled = []
+    monkeypatch.setattr(tell, "call", cancelled.append)
+    tell.cancel_called("lr=1,beta=2")
+    tell.cancel_called("nobody's")
+    assert cancelled == [["scancel", "3", "4"]]
 
 
 def test_a_successor_knows_nothing_of_the_job_that_submits_it(tmp_path, monkeypatch):
