@@ -1,7 +1,9 @@
 """Who may run a run: one job at a time, one host process at a time. What earlier starts left undone is concluded."""
 
 import os
+import stat
 import time
+from contextlib import suppress
 from typing import Optional
 
 from launcher.host.attempt.conclude import conclude_lost
@@ -49,6 +51,7 @@ def own(context: JobContext) -> Lock:
     if not run.root.is_dir():  # of a script that was not submitted by mrl-submit
         run.root.mkdir(context.run_mode, exist_ok=True)
         run.root.chmod(context.run_mode)
+    _hide_log(run)
     owner, last = read_or_raise(Owner, run.job), newest_line(run)
     lock = _lock(context, owner, last)
     try:
@@ -59,6 +62,13 @@ def own(context: JobContext) -> Lock:
     if not lock.works:
         print("{}: this file system has no locks; job.json alone tells the owner".format(run.root))
     return lock
+
+
+def _hide_log(run: RunDir) -> None:
+    """Let nobody read the batch log who may not read the run: Slurm made it beside the directory, by the umask."""
+    with suppress(OSError):  # in an salloc there is none
+        allowed = stat.S_IMODE(run.root.stat().st_mode)
+        run.batch_log.chmod(stat.S_IMODE(run.batch_log.stat().st_mode) & allowed)
 
 
 def _take_ownership(context: JobContext) -> None:
