@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.codes import EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
+from megatron_rl.contract.modules import module_command
 
 
 class Child:
@@ -23,7 +23,7 @@ class Child:
         self._module = module
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                module_command(module),
                 env={**os.environ, **HASH_SEED, PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

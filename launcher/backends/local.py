@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,11 +13,12 @@ from pathlib import Path
 from launcher.errors import Failed
 from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
+from megatron_rl.contract.modules import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
 
-RANK_COMMAND = [sys.executable, "-m", "megatron_rl.rank_main"]
-REPLICA_COMMAND = [sys.executable, "-m", "megatron_rl.replica_main"]
+RANK_COMMAND = module_command("megatron_rl.rank_main")
+REPLICA_COMMAND = module_command("megatron_rl.replica_main")
 NEEDED = ("torch", "megatron")
 
 
@@ -87,7 +87,7 @@ def supervisor_command(
         drain_limit_s: seconds the ranks have to save when they are asked to leave.
         owner: process id whose death drains the run; None lets it live on.
     """
-    supervisor = [sys.executable, "-m", "launcher.host.supervise"]
+    supervisor = module_command("launcher.host.supervise")
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
     supervisor += ["--ranks", str(sizes.training_world), "--threads", str(job.threads_per_rank), "--device", job.device]
     if sizes.partitioned:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any
 from launcher.errors import BadInput
 from launcher.plan.kinds import RankKind
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.modules import module_command
 
-COMMAND = (sys.executable, "-m", "megatron_rl.rehearse")
+COMMAND = tuple(module_command("megatron_rl.rehearse"))
 LIMIT_S = 600.0
 NEEDED = ("torch", "megatron")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ import click
 
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
+from megatron_rl.contract.modules import module_command
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-CONVERTER = [sys.executable, "-m", "megatron_rl.checkpoint.hf"]
+CONVERTER = module_command("megatron_rl.checkpoint.hf")
 
 
 class Size(click.ParamType):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.runs.policy import prepare_policy
+from megatron_rl.contract.modules import module_command
 
-SERVER = [sys.executable, "-m", "megatron_rl.server"]
+SERVER = module_command("megatron_rl.server")
 
 
 @click.command("serve", short_help="Answer by a policy over HTTP, as OpenAI's API does.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.job.evaluation import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
 from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.contract.modules import module_command
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import TokenizerConfig
 
-SERVER = [sys.executable, "-m", "megatron_rl.server.agent"]
+SERVER = module_command("megatron_rl.server.agent")
 
 
 @click.command("serve-agent", short_help="Serve an environment to runs in other processes (environment: remote).")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from launcher.host.image import cache
 from launcher.host.image.reference import is_path
 from megatron_rl.agent.registry import required_datasets
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.modules import module_command
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CachedRepository
 from megatron_rl.model.config import exported_folder, is_prefetched, package_of
@@ -134,7 +134,7 @@ def fetch(need: Need, cache: Cache) -> bool:
     else:
         command = ["launcher.fetch.hub", need.kind, need.name]
     ran = subprocess.run(
-        [sys.executable, "-m", *command],
+        [*module_command(command[0]), *command[1:]],
         env=_environment(cache, os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

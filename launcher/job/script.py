@@ -209,7 +209,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
                 # A rank of a bad node may die: the others have to find out whose it was.
                 Shell(f'{bound} --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'.strip()),
             ],
-            command=Shell(f"{python} -m megatron_rl.fabric.check {run}{slow}"),
+            command=Shell(f"{python} -P -m megatron_rl.fabric.check {run}{slow}"),
             comment=Shell("The nodes must also reach each other, and fast."),
             limit_s=900 if named else 900 + UNPACK_S,
         )
@@ -218,7 +218,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         function=Shell("train"),
         name=Shell("train"),
         options=_shell(geometry(config, job.profile, plan, train, "train")),
-        command=Shell(f"{python} -m {TRAINING} {run}"),
+        command=Shell(f"{python} -P -m {TRAINING} {run}"),
         shown=Shell("evaluate") if config.evaluate else None,
         comment=Shell("Its ranks evaluate; in file names, and to mrl attach, they are train.")
         if config.evaluate
@@ -234,7 +234,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
             function=Shell("infer"),
             name=Shell('"$1"'),
             options=_shell(geometry(config, job.profile, plan, first, "$1")),
-            command=Shell(f'{mine}{python} -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
+            command=Shell(f'{mine}{python} -P -m {INFERENCE} {run} --replica "${{1#infer-}}"'),
         )
 
     if config.harvest is not None:
@@ -250,7 +250,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
                 Shell(" ".join(f"--{name}={value}" for name, value in counts.items())),
                 Shell(f"{bound} {ending}".strip()),
             ],
-            command=Shell(f'{python} -m {INFERENCE} {run} --replica "${{1#harvest-}}"'),
+            command=Shell(f'{python} -P -m {INFERENCE} {run} --replica "${{1#harvest-}}"'),
             comment=Shell("An inference replica in a job of its own, wherever there is room: see recipe key harvest."),
         )
 

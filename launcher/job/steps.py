@@ -230,7 +230,7 @@ def _argv(lines: Lines) -> list[str]:
 def _command(profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[str]:
     """The argv of each rank of a step."""
     module = TRAINING if step.replica is None else INFERENCE
-    command = [rank_python(profile), "-m", module, "--run-dir", str(run_dir), "--attempt", ATTEMPT]
+    command = [rank_python(profile), "-P", "-m", module, "--run-dir", str(run_dir), "--attempt", ATTEMPT]
     if step.replica is None:
         return command
     command += ["--replica", str(step.replica)]

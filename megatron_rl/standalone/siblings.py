@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE, PARENT_VARIABLE, STEP_VARIABLE
+from megatron_rl.contract.modules import module_command
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.small_world import Place
 
@@ -107,7 +108,7 @@ class _Siblings:
         self._processes = []
         for rank in range(1, size):
             process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps([rank, size, str(self.store)])],
+                [*module_command(module), json.dumps([rank, size, str(self.store)])],
                 env=environment | {PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

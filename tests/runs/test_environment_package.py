@@ -31,26 +31,27 @@ def run(command: Sequence[str | Path], cwd: Path) -> tuple[int, str, str]:
 
 
 def test_a_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path) -> None:
-    code, out, said = run([python, "-c", MRL, "environments", "new", "word-sums"], tmp_path)
-    assert (code, said) == (0, "") and out.endswith("pip install -e word-sums && mrl environments try word-sums\n")
+    """All in one directory, where the folder of the package has the name of what is imported."""
+    code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles"], tmp_path)
+    assert (code, said) == (0, "") and out.endswith("pip install -e riddles && mrl environments try riddles\n")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
-    code, _, said = run([*install, "--no-index", "-e", "word-sums"], tmp_path)
+    code, _, said = run([*install, "--no-index", "-e", "riddles"], tmp_path)
     assert code == 0, said
-    code, out, _ = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path / "word-sums")
+    code, out, _ = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider"], tmp_path / "riddles")
     assert code == 0 and "2 passed" in out
-    code, out, said = run([python, "-c", MRL, "environments", "try", "word-sums", "-n", "2", "--json"], tmp_path)
+    code, out, said = run([python, "-P", "-c", MRL, "environments", "try", "riddles", "-n", "2", "--json"], tmp_path)
     assert (code, said) == (0, "")
     assert json.loads(out)["problems"] == [
         {"prompt": "0+1=", "gold_reward": 1.0, "wrong_reward": 0.0},
         {"prompt": "0+2=", "gold_reward": 1.0, "wrong_reward": 0.0},
     ]
-    code, out, said = run([python, "-c", MRL, "environments", "new", "word-sums", "--into", "again"], tmp_path)
-    assert (code, out) == (2, "") and "'word-sums' is registered already" in said
+    code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles", "--into", "again"], tmp_path)
+    assert (code, out) == (2, "") and "'riddles' is registered already" in said
 
 
 def test_a_shipped_environment_is_tried_offline_by_the_way_its_answers_take(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
-    mrl = [sys.executable, "-c", MRL, "environments", "try"]
+    mrl = [sys.executable, "-P", "-c", MRL, "environments", "try"]
     code, out, said = run([*mrl, "dapo-math-17k", "--json", "-n", "9"], tmp_path)
     assert (code, said) == (0, "")
     found = json.loads(out)["problems"]

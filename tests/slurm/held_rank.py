@@ -115,8 +115,8 @@ def hold(held: Held) -> None:
 
 
 def main() -> None:
-    places, dash_m, module, *arguments = sys.argv[1:]
-    assert dash_m == "-m", sys.argv
+    places, dash_p, dash_m, module, *arguments = sys.argv[1:]
+    assert (dash_p, dash_m) == ("-P", "-m"), sys.argv
     if os.environ["MRL_STEP"] == "train":
         named = dict(zip(arguments[::2], arguments[1::2], strict=True))
         held = Held(json.loads(places), named["--run-dir"], int(named["--attempt"]))

@@ -31,6 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 from json_files import append_json_line, read_json, read_json_lines, write_json
 
 parser = argparse.ArgumentParser()
+parser.add_argument("-P", action="store_true")
 parser.add_argument("-m", dest="module")
 parser.add_argument("--run-dir")
 parser.add_argument("--attempt", type=int)

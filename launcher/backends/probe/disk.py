@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.backends.probe.command import Fact, ask
+from megatron_rl.contract.modules import module_command
 
 LIMIT_S = 20.0
 BLOCK = 1 << 20
@@ -61,7 +62,7 @@ class Disk:
 def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
     """Look at `path` without leaving anything there; it need not exist yet."""
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "launcher.backends.probe.disk", str(path)],
+        [*module_command("launcher.backends.probe.disk"), str(path)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -22,11 +21,12 @@ from typing import BinaryIO
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import waiting_for_export
 from megatron_rl.contract.codes import PARENT_VARIABLE
+from megatron_rl.contract.modules import module_command
 from megatron_rl.contract.paths import RunDir
 
 logger = logging.getLogger(__name__)
 
-CONVERTER = [sys.executable, "-m", "megatron_rl.checkpoint.hf"]
+CONVERTER = module_command("megatron_rl.checkpoint.hf")
 SHARD_BYTES = 5 * 10**9
 MOST_TRIES = 4  # of one export in an attempt
 AGAIN_S = 60.0  # after the first try; doubles with each

@@ -11,10 +11,10 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import subprocess
-import sys
 import time
 from contextlib import suppress
 
+from megatron_rl.contract.modules import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.extras import install_command
@@ -47,7 +47,7 @@ class Mirror:
     """Owner of the child. Whatever goes wrong is said once and tried again: every start tells the whole record."""
 
     def __init__(self, run_dir: RunDir, attempt: Attempt) -> None:
-        program = [sys.executable, "-m", "megatron_rl.metrics.wandb.tell"]
+        program = module_command("megatron_rl.metrics.wandb.tell")
         self._command = [*program, "--limit", str(FINISH_S), str(run_dir.root)]
         self._log = attempt.log(0, role="wandb")
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,6 +1,6 @@
 """The record of a run, told to Weights & Biases:
 
-    python -m megatron_rl.metrics.wandb.tell RUN_DIR </dev/null
+    python -P -m megatron_rl.metrics.wandb.tell RUN_DIR </dev/null
 
 Started by mirror.py beside the run; by hand it tells what W&B missed of one that has ended. The end of standard input
 says that the record is complete, and so does the death of the process that started this one.
