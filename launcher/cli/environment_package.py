@@ -21,7 +21,7 @@ name = "$name"
 version = "0.1.0"
 description = "An environment for mrl"
 requires-python = ">=3.11"
-dependencies = ["mrl"]
+dependencies = []  # mrl itself is in no package index: install this beside it
 
 [project.entry-points."mrl.environments"]
 $name = "$module:$cls"

@@ -34,6 +34,7 @@ def test_a_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Pat
     """All in one directory, where the folder of the package has the name of what is imported."""
     code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles"], tmp_path)
     assert (code, said) == (0, "") and out.endswith("pip install -e riddles && mrl environments try riddles\n")
+    assert '"mrl"' not in (tmp_path / "riddles" / "pyproject.toml").read_text(), "an index has somebody else's"
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
     code, _, said = run([*install, "--no-index", "-e", "riddles"], tmp_path)
     assert code == 0, said

@@ -53,3 +53,8 @@ def test_every_command_that_is_named_exists(page):
 def test_every_page_is_reached_from_the_readme():
     readme = PAGES[0].read_text()
     assert not [page.name for page in PAGES[1:] if f"({page.relative_to(ROOT)}" not in readme]
+
+
+@every_page
+def test_no_page_has_pip_fetch_somebody_elses_mrl(page):
+    assert not re.search(r"pip install (-\S+ )*'?mrl\b", page.read_text())
