@@ -2,7 +2,8 @@
 
 Differs from PyYAML's SafeLoader where a recipe would be misread in silence: `1e-3` is a number (YAML 1.1 wants
 `1.0e-3`), `4:00:00` is text (YAML 1.1 makes it 14400), a bare `=` is text, and a key given twice is an error instead
-of the last one winning.
+of the last one winning. What readers of YAML take for different values is refused: `0100` (64 or 100), `0x10`, `1_000`,
+`yes`, `2026-11-21`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
 
 
 _DIGITS = list("-+.0123456789")
+_UNLIKE = re.compile(r"[-+]?(0[0-9][0-9_.]*|0[box][0-9a-fA-F_]+|[.]?[0-9][0-9.]*_[0-9_.]*([eE][-+]?[0-9_]+)?)")
+"""Numbers that are others, or text, to some reader of YAML."""
+_Dumper.add_implicit_resolver(_INT, re.compile(f"^({_UNLIKE.pattern})$"), _DIGITS)
 _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+)$"), _DIGITS)
 for _either in (_Loader, _Dumper):
     _either.add_implicit_resolver(
@@ -191,6 +195,10 @@ def _walk(
     """Note the line of every key below `node`, and what YAML itself lets pass."""
     if node in above:
         problems.append((node.start_mark.line + 1, f"{'.'.join(path)}: refers to itself"))
+    elif isinstance(node, yaml.ScalarNode):
+        if doubt := _doubt(node):
+            name = f"{'.'.join(path)}: " if path else ""
+            problems.append((node.start_mark.line + 1, f"{name}{node.value} {doubt}"))
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[(*path, str(index))] = item.start_mark.line + 1
@@ -212,6 +220,22 @@ def _walk(
             seen[key.value] = line
             lines[(*path, key.value)] = line
             _walk(value, (*path, key.value), (*above, node), lines, problems)
+
+
+def _doubt(node: yaml.ScalarNode) -> str:
+    """Why readers of YAML may take a value for different ones, and what to write instead; empty where they agree."""
+    kind = node.tag.rpartition(":")[2]
+    if kind == "timestamp":
+        return "is a date to some readers of YAML and text to others; put it in quotes"
+    if kind == "bool" and node.value.lower() not in ("true", "false"):
+        return "is true or false to some readers of YAML and text to others; write true or false, or put it in quotes"
+    is_number = kind in ("int", "float") or (kind == "str" and not node.style)
+    if is_number and _UNLIKE.fullmatch(node.value):
+        return (
+            "is another number, or text, to some readers of YAML; write a number without leading zeros, 0x, 0b or _, "
+            "and put text in quotes"
+        )
+    return ""
 
 
 def _quoted(node: yaml.Node) -> str:

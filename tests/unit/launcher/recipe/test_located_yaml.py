@@ -9,7 +9,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.recipe.located_yaml import dump, read
+from launcher.recipe.located_yaml import YamlProblems, dump, read
 
 
 @pytest.mark.parametrize("text", ["4:00:00", "1-00:00:00", "30:00", "1:30.5", "/a:/b", "="])
@@ -22,12 +22,23 @@ def test_numbers_need_no_dot(text, number):
     assert read(text).value == number
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["0", "-1", "+3", "0x1F", "0b11", "017", "1_000", "1.5", "1.", ".inf", "-.inf", "08", "1.2.3", "1-2", "true", "~"],
-)
+ALIKE = "0 -1 +3 0.5 1.5 1. .inf -.inf 1.2.3 1-2 0-1 true False ~ a_1 _ 0ab"
+DIFFERENT = "0100 -007 08 00 0x1F 0b11 0o17 1_000 1_000.5 01.5 yes No ON off 2026-11-21 2026-13-41"
+
+
+@pytest.mark.parametrize("text", ALIKE.split())
 def test_everything_else_is_as_ever(text):
     assert repr(read(text).value) == repr(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("text", [*DIFFERENT.split(), "2026-11-21 10:00:00"])
+def test_what_readers_of_yaml_take_for_different_values_is_refused(text):
+    for document, where in ((text, ""), (f"a: {{b: [{text}]}}", "a.b.0: ")):
+        with pytest.raises(YamlProblems, match="quotes") as caught:
+            read(document)
+        [(line, what)] = caught.value.problems
+        assert line == 1 and what.startswith(f"{where}{text} is ")
+    assert read(f'"{text}"').value == text
 
 
 def test_nan_is_a_number():
@@ -35,6 +46,9 @@ def test_nan_is_a_number():
 
 
 @example("1e5")
+@example("08")
+@example("0o17")
+@example("1_0.5")
 @given(st.integers() | st.floats(allow_nan=False) | st.text() | st.booleans() | st.none())
 def test_what_is_written_reads_back(value):
     """With our reader, and with the ranks': plain PyYAML."""
