@@ -6,8 +6,8 @@ import os
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.errors import Failed
@@ -19,7 +19,6 @@ from megatron_rl.rank.config import JobConfig
 
 RANK_COMMAND = module_command("megatron_rl.rank_main")
 REPLICA_COMMAND = module_command("megatron_rl.replica_main")
-NEEDED = ("torch", "megatron")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +28,55 @@ class Machine:
     cpus: int
     """Those that this process may use."""
     gpus: int
-    missing: tuple[str, ...]
-    """Packages of the ranks that are not installed."""
+    """Those that this process may use."""
+    memory_bytes: int | None
+    """Memory that this process and its children may take at most; None where the kernel does not say."""
+    free_bytes: int | None
+    """The part of it that is free, or that the kernel would free; None likewise."""
 
 
-def inspect() -> Machine:
-    """Look at this machine, without importing what the ranks import."""
-    return Machine(
-        cpus=len(os.sched_getaffinity(0)),
-        gpus=sum(device.name[6:].isdigit() for device in Path("/dev").glob("nvidia*")),
-        missing=tuple(name for name in NEEDED if find_spec(name) is None),
-    )
+def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at this machine, without importing what the ranks import.
+
+    Args:
+        root: of the file system, another one in tests.
+    """
+    gpus = sum(device.name[6:].isdigit() for device in (root / "dev").glob("nvidia*"))
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
+    bounds = [*_memory(root), *_memory_of_groups(root)]
+    total, free = zip(*bounds, strict=True) if bounds else ((), ())
+    return Machine(len(os.sched_getaffinity(0)), gpus, min(total, default=None), min(free, default=None))
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """(bytes of the machine, bytes free)."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        told = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+        yield told["MemTotal"], told["MemAvailable"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return
+
+
+def _memory_of_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) of each control group around this process that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, names = ("memory", ("limit_in_bytes", "usage_in_bytes")) if controllers else ("", ("max", "current"))
+        group = root / "sys/fs/cgroup" / mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                limit, used = (int((folder / f"memory.{name}").read_text(encoding="ascii")) for name in names)
+                yield limit, max(0, limit - used)
+            except (OSError, ValueError):  # no limit, or none of this kind
+                continue
 
 
 class Supervisor:

@@ -8,17 +8,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-from launcher.errors import BadInput
 from launcher.plan.kinds import RankKind
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.modules import module_command
 
 COMMAND = tuple(module_command("megatron_rl.rehearse"))
 LIMIT_S = 600.0
-NEEDED = ("torch", "megatron")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +48,7 @@ def rehearse(config: RunConfig, vocab: int, kinds: Sequence[RankKind]) -> list[R
 
     Args:
         vocab: tokens of the tokenizer.
-
-    Raises:
-        BadInput: torch or megatron-core is not installed here.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise BadInput(
-            f"a rehearsal runs the ranks' own code, and {' and '.join(missing)} cannot be imported here: "
-            "pip install 'mrl[train]', no GPU is needed"
-        )
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda kind: _rehearse(config, vocab, kind), kinds))
 

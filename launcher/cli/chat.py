@@ -14,6 +14,7 @@ import click
 from launcher.backends.child import Child
 from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
+from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 
@@ -53,6 +54,7 @@ def command(ctx: click.Context, path: str, **options: Any) -> None:
       2    PATH or an option cannot be used
       130  left by Ctrl-C
     """
+    refuse_unready(device=options["device"], ranks=options["tp"])
     path = prepare_policy(path, options["trust"])
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     asked = {name: options[name] for name in ("system", "dtype", "device", "seed", "tp")}

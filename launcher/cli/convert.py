@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
 from megatron_rl.contract.modules import module_command
@@ -113,6 +114,7 @@ def _left_beside(target: Path) -> list[Path]:
 def _convert(
     direction: str, source: str, target: Path, shard_size: int, force: bool, as_json: bool, options: list[str]
 ) -> None:
+    refuse_unready(["huggingface"])
     options = [*options, "--shard-bytes", str(shard_size), *["--force"] * force]
     arguments = [direction, *options, "--", source, str(target)]
     try:

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.backends import local
 from launcher.backends.probe import disk, software
 from launcher.backends.probe import node as compute_node
 from launcher.backends.probe import rank as one_rank
@@ -25,6 +24,8 @@ from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.finding import Finding, Level
+from launcher.doctor.places import on_nodes
+from launcher.doctor.preflight import look
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import absent, known_caches
 from launcher.plan.gpu_memory import checkpoint_bytes
@@ -70,7 +71,7 @@ def command(
     asked = load_recipe(recipe, overrides, known_caches(clusters)) if recipe else None
     config = asked.config if asked else None
     name, profile = clusters.choose_profile(cluster, config.cluster if config else None)
-    findings = on_cluster(asked, profile, deep) if profile else on_this_machine(config)
+    findings = on_cluster(asked, profile, deep) if profile else on_this_machine(asked)
     counts = Counter(finding.level for finding in findings)
     if as_json:
         found = {"recipe": recipe, "cluster": name, "findings": [asdict(one) for one in findings], "counts": counts}
@@ -80,10 +81,11 @@ def command(
     context.exit(EXIT_CRASHED if counts["error"] else EXIT_FINISHED)
 
 
-def on_this_machine(config: RunConfig | None) -> list[Finding]:
+def on_this_machine(recipe: Recipe | None) -> list[Finding]:
     """Findings about a run without Slurm."""
+    config = recipe.config if recipe else None
     run_root = disk.inspect(Path.cwd() / "runs")
-    return examine_local(local.inspect(), run_root, checkpoint_size(config), config)
+    return examine_local(look(recipe), run_root, checkpoint_size(config), config)
 
 
 def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:
@@ -111,6 +113,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         missing_files=tuple(absent(config, profile)) if config and run_root.measured else (),
         checkpoint_bytes=checkpoint_size(config),
         refusals=tuple(refusals(recipe, profile)) if recipe else (),
+        preflight=tuple(on_nodes(recipe, profile)) if recipe else (),
     )
     return examine(facts, config, profile)
 

@@ -14,9 +14,11 @@ import click
 from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
+from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.job.evaluation import Origin, job_recipe, origin_of, refuse_ranks, requested
 from launcher.runs.policy import prepare_policy
+from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.shapes import to_json
@@ -102,9 +104,13 @@ def command(ctx: click.Context, **options: Any) -> None:
         if given := [f"--{name.replace('_', '-')}" for name in JOB_ONLY if options[name]]:
             raise BadInput(f"{given[0]}: is for jobs; name one's --cluster")
         evaluation = _evaluation(options, origin, device="cpu")
+        asked = evaluation.evaluate
+        refuse_unready(required_extras(evaluation.environment), asked.device, asked.ranks)
         if options["out"]:
             _make_folder_of(options["out"].absolute())
         ctx.exit(_on_this_machine(evaluation, options["as_json"]))
+    if options["out"] and not options["dry_run"]:
+        _make_folder_of(options["out"].absolute())
     ctx.exit(_as_job(_evaluation(options, _pinned(origin, options), device="cuda"), origin, cluster, options))
 
 

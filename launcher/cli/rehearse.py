@@ -10,6 +10,7 @@ import click
 
 from launcher.backends.rehearsal import Rehearsal, rehearse
 from launcher.cluster.choice import load_clusters
+from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.plan.gpu_memory import as_rehearsed, rank_memory
 from launcher.plan.kinds import rank_kinds
@@ -50,6 +51,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
             f"inference.engine {config.inference.engine} cannot be rehearsed, because it computes with what it reads "
             "from the device, or elsewhere: rehearse all else with inference.engine=native inference.server=null"
         )
+    refuse_unready()
     limit = gpu_bytes(config, profile)
     tokens = tokens_known(config) or ASSUMED_VOCABULARY
     vocab = config.model.padded_vocab_size(tokens)

@@ -12,6 +12,7 @@ import click
 from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.cli.serving import default_token_file, make_token_file, serve
+from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy import prepare_policy
 from megatron_rl.contract.modules import module_command
 
@@ -86,6 +87,7 @@ def command(
       2    PATH, token or address cannot be used
       130  stopped before it was ready, or at once
     """
+    refuse_unready(["serve"], device, tp)
     path = prepare_policy(path, trust)
     tokens = token_file or default_token_file()
     make_token_file(tokens)

@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from launcher.cli.serving import default_token_file, make_token_file, serve
+from launcher.doctor.preflight import refuse_unready
 from launcher.job.evaluation import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
 from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.modules import module_command
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import TokenizerConfig
@@ -65,6 +67,7 @@ def command(
     """
     environment = checked_environment(EnvironmentConfig(name=name, args=parse_args(env_args)), "NAME")
     tokenizer = _tokenizer(asked)
+    refuse_unready([*required_extras(environment), *(["huggingface"] if tokenizer.type == "huggingface" else [])])
     tokens = token_file or default_token_file()
     make_token_file(tokens)
     options = {

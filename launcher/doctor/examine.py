@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.backends.local import Machine
 from launcher.backends.probe.disk import Disk
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
-from launcher.doctor import limits, nodes, preemption, software, storage
+from launcher.doctor import limits, nodes, preemption, preflight, software, storage
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
-from launcher.doctor.finding import Finding, count, error, note, ok, warning
+from launcher.doctor.finding import Finding, error, note, ok, warning
+from launcher.doctor.preflight import Here
 from launcher.fetch.prefetch import Need
 from launcher.host.image.reference import is_path
 from megatron_rl.config import RunConfig
@@ -40,6 +40,8 @@ class ClusterFacts:
     """Size of one checkpoint; None: no recipe, or a vocabulary that only the tokenizer knows."""
     refusals: tuple[str, ...]
     """Why mrl-submit would refuse the recipe there: a layout that does not fit, what the runtime cannot do yet."""
+    preflight: tuple[Finding, ...] = ()
+    """What the ranks will lack on the nodes, as far as this machine can tell."""
 
 
 def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[Finding]:
@@ -66,47 +68,19 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
     found += software.host_python(facts.software, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)
     found += storage.shared(facts.run_root, facts.node, demand)
+    found += facts.preflight
     found += _secrets_and_files(facts, profile)
     return list(dict.fromkeys(found))  # several partitions have much in common
 
 
-def examine_local(
-    machine: Machine, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
-) -> list[Finding]:
+def examine_local(here: Here, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None) -> list[Finding]:
     """Every finding of a run on this machine, without Slurm."""
-    profile = Profile(gpus_per_node=max(machine.gpus, 1), run_root=str(run_root.path))
+    profile = Profile(gpus_per_node=max(here.machine.gpus, 1), run_root=str(run_root.path))
     return [
-        *_on_machine(machine, config),
+        ok("local", "runs on this machine without Slurm; nobody preempts it, Ctrl-C saves and leaves"),
+        *preflight.findings(here, config),
         *storage.run_root(run_root, demand_of(config, profile, checkpoint_bytes, _speed(run_root))),
     ]
-
-
-def _on_machine(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
-    """What the processors and packages of this machine mean for a local run."""
-    yield ok("local", "runs on this machine without Slurm; nobody preempts it, Ctrl-C saves and leaves")
-    if machine.missing:
-        yield error("packages", f"not installed: {', '.join(machine.missing)}", "pip install 'mrl[train]'")
-    else:
-        yield ok("packages", "what the ranks need is installed")
-    if config is None:
-        yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
-        return
-    ranks, job = config.job.world_size, config.job
-    if job.device == "cuda" and ranks > machine.gpus:
-        yield error(
-            "gpus",
-            f"{config.name} wants {count(ranks, 'GPU')}, this machine has {machine.gpus}",
-            "choose a cluster with --cluster (mrl-submit --help), or a smaller recipe",
-        )
-    threads = ranks * job.threads_per_rank
-    if job.device == "cpu" and threads > machine.cpus:
-        yield note(
-            "cpus",
-            f"{count(ranks, 'rank')} of {count(job.threads_per_rank, 'thread')} share {count(machine.cpus, 'CPU')}: "
-            "slower, with the same result",
-        )
-    elif job.device == "cpu":
-        yield ok("cpus", f"{count(threads, 'thread')} for {count(machine.cpus, 'CPU')}")
 
 
 def _speed(run_root: Disk) -> float | None:

@@ -79,6 +79,13 @@ class Cache:
         path = known and self.huggingface / known.path
         return path if path and os.path.isdir(path) else None  # noqa: PTH112 - also where it cannot be looked at
 
+    def holds(self, need: Need) -> bool:
+        """Whether a run finds it here, also where something else than `mrl prefetch` has brought it."""
+        if self.find(need) is not None or need.kind == "image" or need.package:
+            return self.find(need) is not None
+        kind = "datasets" if need.kind == "dataset" else "models"
+        return os.path.isdir(self.huggingface / "hub" / f"{kind}--{need.name.replace('/', '--')}" / "snapshots")  # noqa: PTH112
+
 
 def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     """Everything that a run of `config` reads from the internet, each once."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
+from launcher.doctor.places import on_nodes, to_mount
+from launcher.doctor.preflight import problems
 from launcher.errors import BadInput
 from launcher.fetch import prefetch
 from launcher.host.code.listing import SnapshotError
@@ -64,6 +66,7 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
         profile=profile,
         run_dir=root,
         sources=_sources(recipe, RunDir(root), update_code),
+        seen=(),
         installed=Path(launcher_file).absolute().parents[1],
         version=version("mrl"),
     )
@@ -74,8 +77,9 @@ def draft(recipe: Recipe, cluster: str, profile: Profile, root: Path, update_cod
 def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
     """The same job for a run directory, whose name is a part of its plan too."""
     config, profile = job.recipe.config, job.profile
-    record = with_argv(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root)
-    return replace(job, run_dir=root, plan_json=to_json(from_json(PlanRecord, record)))
+    seen = to_mount(config, profile, root)
+    record = with_argv(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root, seen)
+    return replace(job, run_dir=root, seen=seen, plan_json=to_json(from_json(PlanRecord, record)))
 
 
 def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]:
@@ -120,7 +124,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
 
 
 def _obstacles(job: PlannedJob) -> list[str]:
-    found = []
+    found = problems(on_nodes(job.recipe, job.profile))
     config, profile = job.recipe.config.job, job.profile
     limit = time_limit_s(config.time_limit or profile.time_limit)
     if limit is not None and limit <= profile.signal_s:

@@ -50,6 +50,8 @@ class PlannedJob:
     run_dir: Path
     sources: Sequence[CodeSource]
     """What the snapshot of the code is taken of."""
+    seen: Sequence[Path]
+    """Places that the container has to see, beside the profile's mounts."""
     installed: Path
     """Directory that holds the packages launcher and megatron_rl: the host side of the first attempt."""
     version: str
@@ -80,7 +82,7 @@ def render(job: PlannedJob) -> str:
             source=str(job.installed),
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
-            container=_shell(container(config, profile, job.run_dir)),
+            container=_shell(container(config, profile, job.seen)),
             in_container=Shell('"${container[@]}" ' if image else ""),
             unpack=_shell([per_node(config, profile, 1)])[0] if image is not None and image.named else None,
             health=_health(job),

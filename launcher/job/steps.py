@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.cluster.profile import Container, Profile
+from launcher.cluster.profile import Profile
 from launcher.plan.placement import Plan, Step
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE, CLUSTER_VARIABLE, HASH_SEED, RUN_DIR_VARIABLE, SILENCE_VARIABLE
@@ -119,8 +119,12 @@ def gpus_per_node(config: RunConfig, profile: Profile) -> dict[str, str]:
     return {} if config.job.device == "cpu" else profile.gpus(config.job.gpus_per_node)
 
 
-def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
-    """Options of a step that runs in the container; none where the ranks run on the nodes as they are."""
+def container(config: RunConfig, profile: Profile, seen: Sequence[Path]) -> Lines:
+    """Options of a step that runs in the container; none where the ranks run on the nodes as they are.
+
+    Args:
+        seen: places that the container has to see as the nodes do, beside the profile's mounts.
+    """
     asked = profile.container
     if asked is None:
         return []
@@ -132,8 +136,9 @@ def container(config: RunConfig, profile: Profile, run_dir: Path) -> Lines:
     if asked.named:  # a step has namespaces of its own, but for `mrl attach`
         name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT")
         flags.append(Option("container-name", CONTAINER, f'"{name}:no_exec"'))
+    mounts = ",".join([*(f"{path}:{path}" for path in seen), *asked.mounts])
     return [
-        [Option("container-image", IMAGE, '"$image"'), Option("container-mounts", _mounts(asked, profile, run_dir))],
+        [Option("container-image", IMAGE, '"$image"'), Option("container-mounts", mounts)],
         flags,
         [Option("container-env", ",".join(names))],
     ]
@@ -189,12 +194,19 @@ def rank_python(profile: Profile) -> str:
 
 
 def with_argv(
-    record: dict[str, Any], config: RunConfig, profile: Profile, plan: Plan, cluster: str, run_dir: Path
+    record: dict[str, Any],
+    config: RunConfig,
+    profile: Profile,
+    plan: Plan,
+    cluster: str,
+    run_dir: Path,
+    seen: Sequence[Path],
 ) -> dict[str, Any]:
     """What plan.json holds: the plan, what the script exports, and each step's argv.
 
     Args:
         record: of the plan, without these (launcher.plan.summary.plan_json).
+        seen: places that the container has to see.
     """
     exported = {RUN_DIR_VARIABLE: str(run_dir), CLUSTER_VARIABLE: cluster, **variables(config, profile)}
     smaller = zip(record["alternatives"], plan.smaller, strict=True)
@@ -202,7 +214,7 @@ def with_argv(
         **record,
         "environment": exported,
         "rank_environment": rank_variables(config, profile),
-        "container": _argv(container(config, profile, run_dir)),
+        "container": _argv(container(config, profile, seen)),
         "steps": _steps(config, profile, plan, plan.steps, run_dir),
         "alternatives": [
             {**other, "steps": _steps(config, profile, plan, its.steps, run_dir)} for other, its in smaller
@@ -239,11 +251,3 @@ def _command(profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[st
     # Slurm would show every replica on a node the same first GPUs.
     mine = ",".join(str(step.gpu_offset + gpu) for gpu in range(step.tasks_per_node))
     return ["env", f"CUDA_VISIBLE_DEVICES={mine}", *command]
-
-
-def _mounts(asked: Container, profile: Profile, run_dir: Path) -> str:
-    """The profile's, and what the run itself needs, each at its own place."""
-    needed = [profile.run_root]
-    if not run_dir.is_relative_to(profile.run_root):
-        needed.append(str(run_dir))
-    return ",".join([*(f"{path}:{path}" for path in needed), *asked.mounts])

@@ -29,6 +29,7 @@ FREE = (
     "image.*",
     "code.*",
     "job.time_limit",
+    "job.memory_gib",
     "job.nodes",
     "job.spare_nodes",
     "placement.mode",

@@ -53,6 +53,10 @@ class HFDatasetConfig(Asking):
         sets = [*self.evaluate.values(), *([self.train] if self.train else [])]
         return sorted({data.path for data in sets if is_hub_name(data.path)})
 
+    def extras(self) -> list[str]:
+        """Extras of mrl that the packages it imports come with: those that read data sets."""
+        return ["math"]
+
 
 class HFDatasetAgent(RewardOnlyAgent):
     """Problems of `train`, but for those of `evaluate` and what is held out; all without repeats, in the order of the

@@ -18,7 +18,7 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.config import Environments, WeightedEnvironment
 from megatron_rl.agent.datasets import normalised
-from megatron_rl.agent.registry import build_environment, required_datasets
+from megatron_rl.agent.registry import build_environment, required_datasets, required_extras
 from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
@@ -33,6 +33,10 @@ class MultiTaskConfig(Section):
     def datasets(self) -> list[str]:
         """Names on the hub of what any of them reads."""
         return sorted({*chain.from_iterable(map(required_datasets, self.environments))})
+
+    def extras(self) -> list[str]:
+        """Extras of mrl that the packages of all of them come with."""
+        return sorted({*chain.from_iterable(map(required_extras, self.environments))})
 
 
 class WeightedMultiTask(Environment, Demonstrator):

@@ -136,6 +136,12 @@ def required_datasets(config: EnvironmentConfig) -> list[str]:
     return names() if names else []
 
 
+def required_extras(config: EnvironmentConfig) -> list[str]:
+    """Extras of mrl that an environment's packages come with. Raises ValueError as `environment_arguments`."""
+    extras: Callable[[], list[str]] | None = getattr(environment_arguments(config), "extras", None)
+    return extras() if extras else []
+
+
 def entry_points_of(config: EnvironmentConfig) -> list[EntryPoint]:
     """Those that an environment is made of: its own, and its members' where it is several. Imports none of them, and
     leaves bad arguments to be found by others."""

@@ -70,6 +70,10 @@ class CountdownConfig(DrawnProblemsConfig, Asking):
         """Names on the hub of what it reads."""
         return [self.train.path] if self.train and is_hub_name(self.train.path) else []
 
+    def extras(self) -> list[str]:
+        """Extras of mrl that the packages it imports come with: one where it reads a data set."""
+        return ["math"] if self.train else []
+
 
 class Countdown(DrawnProblems):
     """Countdown: reach a target with the four operations and each of some numbers once."""

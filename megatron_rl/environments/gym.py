@@ -48,6 +48,10 @@ class GymConfig(Asking):
     """Added where a response names no action, which ends the episode. Choose less than the worst episode is paid: else
     saying nothing is how to avoid it."""
 
+    def extras(self) -> list[str]:
+        """Extras of mrl that the packages it imports come with."""
+        return ["gym"]
+
     @field_validator("actions")
     @classmethod
     def _can_be_told_apart(cls, actions: dict[str, int]) -> dict[str, int]:

@@ -58,6 +58,9 @@ class JobConfig(Section):
     threads_per_rank: PositiveInt = 1
     """Threads of OMP, MKL and torch in every rank. Part of what makes a run reproducible, so never derived
     from the machine."""
+    memory_gib: PositiveFloat | None = None
+    """Memory that all ranks of a run on this machine need together, where it was measured: with less it is not started.
+    Default: what weights, gradients and Adam's state take on CPUs."""
     collective_timeout_s: PositiveInt = 3600
     """Longest wait for the other ranks in one collective, in seconds; on GPUs more than `silence_limit_s`."""
     backoff_s: PositiveFloat = 30.0

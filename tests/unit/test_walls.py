@@ -22,7 +22,7 @@ ORDER = {
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host
-        errors recipe cluster plan simulate backends fetch runs job doctor cli.show cli.submit cli
+        errors recipe cluster plan simulate backends fetch doctor runs job cli.show cli.submit cli
     """,
 }
 CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which import one another and nothing else of theirs

@@ -55,8 +55,7 @@ class Disk:
     @property
     def shared(self) -> bool | None:
         """Whether its file system spans machines by its kind; None: the kind does not tell."""
-        kind = self.measured.file_system if self.measured else ""
-        return True if kind in _NETWORK else False if kind in _LOCAL else None
+        return spans_machines(self.measured.file_system if self.measured else "")
 
 
 def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
@@ -123,7 +122,7 @@ def _measure(path: Path) -> Measured:
         directory=str(directory),
         writable=problem is None,
         free_bytes=status.f_bavail * status.f_frsize,
-        file_system=_file_system(directory),
+        file_system=file_system(directory),
         bytes_per_s=speed,
         problem=problem,
     )
@@ -140,8 +139,13 @@ def _write(directory: Path) -> float:
         return BLOCK * BLOCKS / (time.perf_counter() - began)
 
 
-def _file_system(directory: Path) -> str:
-    """Type of the mount that holds the directory."""
+def spans_machines(kind: str) -> bool | None:
+    """Whether file systems of a kind, such as ext4 or lustre, span machines; None: the kind does not tell."""
+    return True if kind in _NETWORK else False if kind in _LOCAL else None
+
+
+def file_system(directory: Path) -> str:
+    """Type of the mount that holds the directory; empty where the kernel does not say."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:

@@ -13,6 +13,7 @@ import click
 from launcher.cli.show.terminal import Interruptions, tell
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
+from launcher.doctor.preflight import findings, look, problems
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import export_packages
 from launcher.job.admission import check
@@ -49,12 +50,22 @@ def refuse_slurm_only(request: Request, count: int) -> None:
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     """Do with this run what was asked for; the exit code. Raises BadInput."""
     recipe = planned.recipe
-    sizes = make_plan(recipe, None).sizes  # which refuses an impossible layout, and names the nearest
+    here = look(recipe)
+    refused = list(problems(findings(here, recipe.config)))
     if recipe.config.harvest is not None:
-        raise refusal(recipe, ["harvest.partition is one of Slurm's, and this run is local: leave harvest out"])
-    if request.dry_run:
-        _show(recipe, sizes, planned.given, request)
+        told = refusal(recipe, ["harvest.partition is one of Slurm's, and this run is local: leave harvest out"])
+        refused += told.problems
+    if request.dry_run and not here.refusals:
+        _show(recipe, make_plan(recipe, None).sizes, planned.given, request)
+        for one in refused:
+            click.echo(f"would be refused: {one}", err=True)
         return EXIT_FINISHED
+    if refused:
+        raise BadInput(refused)
+    for one in findings(here, recipe.config):
+        if one.level == "warning":
+            click.echo(f"warning: {one.text}; {one.fix}", err=True)
+    sizes = make_plan(recipe, None).sizes
     export_packages(recipe.config, None)
     with run_directory(planned.given, planned.name, Path(RUNS)) as root:
         prepared = prepare(recipe, root, request.change)

@@ -90,4 +90,4 @@ def test_a_recipe_for_this_machine_needs_no_slurm(run, monkeypatch):
 def test_gpus_that_this_machine_lacks(run):
     result = run("demo", "job.device=cuda", "job.gpus_per_node=16")
     assert result.exit_code == 1
-    assert "error    gpus: demo wants 16 GPUs, this machine has" in result.output
+    assert "error    gpus: demo wants 16 GPUs, and this machine has" in result.output

@@ -18,6 +18,7 @@ import pytest
 
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Mail, Profile
+from launcher.doctor.places import to_mount
 from launcher.errors import BadInput
 from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import place, rank_rows
@@ -56,6 +57,7 @@ def a_job(
         profile=cluster,
         run_dir=Path(run_dir),
         sources=SOURCES,
+        seen=to_mount(asked.config, cluster, Path(run_dir)),
         installed=Path("/opt/mrl"),
         version="0.1.0",
     )

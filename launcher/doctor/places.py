@@ -1,0 +1,133 @@
+"""Whether the nodes of a cluster, and the containers on them, see the files that a recipe names.
+
+A path is taken for seen by all nodes unless this machine can tell that it is not: it lies below a directory that every
+machine has for itself, or on a local disk while `run_root` is on a network's file system.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.backends.probe.disk import file_system, spans_machines
+from launcher.cluster.profile import Profile
+from launcher.doctor.finding import Finding, error
+from launcher.doctor.preflight import missing_packages, packages, unreadable
+from launcher.recipe.load import Recipe, place_of
+from launcher.recipe.places import NamedPlace, named_places
+from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
+
+OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Directories that every machine has for itself."""
+OF_THE_KERNEL = ("/dev", "/proc", "/sys")
+"""Directories that a container has of its own."""
+
+
+def on_nodes(recipe: Recipe, profile: Profile) -> list[Finding]:
+    """What this machine can tell of what the ranks will lack on the nodes: packages, where they run in no container;
+    files."""
+    found = list(_unseen(recipe, profile))
+    if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
+        told = packages(absent)
+        found.append(replace(told, text=f"{told.text}; the ranks run by this Python, {sys.executable}"))
+    return found
+
+
+def _unseen(recipe: Recipe, profile: Profile) -> Iterator[Finding]:
+    shared = f"put it below run_root, {profile.run_root}, or on another file system that all nodes have"
+    for named in _of_nodes(recipe.config):
+        path, key = named.path, ".".join(named.key)
+        assert path is not None
+        where = f"{place_of(recipe, key)}: {key}: {path}"
+        on_host = _source_of(path, profile)
+        if named.place.read and (why := unreadable(on_host)):
+            yield error("files", f"{where}: {why}", "correct the path")
+        elif (named.place.read or key == "evaluate.out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
+            yield error("files", f"{where}: {why}, and the nodes do not see it", shared)
+        elif profile.container is not None and {",", ":"} & {*str(path)}:
+            yield error(
+                "files", f"{where}: holds a comma or a colon, and cannot be mounted in the container", "rename it"
+            )
+
+
+def _of_nodes(config: RunConfig) -> list[NamedPlace]:
+    """Places that processes on the nodes look at: not the image, which the host side fetches, nor code, of which a
+    snapshot goes along."""
+    return [
+        one
+        for one in named_places(config)
+        if one.path is not None and one.place.kind != "image" and one.key[0] != "code"
+    ]
+
+
+def _source_of(path: Path, profile: Profile) -> Path:
+    """Where on the nodes a path is that containers see."""
+    for source, target in _mounts_of(profile):
+        if path.is_relative_to(target):
+            return source / path.relative_to(target)
+    return path
+
+
+def _mounts_of(profile: Profile) -> list[tuple[Path, Path]]:
+    """(source, destination) of each of the profile's mounts."""
+    mounts = profile.container.mounts if profile.container else []
+    return [(Path(source), Path(target)) for source, target in (mount.split(":")[:2] for mount in mounts)]
+
+
+def _of_one_machine(path: Path, run_root: Path) -> str | None:
+    """Why the nodes cannot see a path; None: they do, for all that this machine can tell."""
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(run_root))
+    for folder in OF_ONE_MACHINE:
+        if real.is_relative_to(folder) and not root.is_relative_to(folder):
+            return f"{folder} is each machine's own"
+    kind, kind_of_root = (file_system(_existing(place)) for place in (real, root))
+    if spans_machines(kind) is False and spans_machines(kind_of_root):
+        return f"its file system ({kind}) is this machine's own"
+    return None
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def to_mount(config: RunConfig, profile: Profile, run_dir: Path) -> tuple[Path, ...]:
+    """What the container of a run needs to see at its own place beside `container.mounts`: the run root, the run
+    directory, and what the recipe names elsewhere, links followed. The outermost of nested ones."""
+    if profile.container is None:
+        return ()
+    targets = [target for _, target in _mounts_of(profile)]
+    apart = [*targets, *map(Path, OF_THE_KERNEL)]
+    found = [Path(profile.run_root), run_dir]
+    for named in _of_nodes(config):
+        assert named.path is not None
+        if not any(named.path.is_relative_to(place) for place in apart):
+            found += _with_targets(_whole(named))
+    places = [path for path in dict.fromkeys(found) if path != Path("/")]
+    return tuple(path for path in places if not any(path.is_relative_to(one) for one in places if one != path))
+
+
+def _whole(named: NamedPlace) -> Path:
+    """The place to mount for a named one: of a run's checkpoint the run, of what comes later the folder around it."""
+    path = named.path
+    assert path is not None
+    run = path.parent.parent
+    if path.parent == RunDir(run).checkpoints and RunDir(run).resolved.is_file():
+        return run
+    return path if path.exists() else _existing(path)
+
+
+def _with_targets(path: Path) -> list[Path]:
+    """A path, and where links lead from it: it may be one, and so may the files in a snapshot of the hub's cache."""
+    found = [path]
+    if (real := Path(os.path.realpath(path))) != path:
+        found.append(real)
+    try:
+        inside = list(path.iterdir()) if path.is_dir() else []
+    except OSError:
+        inside = []
+    targets = {Path(os.path.realpath(one)).parent for one in inside if one.is_symlink()}
+    return [*found, *sorted(target for target in targets if not target.is_relative_to(path))]

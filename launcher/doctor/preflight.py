@@ -1,0 +1,219 @@
+"""The one look at what a run, an evaluation or a server needs, before anything starts: packages, GPUs, memory, files.
+`mrl doctor` shows all of it; a command that starts something refuses by the errors, all at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.backends.local import Machine, inspect
+from launcher.doctor.finding import Finding, count, error, note, ok, size, warning
+from launcher.errors import BadInput
+from launcher.fetch.prefetch import Cache, needs
+from launcher.plan.host_memory import least_bytes
+from launcher.plan.summary import make_plan
+from launcher.recipe.load import Recipe, place_of
+from launcher.recipe.places import named_places
+from megatron_rl.agent.registry import required_extras
+from megatron_rl.config import RunConfig
+from megatron_rl.extras import install_command, is_installed, missing, names
+
+OF_RANKS = "train"
+"""Extra of whatever computes with a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packages:
+    """Packages that are not installed."""
+
+    names: tuple[str, ...]
+    install: str
+    """The command, or commands, that install them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What this machine has of what a recipe needs."""
+
+    machine: Machine
+    packages: Packages
+    refusals: tuple[str, ...]
+    """Why the layout is impossible."""
+    absent: tuple[Finding, ...]
+    """An error for each file that the recipe reads and that is not here."""
+    least_bytes: int
+    """Memory that all ranks need together, on CPUs, at least."""
+
+
+# Looking
+
+
+def look(recipe: Recipe | None) -> Here:
+    """Look at this machine for a recipe, or for any run. Imports none of the packages, asks nothing over a network."""
+    if recipe is None:
+        return Here(inspect(), _missing([OF_RANKS]), (), (), 0)
+    refusals: tuple[str, ...] = ()
+    bytes_needed = 0
+    try:
+        plan = make_plan(recipe, None)
+        bytes_needed = least_bytes(recipe.config, plan.sizes)
+    except BadInput as refused:
+        refusals = tuple(refused.problems)
+    return Here(inspect(), missing_packages(recipe.config), refusals, tuple(absent_files(recipe)), bytes_needed)
+
+
+def extras_of(config: RunConfig) -> list[str]:
+    """Extras of mrl that a run's packages come with."""
+    found = [OF_RANKS, *required_extras(config.task)]
+    if config.tokenizer.type == "huggingface" or config.model.init == "huggingface":
+        found.append("huggingface")
+    if config.logging.wandb is not None:
+        found.append("wandb")
+    return found
+
+
+def missing_packages(config: RunConfig) -> Packages:
+    """What a run needs and is not installed in this Python."""
+    cache = Cache.of(None)
+    brought = [need.package for need in needs(config, None) if need.package and not cache.holds(need)]
+    of_weights = [name for name in brought if name in names("smollm2")]
+    found = _missing([*extras_of(config), *(["smollm2"] if of_weights else [])])
+    others = [name for name in brought if name not in of_weights and not is_installed(name)]
+    if not others:
+        return found
+    commands = [found.install, shlex.join(["pip", "install", *others])]
+    return Packages((*found.names, *others), " && ".join(filter(None, commands)))
+
+
+def _missing(extras: Iterable[str]) -> Packages:
+    wanted = [extra for extra in dict.fromkeys(extras) if missing([extra])]
+    return Packages(tuple(missing(wanted)), install_command(*wanted) if wanted else "")
+
+
+def absent_files(recipe: Recipe) -> Iterator[Finding]:
+    """An error for each file that a recipe reads and that cannot be read here."""
+    for named in named_places(recipe.config):
+        if named.place.read and named.path is not None and (why := unreadable(named.path)):
+            key = ".".join(named.key)
+            yield error("files", f"{place_of(recipe, key)}: {key}: {named.path}: {why}", "correct the path")
+    cache = Cache.of(None)
+    for need in needs(recipe.config, None):
+        if not need.package and not cache.holds(need):
+            fetch = f"`{shlex.join(['mrl', 'prefetch', recipe.asked, *recipe.overrides])}` fetches it from the hub"
+            yield error("files", f"{need}: is no file, and no repository in {cache.huggingface}", fetch)
+
+
+def unreadable(path: Path) -> str | None:
+    """Why this process cannot read a file or directory; None: it can."""
+    try:
+        path.stat()
+    except OSError as refused:
+        return (refused.strerror or str(refused)).lower()
+    return None if os.access(path, os.R_OK) else "you may not read it"
+
+
+# Judging
+
+
+def findings(here: Here, config: RunConfig | None) -> Iterator[Finding]:
+    """Whether a run can start on this machine, and what it will meet there.
+
+    Args:
+        config: None: for any run.
+    """
+    for refusal in here.refusals:
+        yield error("recipe", refusal, "change the recipe or override the value")
+    yield packages(here.packages)
+    yield from processors(here.machine, config)
+    if config is not None:
+        yield from memory(here.machine, config, here.least_bytes)
+    yield from here.absent
+
+
+def packages(found: Packages) -> Finding:
+    """Whether all packages are installed."""
+    if found.names:
+        return error("packages", f"not installed here: {', '.join(found.names)}", found.install)
+    return ok("packages", "what the ranks need is installed")
+
+
+def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
+    """Whether GPUs and CPUs are there for the ranks."""
+    if config is None:
+        yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
+        return
+    ranks, job = config.job.world_size, config.job
+    if job.device == "cuda":
+        wanted = f"{config.name} wants {count(ranks, 'GPU')}"
+        if job.most_nodes > 1:
+            wanted += f" (job.nodes {job.nodes} x job.gpus_per_node {job.gpus_per_node})"
+        if ranks <= machine.gpus:
+            yield ok("gpus", f"{wanted}, of {machine.gpus} here")
+            return
+        ways = "--cluster NAME sends it to a Slurm cluster, and `mrl plan` shows what it needs there"
+        if machine.gpus:
+            ways += f"; or take what is here: job.nodes=1 job.gpus_per_node={machine.gpus}"
+        else:
+            ways += "; job.device=cpu job.nodes=1 job.gpus_per_node=1 runs a small model without a GPU"
+        yield error("gpus", f"{wanted}, and this machine has {machine.gpus or 'none'}", ways)
+        return
+    threads = ranks * job.threads_per_rank
+    if threads > machine.cpus:
+        yield note(
+            "cpus",
+            f"{count(ranks, 'rank')} of {count(job.threads_per_rank, 'thread')} share {count(machine.cpus, 'CPU')}: "
+            "slower, with the same result",
+        )
+    else:
+        yield ok("cpus", f"{count(threads, 'thread')} for {count(machine.cpus, 'CPU')}")
+
+
+def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]:
+    """Whether the ranks of a run on CPUs fit into this machine's memory."""
+    measured = config.job.memory_gib
+    needed = int(measured * 2**30) if measured else least
+    if config.job.device != "cpu" or machine.memory_bytes is None or not needed:
+        return
+    says = f"{config.name} needs {'' if measured else 'at least '}{size(needed)}" + (
+        " (job.memory_gib)" if measured else " for weights, gradients and Adam's state"
+    )
+    smaller = "take a machine with more memory, or a smaller model or fewer ranks (job.gpus_per_node)"
+    if needed > machine.memory_bytes:
+        yield error("memory", f"{says}, and this machine has {size(machine.memory_bytes)}", smaller)
+    elif machine.free_bytes is not None and needed > machine.free_bytes:
+        yield warning(
+            "memory",
+            f"{says}, and {size(machine.free_bytes)} of {size(machine.memory_bytes)} are free: the kernel may kill it",
+            "end other work first",
+        )
+    else:
+        yield ok("memory", f"{says}, of {size(machine.free_bytes or machine.memory_bytes)} free")
+
+
+# Refusing
+
+
+def problems(found: Iterable[Finding]) -> list[str]:
+    """The errors among findings, each with what to do about it."""
+    return [f"{one.text}; {one.fix}" for one in found if one.level == "error"]
+
+
+def refuse_unready(extras: Sequence[str] = (), device: str = "cpu", ranks: int = 1) -> None:
+    """Refuse to start what computes with a model here, as far as this machine lacks packages or GPUs.
+
+    Args:
+        extras: that it needs beside OF_RANKS.
+
+    Raises:
+        BadInput: with every problem.
+    """
+    found = [packages(_missing([OF_RANKS, *extras]))]
+    if device == "cuda" and (gpus := inspect().gpus) < ranks:
+        fix = "--device cpu runs on processors"
+        found.append(error("gpus", f"--device cuda: {count(ranks, 'GPU')} needed, and this machine has {gpus}", fix))
+    if told := problems(found):
+        raise BadInput(told)

