@@ -22,7 +22,7 @@ Where it runs: --cluster, else $MRL_CLUSTER, else the recipe's cluster, else the
 With the --run-dir of an earlier call the run goes on where it was saved; it must be given the same values. --change
 accepts others for these, and records them: {", ".join(CHANGEABLE)}. More training.steps reopen a finished run,
 and a learning rate that had decayed rises again: the change says from what to what, and how to keep it.
-grpo.kl_beta may also become or stop being 0.
+grpo.kl_beta may also become or stop being 0. A run in which nothing was trained yet takes any other values.
 
 On a Slurm cluster this submits the job, says its id and returns; --follow stays and watches, and Ctrl-C then only stops
 watching. On this machine it watches the run: Ctrl-C saves and leaves, a second one kills; SIGTERM and a closed terminal

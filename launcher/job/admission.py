@@ -13,8 +13,9 @@ from launcher.job.directories import disk_errors
 from launcher.recipe.changes import CHANGEABLE, Change, changes, with_remarks
 from launcher.recipe.load import Recipe, read_resolved
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import ABSENT, Unreadable
+from megatron_rl.contract.records import ABSENT, Unreadable, read_lines
 
 
 def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
@@ -85,8 +86,28 @@ def with_date(recipe: Recipe, run: RunDir) -> Recipe:
     return replace(recipe, config=recipe.config.model_copy(update={"tokenizer": tokenizer}))
 
 
+def corrections(run: RunDir, config: RunConfig) -> list[Change]:
+    """In what `config` differs from a run in which nothing was trained yet: it may start over with any values, as that
+    loses nothing. Empty for any other run."""
+    if not run.resolved.exists() or _has_work(run):
+        return []
+    return changes(read_resolved(run.resolved), config)
+
+
+def _has_work(run: RunDir) -> bool:
+    """Whether a run holds a step, or answers of an evaluation. What cannot be read is taken for work."""
+    if any(path.exists() for path in (run.done, run.fork)) or any(run.root.glob(f"{run.evaluation.stem}.*")):
+        return True
+    metrics = read_lines(MetricsLine, run.metrics)
+    if isinstance(metrics, Unreadable) or metrics.records or metrics.damaged:
+        return True
+    return any(step > 0 for step in run.checkpoint_steps())
+
+
 def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:
     """In what `config` differs from the run as it was asked for; BadInput where that may not be, or not yet."""
+    if corrected := corrections(run, config):
+        return corrected
     before = read_resolved(run.resolved)
     found = changes(before, config)
     if not change:

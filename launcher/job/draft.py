@@ -17,7 +17,7 @@ from launcher.fetch import prefetch
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.host.slurm.formats import time_limit_s
-from launcher.job.admission import with_date
+from launcher.job.admission import corrections, with_date
 from launcher.job.script import PlannedJob, render
 from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
@@ -85,7 +85,7 @@ def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
 def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]:
     """Where the code comes from; for a run that has a snapshot, the same places, wherever it is resumed from."""
     taken = read(CodeSnapshot, run.code_record)
-    if taken is ABSENT:
+    if taken is ABSENT or corrections(run, recipe.config):
         return code_sources(recipe, Path.cwd())
     if isinstance(taken, Unreadable):
         raise BadInput(f"{taken}; what code the run has cannot be told")

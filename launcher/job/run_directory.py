@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from launcher.errors import BadInput
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.record.identity import identify
 from launcher.host.record.reading import UnreadableRecord
-from launcher.job.admission import accepted_changes, refuse_foreign, refuse_owned, with_date
+from launcher.job.admission import accepted_changes, corrections, refuse_foreign, refuse_owned, with_date
 from launcher.job.directories import PRIVATE, clear, disk_errors, made
 from launcher.recipe.changes import Change, as_json
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
@@ -33,7 +33,9 @@ class Prepared:
     attempt: Attempt | None
     """The attempt to start; None: the run is finished and there is nothing to do."""
     changes: tuple[Change, ...]
-    """What `--change` altered."""
+    """What `--change` altered, or a correction."""
+    corrected: bool
+    """The changes correct a run in which nothing was trained yet."""
 
 
 @dataclass(slots=True)
@@ -44,7 +46,10 @@ class Opened:
     finished: bool
     """There is nothing to do."""
     changes: tuple[Change, ...]
-    """What `change` altered."""
+    """What `change` altered, or a correction."""
+    corrected: bool = False
+    """The changes correct a run in which nothing was trained yet: it begins anew, with nothing of before but the record
+    of its attempts."""
     run_id: str = ""
     handed_over: bool = False
     """Set once somebody else may use the directory: from then on a failure leaves it as it is."""
@@ -59,11 +64,11 @@ def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
     with opened(recipe, root, change) as found:
         run = found.run
         if found.finished:
-            return Prepared(run, None, ())
+            return Prepared(run, None, (), False)
         attempt = run.attempt(run.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
         attempt.logs.mkdir(parents=True, exist_ok=True)
-        return Prepared(run, attempt, found.changes)
+        return Prepared(run, attempt, found.changes, found.corrected)
 
 
 @contextmanager
@@ -81,20 +86,49 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
     refuse_foreign(run)
     with disk_errors(root), made(root, PRIVATE), _locked(run):
         found = Opened(run, False, ())
-        with _put_back_on_failure(found):
+        with _put_back_on_failure(found), ExitStack() as aside:
             refuse_owned(run, my_job)
             recipe = with_date(recipe, run)
             altered: list[Change] = []
             if run.resolved.exists():
+                found.corrected = bool(corrections(run, recipe.config))
                 altered = accepted_changes(run, recipe.config, change)
             found.finished = run.done.exists() and not altered
             found.changes = tuple(altered)
             found.run_id = _run_id(run)
+            if found.corrected:
+                aside.enter_context(_set_aside(found))
             if not found.finished:
-                if altered:
+                if altered and not found.corrected:
                     _record_changes(run, altered, run.last_attempt() + 1)
                 _write_recipe(run, recipe)
             yield found
+
+
+@contextmanager
+def _set_aside(found: Opened) -> Iterator[None]:
+    """Begin with nothing of before but the record of attempts: what was evaluated, answered and snapshotted was so by
+    the recipe that is corrected. Where the caller fails, all of it is back."""
+    run = found.run
+    kept = {run.lock, run.job_lock, run.identity, run.job, run.attempts_ledger, run.attempt(1).folder.parent}
+    kept |= {run.attempt(1).logs.parent, run.token}
+    aside = run.root / f".before.{os.getpid()}.tmp"
+    before = [path for path in run.root.iterdir() if path not in kept]
+    aside.mkdir(mode=PRIVATE)
+    succeeded = False
+    try:
+        for path in before:
+            path.rename(aside / path.name)
+        yield
+        succeeded = True
+    finally:
+        if not (succeeded or found.handed_over):
+            for path in run.root.iterdir():
+                if path not in kept and path != aside:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            for path in aside.iterdir():
+                path.rename(run.root / path.name)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager

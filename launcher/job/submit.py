@@ -103,6 +103,8 @@ def submit(
                 raise BadInput(f"{error.filename}: {error.strerror}; nothing was submitted") from error
     complaint = submissions.note(run, job.cluster, job_id)
     notes = (*drafted.notes, *([complaint] if complaint else []))
+    if found.corrected:
+        notes = (*notes, f"nothing was trained in {run.root} yet: it begins with the recipe as it is now")
     return SubmittedJob(run, job_id, found.changes, notes, fresh)
 
 

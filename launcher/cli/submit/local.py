@@ -132,6 +132,8 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
 
     run, config = prepared.run, recipe.config
     resume = _resume_command(recipe, run)
+    if prepared.corrected:
+        tell(f"nothing was trained in {run.root} yet: it begins with the recipe as it is now", err=request.as_json)
     for one in prepared.changes:
         tell(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"

@@ -12,13 +12,21 @@ from launcher.host.process.lock import RunLock
 from launcher.job.directories import run_directory
 from launcher.job.run_directory import Prepared, opened, prepare
 from launcher.recipe.load import load_recipe, read_resolved
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import read_lines
+from megatron_rl.contract.records import encode_line, read_lines
 from megatron_rl.contract.run_records import RecipeChange
 
 
 def ask(root: Path, *overrides: str, change: bool = False) -> Prepared:
     return prepare(load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides]), root, change)
+
+
+def trained(root: Path) -> RunDir:
+    """A run that has made a step."""
+    run = ask(root).run
+    run.metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
+    return run
 
 
 def refusal(root: Path, *overrides: str, change: bool = False) -> str:
@@ -48,7 +56,7 @@ def test_the_same_values_open_the_next_attempt(tmp_path):
 
 
 def test_other_values_are_listed_and_refused(tmp_path):
-    ask(tmp_path)
+    trained(tmp_path)
     text = refusal(tmp_path, "training.steps=9", "grpo.group_size=8")
     assert "training.steps: 800 -> 9" in text
     assert "grpo.group_size: 16 -> 8" in text
@@ -57,7 +65,7 @@ def test_other_values_are_listed_and_refused(tmp_path):
 
 
 def test_change_alters_the_documented_set_and_records_it(tmp_path):
-    ask(tmp_path)
+    trained(tmp_path)
     prepared = ask(tmp_path, "training.steps=900", change=True)
     assert [str(change) for change in prepared.changes] == ["training.steps: 800 -> 900"]
     assert read_resolved(prepared.run.resolved).training.steps == 900
@@ -66,7 +74,7 @@ def test_change_alters_the_documented_set_and_records_it(tmp_path):
 
 
 def test_change_does_not_alter_what_makes_the_run_itself(tmp_path):
-    ask(tmp_path)
+    trained(tmp_path)
     text = refusal(tmp_path, "training.steps=900", "grpo.group_size=8", change=True)
     assert "grpo.group_size: 16 -> 8" in text
     assert "training.steps: 800" not in text
@@ -85,8 +93,55 @@ def test_a_run_keeps_the_day_that_its_prompts_were_first_written_on(tmp_path):
     old = tmp_path / "old"
     chat_run(old, "tokenizer.date=2026-01-02")
     assert read_resolved(chat_run(old).resolved).tokenizer.date == "2026-01-02"
+    RunDir(old).metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
     with pytest.raises(BadInput, match=r"tokenizer\.date: '2026-01-02' -> '2026-01-03'"):
         chat_run(old, "tokenizer.date='2026-01-03'")
+
+
+def test_a_run_that_never_trained_begins_with_the_corrected_recipe(tmp_path):
+    run = ask(tmp_path).run
+    identity = run.identity.read_text()
+    for path in (run.evaluations, run.bank / "rank.bin", run.checkpoint(0) / "manifest.json", run.attempt(1).log(0)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of before")
+    run.attempts_ledger.write_text("its ends\n")
+    (run.root / "code-001").mkdir()
+    run.code.symlink_to("code-001")
+    prepared = ask(tmp_path, "grpo.group_size=8", "model.hidden_size=32")
+    assert prepared.corrected and prepared.attempt is not None and prepared.attempt.number == 2
+    assert [one.key for one in prepared.changes] == ["model.hidden_size", "grpo.group_size"]
+    assert read_resolved(run.resolved).grpo.group_size == 8
+    assert "# override: grpo.group_size=8\n" in run.recipe.read_text()
+    assert (run.identity.read_text(), run.attempts_ledger.read_text()) == (identity, "its ends\n")
+    assert run.attempt(1).log(0).read_text() == "of before"
+    left = {path.name for path in run.root.iterdir()}
+    assert left == {".lock", "run.json", "recipe.yaml", "resolved.yaml", "attempts", "attempts.jsonl", "logs"}
+
+
+@pytest.mark.parametrize("work", ["metrics", "damaged", "checkpoint", "done", "fork", "evaluation"])
+def test_a_run_with_work_in_it_may_not_be_corrected(tmp_path, work):
+    run = ask(tmp_path).run
+    if work == "metrics":
+        trained(tmp_path)
+    elif work == "damaged":
+        run.metrics.write_text("{torn\n")
+    elif work == "checkpoint":
+        run.checkpoint(1).mkdir(parents=True)
+    elif work == "evaluation":
+        (run.root / "evaluation.answers.jsonl").touch()
+    else:
+        getattr(run, work).touch()
+    assert "grpo.group_size: 16 -> 8" in refusal(tmp_path, "grpo.group_size=8")
+
+
+def test_a_correction_that_fails_leaves_all_as_it_was(tmp_path):
+    run = ask(tmp_path).run
+    run.evaluations.write_text("of before")
+    before = {path: path.read_text() for path in (run.resolved, run.recipe, run.evaluations)}
+    names = {path.name for path in run.root.iterdir()}
+    fail(tmp_path, tmp_path, "grpo.group_size=8")
+    assert {path: path.read_text() for path in before} == before
+    assert {path.name for path in run.root.iterdir()} == names
 
 
 def finish(root: Path, step: int) -> RunDir:
