@@ -22,9 +22,10 @@ def command(limit: int, every: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 listed  2 bad usage
     """
-    from launcher.cli.show.history import newest_line, number
+    from launcher.cli.show.history import newest_line
     from launcher.runs.find import at_once, newest_first
     from launcher.runs.state import read_statuses
+    from megatron_rl.contract.learning import number
     from megatron_rl.contract.paths import RunDir
     from megatron_rl.contract.records import Unreadable, if_readable
 

@@ -9,6 +9,7 @@
     run_records      the types in the run directory, the user's index and the caches
     exactly_once     whether every prompt of a run ended exactly once
     modules          the command by which one of our processes starts another
+    learning         whether anything is learned in a run, or something is lost: warnings by name
 
 Something belongs here when two processes would disagree if each said it by itself. Policy does not: what an unreadable
 file means for a run is decided by whoever reads it. Standard library only, and readable by Python 3.6, the oldest

@@ -113,6 +113,7 @@ def _seconds(step: StepReport) -> float:
 
 
 STEP_METRICS: dict[str, Metric] = {
+    "answers": Metric("answers scored", lambda step: int(step.stats.batch.answers)),
     "mean_reward": Metric("mean reward of the step's answers, as scored", _of_answers(lambda s: s.batch.reward)),
     "right_ratio": Metric(
         "share of the answers whose reward is 1, as evaluation counts right ones", _of_answers(lambda s: s.batch.right)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.files import once_there_is_room, write_atomic
+from megatron_rl.contract.learning import Watch
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
 from megatron_rl.metrics.config import LoggingConfig
@@ -77,14 +78,17 @@ class MetricsWriter(Writer):
         self._timeline = attempt.timeline
         self._config = config
         self._left_out: set[str] = set()
-        cut_back(run_dir.metrics, last_step if last_step > 0 else None)
+        self._watch = Watch()
+        for line in cut_back(run_dir.metrics, last_step if last_step > 0 else None):
+            self._watch.add(line)
         cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
         self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
         self._mirror = Mirror(run_dir, attempt) if config.wandb else None
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = _finite(metrics)
-        _append(self._run_dir.metrics, MetricsLine(step, values))
+        line = MetricsLine(step, values)
+        _append(self._run_dir.metrics, line)
         self._scalars(step, values)
         if self._mirror:
             self._mirror.restart_if_ended()
@@ -96,6 +100,8 @@ class MetricsWriter(Writer):
             f"{values['grad_norm']:.3f}" if "grad_norm" in values else "not finite",
             values["throughput/tokens_per_s"],
         )
+        for warning in self._watch.add(line):
+            logger.warning("%s: %s", warning.name, warning)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         _append(self._run_dir.evaluations, MetricsLine(step, _finite(metrics)))
@@ -153,8 +159,9 @@ def _append(path: Path, line: MetricsLine) -> None:
     once_there_is_room(path, lambda: append(path, line))
 
 
-def cut_back(path: Path, last_step: int | None) -> None:
-    """Drop the lines after that of `last_step` (None: all), whose steps will be run again, and what is torn.
+def cut_back(path: Path, last_step: int | None) -> list[MetricsLine]:
+    """Drop the lines after that of `last_step` (None: all), whose steps will be run again, and what is torn. Returns
+    those that stay.
 
     Raises OSError where it cannot be read, or where lines are damaged and the one of `last_step` is not among the
     others: a file system may show garbage for a moment, and to write back the rest would be to lose it.
@@ -163,12 +170,13 @@ def cut_back(path: Path, last_step: int | None) -> None:
     if isinstance(lines, Unreadable):
         raise OSError(str(lines))
     if lines.absent:
-        return
+        return []
     kept = [line for line in lines.records if last_step is not None and line.step <= last_step]
     if lines.damaged and last_step is not None and not (kept and kept[-1].step == last_step):
         first = lines.damaged[0]
         raise OSError(f"{path}: line {first.line} {first.why}, and that of step {last_step} is missing")
     write_atomic(path, "".join(encode_line(line) + "\n" for line in kept))
+    return kept
 
 
 def _due(step: int, every: int) -> bool:

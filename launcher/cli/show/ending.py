@@ -50,6 +50,7 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
     else:
         lines = failure_lines(attempt, end)
     lines += result_lines(history)
+    lines += [f"warning:         {warning}" for warning in history.warnings]
     lines += [
         f"files:       {run.root}",
         f"tensorboard: tensorboard --logdir {shlex.quote(str(run.tensorboard))}",

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.contract.attempt_records import MetricsLine, Progress
+from megatron_rl.contract.learning import LearningWarning, Watch, number
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, read
 
@@ -29,6 +30,8 @@ class History:
     """metrics.jsonl: one a step."""
     evaluations: list[MetricsLine] = field(default_factory=list)
     """evaluations.jsonl: one an evaluation."""
+    warnings: list[LearningWarning] = field(default_factory=list)
+    """Signs in the lines that nothing is learned or something is lost."""
     unread: list[str] = field(default_factory=list)
     """What could not be read of it at the last look, and why."""
 
@@ -61,14 +64,14 @@ class HistoryReader:
     def __init__(self, run: RunDir, attempt: Attempt, steps: int) -> None:
         self.attempt = attempt
         self.history = History(steps)
-        self._files = (
-            _GrowingFile(run.metrics, self.history.lines),
-            _GrowingFile(run.evaluations, self.history.evaluations),
-        )
+        self._metrics = _GrowingFile(run.metrics, self.history.lines)
+        self._evaluations = _GrowingFile(run.evaluations, self.history.evaluations)
+        self._watch, self._watched, self._replaced = Watch(), 0, 0
 
     def poll(self) -> History:
         """The history as it is now; of what cannot be read, as it was."""
-        problems = [file.poll() for file in self._files]
+        problems = [self._metrics.poll(), self._evaluations.poll()]
+        self._look_for_signs()
         progress = read(Progress, self.attempt.progress)
         if isinstance(progress, Progress):
             self.history.phase = progress.phase
@@ -76,6 +79,15 @@ class HistoryReader:
             problems.append(str(progress))
         self.history.unread = [problem for problem in problems if problem]
         return self.history
+
+    def _look_for_signs(self) -> None:
+        """Bring the warnings up to date with the lines."""
+        if self._metrics.replaced != self._replaced:  # a resume took some of the lines back
+            self._watch, self._watched, self._replaced = Watch(), 0, self._metrics.replaced
+        for line in self.history.lines[self._watched :]:
+            self._watch.add(line)
+        self._watched = len(self.history.lines)
+        self.history.warnings = self._watch.warnings
 
 
 class _GrowingFile:
@@ -86,6 +98,8 @@ class _GrowingFile:
         self._lines = lines
         self._identity: tuple[int, int] | None = None
         self._offset = self._damaged = 0
+        self.replaced = 0
+        """How often the lines were read from the start."""
 
     def poll(self) -> str | None:
         """Read what is new; what could not be read, and why."""
@@ -95,6 +109,7 @@ class _GrowingFile:
                 if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
                     self._identity, self._offset, self._damaged = (status.st_dev, status.st_ino), 0, 0
                     self._lines.clear()
+                    self.replaced += 1
                 file.seek(self._offset)
                 data = file.read()
         except (FileNotFoundError, NotADirectoryError):  # not there yet
@@ -128,12 +143,6 @@ def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
         if found := decode_lines(MetricsLine, line).records:
             return found[-1]
     return Unreadable(str(path), "no line of it can be read") if lines else ABSENT
-
-
-def number(line: MetricsLine, name: str) -> float | None:
-    """A value of one step; None where it was not finite, or not measured in that step."""
-    value = line.values.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def numbers(lines: Sequence[MetricsLine], name: str) -> list[float]:

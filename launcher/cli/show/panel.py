@@ -13,10 +13,12 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
-from launcher.cli.show.history import RECENT, History, accuracies, clock, mean, number, sparkline
+from launcher.cli.show.history import RECENT, History, accuracies, clock, mean, sparkline
 from launcher.cli.show.terminal import tell
 from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.learning import number
 
 LINE_EVERY_STEPS = 20
 LINE_EVERY_S = 5.0
@@ -51,11 +53,12 @@ class View(ABC):
 
 
 class PlainView(View):
-    """A line every 20 steps or 5 seconds, for every change of phase and every evaluation."""
+    """A line every 20 steps or 5 seconds, for every change of phase, every evaluation, and a warning that begins."""
 
     def __init__(self) -> None:
         super().__init__()
         self._phase = ""
+        self._warned: set[str] = set()
         self._shown_step = -LINE_EVERY_STEPS
         self._shown_at = self._began
 
@@ -69,6 +72,10 @@ class PlainView(View):
         if fresh and (due or history.step == history.steps):
             self._shown_step, self._shown_at = history.step, now
             self.announce(step_line(history))
+        for warning in history.warnings:
+            if warning.name not in self._warned:
+                self._warned.add(warning.name)
+                self.announce(f"warning: {warning}")
 
     def announce(self, text: str) -> None:
         tell(text)
@@ -106,6 +113,8 @@ class LiveView(View):
             grid.add_row("speed", f"{tokens_per_s(line)} tokens/s  {shown(line, 'time/step_s', '.2f')} s a step")
         eta = history.eta_s()
         left = f", about {clock(eta)} left" if eta is not None else ""
+        for warning in history.warnings:
+            grid.add_row("warning", Text(str(warning), style="yellow"))
         grid.add_row("time", f"{clock(time.monotonic() - self._began)}{left}")
         title = f"[bold]{escape(self._name)}[/]: {escape(history.phase)}"
         return Panel(grid, title=title, title_align="left", expand=False)

@@ -19,6 +19,7 @@ from launcher.host.slurm.call import SlurmRefused
 from launcher.runs.find import pasteable_command
 from launcher.runs.state import RunStatus, resolved_values
 from launcher.simulate.idle import Idle, better_split, idle_shares
+from megatron_rl.contract.learning import LearningWarning
 from megatron_rl.contract.paths import RunDir
 
 
@@ -44,6 +45,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "step": history.step,
         "steps": status.steps or None,
         "mean_reward": mean(rewards) if rewards else None,
+        "warnings": [warning._asdict() for warning in history.warnings],
         "eta_s": history.eta_s() if goes_on else None,
         "replicas": replicas_json(run.attempt(status.attempt)) if status.state in ("running", "saving") else [],
         "goodput": goodput,
@@ -150,6 +152,7 @@ def status_lines(told: dict[str, Any]) -> list[str]:
         rows.append(("step", f"{told['step']}{share}"))
     if told["mean_reward"] is not None:
         rows.append(("reward", f"{told['mean_reward']:.3f}, mean of the last {min(RECENT, told['step'])} steps"))
+    rows += [("warning", str(LearningWarning(**warning))) for warning in told["warnings"]]
     if told["eta_s"]:
         rows.append(("left", f"about {clock(told['eta_s'])} of running"))
     if told["goodput"] and told["goodput"]["shares"]:

@@ -174,6 +174,23 @@ def test_an_attempt_that_begins_from_nothing_shows_no_evaluation_but_its_own(tmp
     assert [(event.step, event.value) for event in shown] == [(0, 0.5)]
 
 
+def test_a_warning_is_logged_when_it_begins_and_not_again_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = writer(tmp_path)
+    for step in range(1, 6):
+        first.step(step, line(truncated_ratio=0.98))
+    first.close()
+    (warned,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert warned.startswith("truncated: 98% of the answers of the last 3 steps were cut")
+    caplog.clear()
+    second = writer(tmp_path, resumed_from=4)
+    second.step(5, line(truncated_ratio=0.98, learning_rate=1e30))
+    second.close()
+    (warned,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert warned.startswith("learning-rate: ")
+
+
 class View:
     """Stands in for the rollouts of a step."""
 

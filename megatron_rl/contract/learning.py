@@ -1,0 +1,285 @@
+"""Signs in a run's record that nothing is learned, or that something is lost: pure rules over lines of metrics.jsonl.
+
+    watch = Watch()
+    began = watch.add(line)     # for every line of the record, in order; the warnings that begin with it
+    watch.warnings              # those that hold now
+
+Rank 0 logs a warning when it begins; the live view, `mrl status` and the summary of a run show those that hold. A
+warning changes nothing else: the run goes on, and its exit code is the same.
+"""
+
+from collections import Counter, deque
+from math import sqrt
+from typing import Callable, Deque, Dict, Iterable, List, NamedTuple, Optional, Tuple
+
+from megatron_rl.contract.attempt_records import MetricsLine
+
+WINDOW = 10
+"""Steps that most rules look back: enough that one odd batch is no warning, few enough to be told early."""
+LEAST = 3
+"""Steps before a rule judges a mean: the first batches of a small run may all be odd."""
+SIGNAL_SHARE = 0.1
+"""Groups with signal, over the share of answers that are not right. A wrong answer among right ones gives its group a
+signal, so this is about 1 or above while a policy improves, also near the end; below 0.1 nine wrong answers in ten are
+in groups that teach nothing."""
+TRUNCATED_SHARE = 0.5
+"""Answers cut at the limit. Long reasoning often begins with a third of them; beyond half, most rewards are of answers
+that never came to their end."""
+LOST_SHARE = 0.01
+"""Answers lost. A sandbox or a judge that times out now and then loses one in a thousand; more is a fault."""
+NONFINITE_SHARE = 0.001
+"""Sampled tokens without a finite log-prob. Rounding may cost one in a million its probability."""
+LARGEST_LOSS = 1e3
+"""A GRPO loss is a mean of advantages of about 1, times ratios that are clipped around 1."""
+LARGEST_GRAD_NORM = 1e4
+"""Norms before clipping are 0.01 to 10, in outliers a few hundred."""
+LARGEST_LEARNING_RATE = 0.1
+"""Adam moves every weight by about the learning rate; weights of a transformer are 0.01 to 1."""
+TREND_STEPS = 300
+"""Steps before the first and the last quarter of a run are compared: the demo with a lag spends its first 200 on a
+dip."""
+SOLVED = 0.9
+"""Right answers, as a share, from which on rewards need not rise any more."""
+
+
+class LearningWarning(NamedTuple):
+    """Something that a rule has seen."""
+
+    name: str  # of the rule
+    since: int  # step at which it began
+    seen: str  # what is seen, with numbers
+    look: str  # recipe keys and files to look at
+
+    def __str__(self) -> str:
+        return "{} (since step {}). Look at {}.".format(self.seen, self.since, self.look)
+
+
+Found = Optional[Tuple[int, str]]
+"""First step at which a rule's condition is seen in the window, and what is seen; None: nothing."""
+
+
+class Rule(NamedTuple):
+    name: str
+    find: Callable[["Recent"], Found]
+    look: str
+
+
+READ = (
+    "answers answer_length failed_rollouts grad_norm learning_rate loss mean_reward nonfinite_tokens "
+    "nonzero_groups_ratio reward_std right_ratio skipped_updates truncated_ratio"
+).split()
+"""Metrics that the rules read, beside failed_rollouts_by_reason."""
+
+
+class Recent:
+    """The newest steps of a record, at most WINDOW, and the mean rewards of all."""
+
+    def __init__(self) -> None:
+        self.steps: Deque[int] = deque(maxlen=WINDOW)
+        self.reasons: Deque[Dict[str, int]] = deque(maxlen=WINDOW)
+        self._columns: Dict[str, Deque[Tuple[int, Optional[float]]]] = {name: deque(maxlen=WINDOW) for name in READ}
+        self.rewards = [(0.0, 0.0)]
+        """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
+        self.varied = False
+        """Whether answers of one step have ever earned rewards that differ."""
+
+    def add(self, line: MetricsLine) -> None:
+        self.steps.append(line.step)
+        for name, column in self._columns.items():
+            column.append((line.step, number(line, name)))
+        reasons = line.values.get("failed_rollouts_by_reason")
+        counts = reasons.items() if isinstance(reasons, dict) else ()
+        self.reasons.append({reason: count for reason, count in counts if isinstance(count, int)})
+        reward = number(line, "mean_reward")
+        if reward is not None:
+            total, squares = self.rewards[-1]
+            self.rewards.append((total + reward, squares + reward * reward))
+        self.varied = self.varied or bool(number(line, "reward_std"))
+
+    @property
+    def span(self) -> str:
+        return "the last {} steps".format(len(self.steps)) if len(self.steps) > 1 else "the last step"
+
+    def values(self, name: str) -> List[float]:
+        """Those of the steps that have one."""
+        return [value for _, value in self._columns[name] if value is not None]
+
+    def mean(self, name: str) -> Optional[float]:
+        """None where fewer than LEAST steps have a value."""
+        values = self.values(name)
+        return sum(values) / len(values) if len(values) >= LEAST else None
+
+    def steps_without(self, name: str) -> List[int]:
+        """Steps that an update was made in and whose value is absent: numbers that are not finite are not recorded."""
+        trained = {step for step, rate in self._columns["learning_rate"] if rate is not None}
+        return [step for step, value in self._columns[name] if value is None and step in trained]
+
+    def since(self, name: str, least: float) -> int:
+        """First of the steps whose value is at least that much, either way from 0."""
+        large = (step for step, value in self._columns[name] if value is not None and abs(value) >= least)
+        return next(large, self.steps[0])
+
+
+def number(line: MetricsLine, name: str) -> Optional[float]:
+    """A value of one step; None where it was not finite, or not measured in that step."""
+    value = line.values.get(name)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _constant_rewards(recent: Recent) -> Found:
+    spread, reward = recent.mean("reward_std"), recent.mean("mean_reward")
+    solved = recent.varied and recent.mean("right_ratio") == 1
+    if spread is None or reward is None or spread > 0 or solved:
+        return None
+    return recent.steps[0], "Every answer of {} earned the same reward, {:.3g}".format(recent.span, reward)
+
+
+def _no_signal(recent: Recent) -> Found:
+    signal, right = recent.mean("nonzero_groups_ratio"), recent.mean("right_ratio")
+    if signal is None or right is None or signal >= SIGNAL_SHARE * (1 - right) or not recent.mean("reward_std"):
+        return None
+    said = "The answers to a prompt all earned the same reward in {:.0%} of the groups of {}; {:.0%} of them are right"
+    return recent.steps[0], said.format(1 - signal, recent.span, right)
+
+
+def _truncated(recent: Recent) -> Found:
+    share = recent.mean("truncated_ratio")
+    if share is None or share < TRUNCATED_SHARE:
+        return None
+    said = "{:.0%} of the answers of {} were cut at the limit of new tokens".format(share, recent.span)
+    return recent.since("truncated_ratio", TRUNCATED_SHARE), said
+
+
+def _lost_answers(recent: Recent) -> Found:
+    lost = sum(recent.values("failed_rollouts"))
+    of_all = lost + sum(recent.values("answers"))
+    if not lost or lost < LOST_SHARE * of_all:
+        return None
+    reasons = sum(map(Counter, recent.reasons), Counter())
+    most = ", ".join("{} x {}".format(count, reason) for reason, count in reasons.most_common(3))
+    said = "{:.0f} of {:.0f} answers of {} were lost: {}".format(
+        lost, of_all, recent.span, most or "no reason is known"
+    )
+    return recent.since("failed_rollouts", 1), said
+
+
+def _skipped_updates(recent: Recent) -> Found:
+    skipped = sum(recent.values("skipped_updates"))
+    said = "{:.0f} updates of {} were skipped, because their gradient was not finite".format(skipped, recent.span)
+    return (recent.since("skipped_updates", 1), said) if skipped else None
+
+
+def _nonfinite_loss(recent: Recent) -> Found:
+    lost = recent.steps_without("loss")
+    return (lost[0], "The loss was not finite in {} of {}".format(len(lost), recent.span)) if lost else None
+
+
+def _nonfinite_tokens(recent: Recent) -> Found:
+    tokens = sum(recent.values("nonfinite_tokens"))
+    sampled = sum(recent.values("answers")) * (recent.mean("answer_length") or 0)
+    if not tokens or tokens < NONFINITE_SHARE * sampled:
+        return None
+    said = "{:.0f} tokens of {} were left out, because a log-prob of theirs was not finite".format(tokens, recent.span)
+    return recent.since("nonfinite_tokens", 1), said
+
+
+def _too_large(name: str, what: str, limit: float) -> Callable[[Recent], Found]:
+    def find(recent: Recent) -> Found:
+        largest = max(map(abs, recent.values(name)), default=0.0)
+        said = "{} reached {:.3g} in {}; training needs no more than {:g}".format(what, largest, recent.span, limit)
+        return (recent.since(name, limit), said) if largest > limit else None
+
+    return find
+
+
+def _zero_gradient(recent: Recent) -> Found:
+    norm, signal = recent.mean("grad_norm"), recent.mean("nonzero_groups_ratio")
+    if norm is None or norm > 0 or not signal:  # a gradient of 0 for want of signal is another rule's
+        return None
+    said = "The gradient of {} was zero, although rewards differed in {:.0%} of the groups"
+    return recent.steps[0], said.format(recent.span, signal)
+
+
+def _zero_learning_rate(recent: Recent) -> Found:
+    rate = recent.mean("learning_rate")
+    return (recent.steps[0], "The learning rate of {} was 0".format(recent.span)) if rate == 0 else None
+
+
+def _reward_not_rising(recent: Recent) -> Found:
+    steps = len(recent.rewards) - 1
+    if steps < TREND_STEPS or (recent.mean("right_ratio") or 0) >= SOLVED:
+        return None
+    quarter = steps // 4
+    before, error_before = _mean_and_error(recent.rewards[0], recent.rewards[quarter], quarter)
+    now, error_now = _mean_and_error(recent.rewards[steps - quarter], recent.rewards[steps], quarter)
+    if now - before > 2 * sqrt(error_before**2 + error_now**2):
+        return None
+    said = "The mean reward has not risen: {:.3g} in the first {} steps, {:.3g} in the last {}"
+    return recent.steps[-1] - steps + 1, said.format(before, quarter, now, quarter)
+
+
+def _mean_and_error(low: Tuple[float, float], high: Tuple[float, float], count: int) -> Tuple[float, float]:
+    """Mean of `count` values and its standard error, from the sums of values and of squares before and after them."""
+    mean, squares = (high[0] - low[0]) / count, (high[1] - low[1]) / count
+    return mean, sqrt(max(0.0, squares - mean * mean) / count)
+
+
+RULES = (
+    Rule("lost-answers", _lost_answers, "logs/latest, environment.reward_timeout_s and the reward function"),
+    Rule("skipped-updates", _skipped_updates, "optimizer.learning_rate and optimizer.clip_grad"),
+    Rule("nonfinite-loss", _nonfinite_loss, "optimizer.learning_rate, model.dtype and rollouts/"),
+    Rule("nonfinite-tokens", _nonfinite_tokens, "the engine that samples (inference.engine) and model.dtype"),
+    Rule(
+        "learning-rate",
+        _too_large("learning_rate", "The learning rate", LARGEST_LEARNING_RATE),
+        "optimizer.learning_rate",
+    ),
+    Rule("loss", _too_large("loss", "The loss", LARGEST_LOSS), "optimizer.learning_rate and the size of rewards"),
+    Rule(
+        "grad-norm",
+        _too_large("grad_norm", "The gradient norm", LARGEST_GRAD_NORM),
+        "optimizer.learning_rate and optimizer.clip_grad",
+    ),
+    Rule(
+        "constant-rewards",
+        _constant_rewards,
+        "the reward function, optimizer.learning_rate and rollouts/",
+    ),
+    Rule("no-signal", _no_signal, "sampling.temperature, grpo.group_size and how hard the problems are"),
+    Rule("truncated", _truncated, "sampling.max_new_tokens, sampling.stop and the chat template (environment.args)"),
+    Rule("zero-gradient", _zero_gradient, "grpo.overlong, grpo.eps_low and grpo.eps_high"),
+    Rule("zero-learning-rate", _zero_learning_rate, "optimizer.learning_rate, decay and min_learning_rate"),
+    Rule("reward-not-rising", _reward_not_rising, "optimizer.learning_rate, grpo.prompts_per_step and rollouts/"),
+)
+
+
+class Watch:
+    """Applies the rules to a record, line by line."""
+
+    def __init__(self) -> None:
+        self._recent = Recent()
+        self._warnings: Dict[str, LearningWarning] = {}
+
+    @property
+    def warnings(self) -> List[LearningWarning]:
+        """Those that hold after the newest line, in the order of RULES."""
+        return [self._warnings[rule.name] for rule in RULES if rule.name in self._warnings]
+
+    def add(self, line: MetricsLine) -> List[LearningWarning]:
+        """The warnings that begin with a line. One that goes on keeps the step since which it holds."""
+        self._recent.add(line)
+        before, self._warnings = self._warnings, {}
+        for rule in RULES:
+            found = rule.find(self._recent)
+            if found is not None:
+                since = before[rule.name].since if rule.name in before else found[0]
+                self._warnings[rule.name] = LearningWarning(rule.name, since, found[1], rule.look)
+        return [warning for name, warning in self._warnings.items() if name not in before]
+
+
+def warnings_of(lines: Iterable[MetricsLine]) -> List[LearningWarning]:
+    """The warnings that hold at the end of a record."""
+    watch = Watch()
+    for line in lines:
+        watch.add(line)
+    return watch.warnings

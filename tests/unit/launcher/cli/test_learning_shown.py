@@ -1,0 +1,81 @@
+"""Signs that nothing is learned are shown wherever a run is looked at: while it trains, by its status, at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from run_helpers import make_run
+
+from launcher.cli.show.ending import ending_lines
+from launcher.cli.show.history import HistoryReader
+from launcher.cli.show.panel import LiveView, PlainView
+from launcher.cli.show.status import status_json, status_lines
+from launcher.runs.state import read_status
+from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
+from megatron_rl.contract.codes import FINISHED
+from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append, encode_line
+
+CUT = "90% of the answers of the last 3 steps were cut at the limit of new tokens (since step 1). Look at sampling.max_"
+
+
+def step(number: int, truncated: float) -> MetricsLine:
+    return MetricsLine(number, {"mean_reward": 0.5, "reward_std": 0.5, "truncated_ratio": truncated})
+
+
+def cut_run(folder: Path) -> tuple[RunDir, HistoryReader]:
+    """A run whose answers are cut at their limit."""
+    run = make_run(folder / "run")
+    for number in (1, 2, 3):
+        append(run.metrics, step(number, 0.9))
+    return run, HistoryReader(run, run.attempt(1), steps=10)
+
+
+def test_a_reader_follows_the_record_also_where_a_resume_takes_lines_back(tmp_path: Path) -> None:
+    run, reader = cut_run(tmp_path)
+    assert [warning.name for warning in reader.poll().warnings] == ["truncated"]
+    assert [warning.name for warning in reader.poll().warnings] == ["truncated"], "no line is counted twice"
+    write_atomic(run.metrics, encode_line(step(1, 0.9)) + "\n")
+    assert reader.poll().warnings == []
+    for number in (2, 3):
+        append(run.metrics, step(number, 0.1))
+    assert reader.poll().warnings == []
+
+
+def test_lines_for_a_log_say_it_once(tmp_path: Path, capsys) -> None:
+    run, reader = cut_run(tmp_path)
+    view = PlainView()
+    view.show(reader.poll())
+    append(run.metrics, step(4, 0.9))
+    view.show(reader.poll())
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert said.startswith(f"warning: {CUT}")
+
+
+def test_the_panel_shows_it_as_long_as_it_holds(tmp_path: Path) -> None:
+    _, reader = cut_run(tmp_path)
+    console = Console(width=300, force_terminal=True, record=True, file=(tmp_path / "terminal").open("w"))
+    view = LiveView("run", console)
+    view.show(reader.poll())
+    view.close()
+    assert CUT in console.export_text()
+
+
+def test_the_status_has_it_for_people_and_programs(tmp_path: Path) -> None:
+    run, _ = cut_run(tmp_path)
+    told = status_json(read_status(run, None))
+    (warning,) = told["warnings"]
+    assert (warning["name"], warning["since"]) == ("truncated", 1)
+    assert warning["look"].startswith("sampling.max_new_tokens")
+    (said,) = [line for line in status_lines(told) if line.startswith("  warning ")]
+    assert CUT in said
+
+
+def test_the_summary_has_it_and_the_run_has_finished_all_the_same(tmp_path: Path) -> None:
+    run, reader = cut_run(tmp_path)
+    lines = ending_lines(run, run.attempt(1), AttemptEnd(1, 0.0, FINISHED), reader.poll(), "mrl resume run")
+    assert lines[0] == "finished: 3 steps"
+    (said,) = [line for line in lines if line.startswith("warning: ")]
+    assert CUT in said
