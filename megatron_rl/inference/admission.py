@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.api import GenerationRequest, PromptScores
 from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.plans import Prefill
 from megatron_rl.inference.transcript import Transcript
+
+SCORED_AT_ONCE = 512
+"""Tokens of a prompt that are scored at once: each takes as many numbers as the vocabulary has tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +28,23 @@ class PendingRequest:
     request: GenerationRequest
     streamed: bool
     finished: dict[int, Transcript] = field(default_factory=dict)
+    scores: PromptScores = field(default_factory=lambda: PromptScores([], [], []))
+    """Of its prompt as far as it was computed, where it is scored."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether nothing of its prompt is still to be scored."""
+        request = self.request
+        return request.prompt_logprobs is None or len(self.scores.logprobs) == len(request.prompt_tokens) - 1
+
+    def take_scores(self, start: int, new: PromptScores) -> None:
+        """Add the scores of a piece of the prompt that begins at place `start`."""
+        known = self.scores
+        self.scores = PromptScores(
+            known.logprobs[:start] + new.logprobs,
+            known.ranks[:start] + new.ranks,
+            known.top_logprobs[:start] + new.top_logprobs,
+        )
 
 
 @dataclass(slots=True)
@@ -77,8 +97,11 @@ class Admission:
         self._pages = pages
         self._max_batch = config.max_batch
         self._at_once = max(config.prefill_tokens, pages.tokens)
+        self._scored_at_once = max(min(SCORED_AT_ONCE, self._at_once), pages.tokens)
         self._waiting: deque[Branch] = deque()
         self._begun = 0
+        self.scoring: tuple[PendingRequest, int] | None = None
+        """Whose prompt the newest prefills score, and from which place on."""
         self.prefilled_tokens = 0
         """Tokens of prompts, and of answers that were gone on with, that were computed so far."""
 
@@ -117,38 +140,45 @@ class Admission:
             self._waiting[0].pages = []
 
     def begin(self, running: Collection[Row]) -> tuple[list[Prefill], list[Row]]:
-        """What to compute next, and the rows that begin with it, in their order. Both may be nothing."""
+        """What to compute next, and the rows that begin with it, in their order. Both may be nothing. One prompt is
+        scored at a time."""
         prefills: list[Prefill] = []
         begun: list[Row] = []
+        self.scoring = None
         if not self._waiting or len(running) == self._max_batch:
             return prefills, begun
         left = self._at_once
         growing = sum(row.grows for row in running)
         while self._waiting and left and len(running) + len(begun) < self._max_batch:
-            branch = self._waiting[0]
-            if not branch.pages:
+            branch, pending = self._waiting[0], self._waiting[0].pending
+            scores = not pending.scored
+            if not branch.pages and not scores:  # what is found has no logits
                 branch.pages = self._pages.find(branch.tokens[:-1])  # who knows all tokens still needs a logit
             tokens = len(branch.tokens) - len(branch.pages) * self._pages.tokens
-            if tokens <= left:
+            most = min(left, self._scored_at_once) if scores else left
+            if tokens <= most:
                 made = self._rows(branch, len(running), begun, growing)
             elif left == self._at_once:
-                made = self._piece(branch, growing)
+                made = self._piece(branch, most // self._pages.tokens, growing)
             else:
                 break
             if made is None:
                 break
+            if scores:
+                self.scoring = pending, made.start
             growing += sum(row.grows for row in begun[len(begun) - len(made.samples) :])
             prefills.append(made)
             left -= len(made.tokens)
             self.prefilled_tokens += len(made.tokens)
+            if scores:
+                break
         return prefills, begun
 
-    def _piece(self, branch: Branch, growing: int) -> Prefill | None:
-        """The next tokens of a sequence that is too long for one prefill; None where there is no room for them.
+    def _piece(self, branch: Branch, count: int, growing: int) -> Prefill | None:
+        """The next pages of a sequence that is too long for one prefill; None where there is no room for them.
 
         growing: rows that may need another page.
         """
-        count = self._at_once // self._pages.tokens
         if count > self._pages.available - growing:
             return None
         made = self._prefill(branch, len(branch.pages) + count, [])
@@ -193,8 +223,9 @@ class Admission:
         pages = held + self._pages.take(full - len(held))
         self._pages.name(tokens, pages)
         known = samples[0] if samples else None
+        stop = len(tokens) if samples else full * self._pages.tokens
         return Prefill(
-            tokens=tokens[start:] if samples else tokens[start : full * self._pages.tokens],
+            tokens=tokens[start:stop],
             start=start,
             pages=pages,
             samples=[answer.sample for answer in samples],
@@ -204,6 +235,8 @@ class Admission:
             key=request.key,
             sampling=request.sampling,
             top_logprobs=request.top_logprobs,
+            scored=[] if branch.pending.scored else request.prompt_tokens[start + 1 : stop + 1],
+            most_scored=request.prompt_logprobs or 0,
             penalized=request.prompt_tokens if _penalized(request.sampling) else [],
         )
 

@@ -32,6 +32,17 @@ class Unsupported(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the policy thinks of a prompt: of its tokens in their order, except the first, which nothing precedes."""
+
+    logprobs: list[float]
+    """Of softmax(logits): nothing is sampled, so no temperature applies."""
+    ranks: list[int]
+    """1 for the likeliest token of its place."""
+    top_logprobs: list[TopLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class Beginning:
     """What there is of an answer that was interrupted, or of one that is being sampled; it may be all of it."""
 
@@ -62,6 +73,9 @@ class GenerationRequest:
     """Samples that go on from tokens of an earlier attempt, which their completions repeat as they are."""
     top_logprobs: int = 0
     """How many of the likeliest tokens are told of every place, at most 20."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens are told of every place of the prompt, beside its own token's log-prob, at most
+    20; None: the prompt is not scored."""
     id: str = field(default_factory=_new_id, compare=False)
     """Its name wherever it goes; no other request of the attempt has it."""
 
@@ -74,6 +88,8 @@ class GenerationRequest:
         """Name of something asked for that only the project's own engine can do, and no training needs."""
         if self.top_logprobs:
             return "top_logprobs"
+        if self.prompt_logprobs is not None:
+            return "prompt_logprobs"
         adjustments = self.sampling.adjustments if isinstance(self.sampling, AdjustedSampling) else []
         return f"sampling.{adjustments[0]}" if adjustments else None
 
@@ -84,8 +100,9 @@ class GenerationRequest:
             raise ValueError(f"num_samples is {self.num_samples}: ask for one answer or more")
         if not 0 <= self.key < 2**64:
             raise ValueError(f"key is {self.key}: 64 bits, from 0 on")
-        if not 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}: between 0 and {MOST_TOP_LOGPROBS}")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if not 0 <= (getattr(self, name) or 0) <= MOST_TOP_LOGPROBS:
+                raise ValueError(f"{name} is {getattr(self, name)}: between 0 and {MOST_TOP_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,8 @@ class Completion:
     """The stop string that ended it."""
     top_logprobs: list[TopLogprobs] | None = None
     """Of each token's place, where `GenerationRequest.top_logprobs` asks for them."""
+    prompt: PromptScores | None = None
+    """Where `GenerationRequest.prompt_logprobs` asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +137,8 @@ class Delta:
     """Of the last delta of a sample."""
     stop: str | None = None
     """The stop string that ended the sample, whose tokens have been delivered like others."""
+    prompt: PromptScores | None = None
+    """Of the first delta of a sample, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

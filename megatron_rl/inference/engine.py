@@ -152,6 +152,8 @@ class Engine:
         if self._plans:
             self._plans.send(plan)
         ended = self._runner.execute(plan)
+        if self._runner.scores:
+            self._scheduler.take_scores(self._runner.scores)
         if ended is not None and (wanted := self._scheduler.wanted(ended)):
             self._scheduler.retire(self._runner.answers(wanted))
 

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.inference.api import PromptScores
 from megatron_rl.inference.cache import DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.decode_graphs import decode_graphs
 from megatron_rl.inference.places import places_seen, places_written
 from megatron_rl.inference.plans import Prefill, StepPlan
+from megatron_rl.inference.prompt_scores import prompt_scores
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
@@ -67,6 +69,8 @@ class ModelRunner:
             dtype=policy.cache_dtype,
             device=policy.device,
         )
+        self.scores: PromptScores | None = None
+        """Of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
         """Made when it is first needed."""
         self._frozen: FrozenPolicy | None = None  # made so too
@@ -82,7 +86,7 @@ class ModelRunner:
         self._rows.occupy(plan.rows.stop)
         if plan.pages:
             self._rows.give_pages(plan.pages)
-        rows = slice(plan.rows.start, plan.rows.stop)
+        rows, self.scores = slice(plan.rows.start, plan.rows.stop), None
         if plan.prefills:
             self._prefill(rows, plan.prefills, cache)
         else:
@@ -105,13 +109,21 @@ class ModelRunner:
         device = self.policy.device
         ends = np.cumsum([len(prefill.tokens) for prefill in prefills])
         last = [(end - 1, prefill) for end, prefill in zip(ends.tolist(), prefills, strict=True) if prefill.samples]
+        selected = [end for end, _ in last]
+        begins = zip(ends.tolist(), prefills, strict=True)
+        begin, scored = next(((end - len(each.tokens), each) for end, each in begins if each.scored), (0, None))
+        if scored:
+            selected += range(begin, begin + len(scored.scored))
         positions = [np.arange(each.start, each.start + len(each.tokens)) for each in prefills]
         logits = self._logits(
             to_device([token for prefill in prefills for token in prefill.tokens], device),
             to_device(np.concatenate(positions), device),
             self._prefill_layout(prefills, cache),
-            to_device(np.array([end for end, _ in last], dtype=np.int64), device),
+            to_device(np.array(selected, dtype=np.int64), device),
         )
+        if scored:
+            targets = to_device(scored.scored, device)
+            self.scores = prompt_scores(logits[len(last) :], targets, scored.most_scored)
         if not last:
             return
         begun = [prefill for _, prefill in last]

@@ -28,6 +28,10 @@ class Prefill:
     key: int
     sampling: Sampling
     top_logprobs: int = 0
+    scored: list[int] = field(default_factory=list)
+    """Of the first tokens of the piece, the ones that follow them in the prompt, where these are scored."""
+    most_scored: int = 0
+    """How many of the likeliest tokens are noted beside each of them."""
     penalized: list[int] = field(default_factory=list)
     """The prompt, where a repetition penalty looks at it."""
 

@@ -16,7 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_rl.inference.admission import Admission, Branch, PendingRequest, Row
-from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer
+from megatron_rl.inference.api import (
+    Completion,
+    Delta,
+    EngineLoad,
+    GenerationRequest,
+    PartialAnswer,
+    PromptScores,
+)
 from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.inference.limits import refuse_twice
 from megatron_rl.inference.pages import Pages
@@ -215,6 +222,12 @@ class Scheduler:
                 gone.append(each.row)
         self._free(gone)
 
+    def take_scores(self, scores: PromptScores) -> None:
+        """Take over what the newest plan has found of a prompt."""
+        assert self._waiting.scoring is not None
+        pending, start = self._waiting.scoring
+        pending.take_scores(start, scores)
+
     def partial_answers(self, answers: Iterable[RowAnswer]) -> list[PartialAnswer]:
         """All samples of unanswered requests that have tokens; `answers` is what all rows have sampled since."""
         self._take(answers)
@@ -240,7 +253,8 @@ class Scheduler:
 
     def _tell(self, pending: PendingRequest, answer: Transcript) -> None:
         if pending.streamed and (answer.told < len(answer.tokens) or answer.finish_reason is not None):
-            self.deltas.append((pending.request.id, answer.delta()))
+            first = answer.told == 0 and pending.request.prompt_logprobs is not None
+            self.deltas.append((pending.request.id, answer.delta(pending.scores if first else None)))
 
     def _finish(self, pending: PendingRequest, answer: Transcript) -> None:
         """A sample has its last token. With the last sample the request is answered."""
@@ -250,7 +264,8 @@ class Scheduler:
             del self._pending[pending.request.id]
             if not pending.streamed:
                 answers = (pending.finished[sample] for sample in range(pending.request.num_samples))
-                self.answered[pending.request.id] = [answer.completion() for answer in answers]
+                scores = None if pending.request.prompt_logprobs is None else pending.scores
+                self.answered[pending.request.id] = [answer.completion(scores) for answer in answers]
 
     def _free(self, places: Iterable[int]) -> None:
         """Rows that are decoded no more. What their pages hold may be found again: all tokens but the newest."""

@@ -11,6 +11,7 @@ from megatron_rl.inference.api import (
     Delta,
     FinishReason,
     GenerationRequest,
+    PromptScores,
     TopLogprobs,
 )
 from megatron_rl.inference.stops import Decode, StopStrings
@@ -98,13 +99,15 @@ class Transcript:
         """What there is of it, which later tokens do not change."""
         return Beginning([*self.tokens], [*self.logprobs], [*self.versions], self._top(0))
 
-    def completion(self) -> Completion:
-        """The answer; it has ended."""
+    def completion(self, prompt: PromptScores | None = None) -> Completion:
+        """The answer; it has ended. prompt: of its request's prompt, where it is scored."""
         assert self.finish_reason is not None
-        return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions, self.stop, self._top(0))
+        return Completion(
+            self.tokens, self.logprobs, self.finish_reason, self.versions, self.stop, self._top(0), prompt
+        )
 
-    def delta(self) -> Delta:
-        """What no delta has told of yet."""
+    def delta(self, prompt: PromptScores | None = None) -> Delta:
+        """What no delta has told of yet. prompt: see `completion`."""
         first, self.told = self.told, len(self.tokens)
         return Delta(
             self.sample,
@@ -114,6 +117,7 @@ class Transcript:
             self._top(first),
             self.finish_reason,
             self.stop,
+            prompt,
         )
 
     def _top(self, first: int) -> list[TopLogprobs] | None:
