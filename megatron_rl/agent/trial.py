@@ -37,11 +37,17 @@ class CodePoints:
 
     encode_prompt = encode
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(chr(token) for token in tokens if token != self.eos_id)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return "".join(self.show(token) for token in tokens if special or token != self.eos_id)
 
     def show(self, token: int) -> str:
         return "<end>" if token == self.eos_id else chr(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.show(token).encode()
+
+    def is_special(self, token: int) -> bool:
+        return token == self.eos_id
 
     def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> None:
         return None

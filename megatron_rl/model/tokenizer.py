@@ -15,6 +15,7 @@ from megatron_rl.extras import install_command
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.control_tokens import MARK, ControlTokens
 from megatron_rl.model.hub import local_folder
+from megatron_rl.model.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,12 +51,20 @@ class Tokenizer(Protocol):
         tokenizer begins any text. A text that already begins with them gets no second ones."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`; special tokens leave no trace."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of `tokens`; special tokens leave no trace, or with `special` their names."""
         ...
 
     def show(self, token: int) -> str:
-        """One token by itself, also a special one."""
+        """One token as it reads in the middle of a text, also a special one."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of that, which may be a part of a character."""
+        ...
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token leaves no trace in a text."""
         ...
 
     @property
@@ -103,11 +112,17 @@ class CharacterTokenizer:
 
     encode_prompt = encode
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(map(self._text.__getitem__, tokens))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return "".join(map(self.show if special else self._text.__getitem__, tokens))
 
     def show(self, token: int) -> str:
         return self._text[token] or ("<end>" if token == self.eos_id else "<padding>")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.show(token).encode()
+
+    def is_special(self, token: int) -> bool:
+        return token >= self.eos_id
 
     chat_template = None
 
@@ -141,6 +156,9 @@ class HuggingFaceTokenizer:
         self._control_tokens = ControlTokens(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         self._beginning = _beginning(tokenizer)
         self._today = None if today is None else datetime.fromisoformat(today)
+        added = tokenizer.added_tokens_decoder
+        self._special = frozenset(token for token, name in added.items() if name.special)
+        self.token_bytes = TokenBytes(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         if MARK in text and self._control_tokens:
@@ -152,13 +170,19 @@ class HuggingFaceTokenizer:
         tokens = self.encode(text)
         return tokens if tokens[: len(self._beginning)] == self._beginning else self._beginning + tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return text
 
     def show(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return text
+        found = self.token_bytes(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
 
     @property
     def chat_template(self) -> str | None:

@@ -119,6 +119,39 @@ def test_control_tokens_in_a_message_are_text(chat_folder: Path, said: str) -> N
     assert tokens.count(think) == 3 * said.count("<think>"), "what is no control token is encoded as everywhere"
 
 
+def test_a_token_of_bytes_shows_them_and_half_a_character_too(chat_folder: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(chat_folder)))
+    text = " <a>\n🙂é"
+    tokens = [*tokenizer.encode(text), tokenizer.eos_id]
+    assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text + "<|end|>"
+    assert [*map(tokenizer.show, tokens)][:5] == [" <", "a", ">", "\n", "bytes:\\xf0"]
+    assert tokenizer.show(tokenizer.eos_id) == "<|end|>" and tokenizer.is_special(tokenizer.eos_id)
+    assert (tokenizer.decode(tokens[-1:]), tokenizer.decode(tokens[-1:], special=True)) == ("", "<|end|>")
+    assert (characters().show(3), characters().token_bytes(13)) == ("3", b"<end>")
+
+
+def test_a_sentence_piece_shows_the_space_before_it(tmp_path: Path) -> None:
+    """Decoded alone it has none."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+    tokens = tokenizer.encode("a aé")
+    assert tokenizer.decode([vocabulary["▁a"]]) == "a"
+    assert [*map(tokenizer.show, tokens)] == [" a", " a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == " a aé"
+
+
 def test_variables_of_a_template_are_its_own_and_no_parameter_of_the_library(chat_folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(path=str(chat_folder)))
     asked = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,71 @@
+"""The bytes that a token adds in the middle of a text, which its own decoding does not always tell.
+
+SentencePiece drops the space in front of a token that stands alone; half a character decodes to U+FFFD.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's letters, one for each byte: printable ones stand for themselves, the others for the rest in turn."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+class TokenBytes:
+    """The tokens of one tokenizer of `transformers`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, token: int) -> bytes:
+        """Bytes of a token; those of its name where it is a special one, none where the number has no token."""
+        if token in self._added:
+            return self._added[token].encode()
+        name: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return b""
+        if "ByteLevel" in self._decoders:
+            return b"".join(bytes([self._letters[each]]) if each in self._letters else each.encode() for each in name)
+        if "ByteFallback" in self._decoders and (one := _ONE_BYTE.fullmatch(name)):
+            return bytes([int(one[1], 16)])
+        before, both = self._decoded(self._some), self._decoded([*self._some, token])
+        return (both[len(before) :] if both.startswith(before) else self._decoded([token])).encode()
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {token: added.content for token, added in self._tokenizer.added_tokens_decoder.items()}
+
+    @cached_property
+    def _some(self) -> list[int]:
+        """Tokens of a text, behind which a token is in the middle of one."""
+        tokens: list[int] = self._tokenizer.encode("a", add_special_tokens=False)
+        return tokens
+
+    @cached_property
+    def _letters(self) -> dict[str, int]:
+        return _byte_letters()
+
+    @cached_property
+    def _decoders(self) -> set[str]:
+        """Kinds of the steps in which tokens become text."""
+        decoder = self._tokenizer.backend_tokenizer.decoder if self._tokenizer.is_fast else None
+        if decoder is None:
+            return set()
+        described: dict[str, Any] = json.loads(decoder.__getstate__())
+        return {each["type"] for each in described.get("decoders", [described])}
