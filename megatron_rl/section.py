@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 
@@ -41,17 +41,14 @@ HubPath = Annotated[str, Place("hub")]
 """Name on the Hugging Face hub, package:NAME, or path: whatever begins with / . or ~, or is there beside the recipe."""
 
 
-def _day(value: Any) -> Any:
-    """YYYY-MM-DD of a day. YAML reads one that is not in quotes as a date."""
-    if isinstance(value, str):
-        try:
-            return date.fromisoformat(value).isoformat()
-        except ValueError:
-            raise ValueError(f"{value!r} is no day of the form YYYY-MM-DD") from None
-    return value.isoformat() if type(value) is date else value
+def _day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"{value!r} is no day of the form YYYY-MM-DD") from None
 
 
-Day = Annotated[str, BeforeValidator(_day)]
+Day = Annotated[str, AfterValidator(_day)]
 """A day of the calendar, as YYYY-MM-DD."""
 
 

@@ -91,7 +91,7 @@ def test_a_run_keeps_the_day_that_its_prompts_were_first_written_on(tmp_path):
     new = read_resolved(chat_run(tmp_path / "new").resolved).tokenizer.date
     assert new in (before.isoformat(), date.today().isoformat())
     old = tmp_path / "old"
-    chat_run(old, "tokenizer.date=2026-01-02")
+    chat_run(old, "tokenizer.date='2026-01-02'")
     assert read_resolved(chat_run(old).resolved).tokenizer.date == "2026-01-02"
     RunDir(old).metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
     with pytest.raises(BadInput, match=r"tokenizer\.date: '2026-01-02' -> '2026-01-03'"):
