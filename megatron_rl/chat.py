@@ -105,7 +105,7 @@ async def _answer(
     tokenizer, engine = opened.tokenizer, opened.engine
     try:
         text = tokenizer.conversation(list(messages))
-        tokens = tokenizer.encode(messages[-1]["content"] if text is None else text)
+        tokens = tokenizer.encode(tokenizer.as_prompt(messages[-1]["content"]) if text is None else text)
         room = engine.max_length - len(tokens)
         if room < 1:
             raise ValueError(

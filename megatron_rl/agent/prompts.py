@@ -50,7 +50,7 @@ def asked(tokenizer: Tokenizer, message: str, asking: Asking) -> str:
     needs = "chat: always" if asking.chat == "always" else "system" if asking.system is not None else None
     if needs:
         raise ValueError(f"environment.args.{needs}, but the tokenizer has no chat template")
-    return message
+    return tokenizer.as_prompt(message)
 
 
 def prompt_format(tokenizer: Tokenizer, asking: Asking) -> str:

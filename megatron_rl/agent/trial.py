@@ -37,6 +37,9 @@ class CodePoints:
 
     encode_prompt = encode
 
+    def as_prompt(self, text: str) -> str:
+        return text
+
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return "".join(self.show(token) for token in tokens if special or token != self.eos_id)
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+BEGINNING = "\ufdd1"
+"""First character of a text that is a prompt by itself. A noncharacter of Unicode, which no text is meant to hold."""
+
 
 class Tokenizer(Protocol):
     """What agents and the model need of a tokenizer."""
@@ -43,7 +46,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text` as it stands: no special token is added, so a prompt template writes its own. Control tokens
-        that `conversation` has marked are text."""
+        that `conversation` has marked are text, and a text that `as_prompt` has marked begins like any text."""
+        ...
+
+    def as_prompt(self, text: str) -> str:
+        """The prompt that `text` is by itself, without a chat template: `encode` treats it as `encode_prompt` does."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -112,6 +119,9 @@ class CharacterTokenizer:
 
     encode_prompt = encode
 
+    def as_prompt(self, text: str) -> str:
+        return text
+
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return "".join(map(self.show if special else self._text.__getitem__, tokens))
 
@@ -161,6 +171,8 @@ class HuggingFaceTokenizer:
         self.token_bytes = TokenBytes(tokenizer)
 
     def encode(self, text: str) -> list[int]:
+        if text.startswith(BEGINNING):
+            return self.encode_prompt(text.removeprefix(BEGINNING))
         if MARK in text and self._control_tokens:
             return self._control_tokens.encode(text)
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -169,6 +181,9 @@ class HuggingFaceTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         tokens = self.encode(text)
         return tokens if tokens[: len(self._beginning)] == self._beginning else self._beginning + tokens
+
+    def as_prompt(self, text: str) -> str:
+        return BEGINNING + text if self._beginning else text
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)

@@ -16,6 +16,9 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    def as_prompt(self, text: str) -> str:
+        return text
+
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(token) for token in tokens if token)
 

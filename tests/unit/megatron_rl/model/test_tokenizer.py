@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.agent.prompts import Asking, asked
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 
@@ -72,6 +73,13 @@ def test_a_prompt_begins_as_the_tokenizer_begins_any_text(hugging_face_folder: P
     assert tokenizer.encode_prompt("one and two") == [0, 3, 4, 5]
     assert tokenizer.encode_prompt("[BOS] one") == [0, 3], "a text that was begun already is not begun twice"
     assert characters().encode_prompt("1+2") == characters().encode("1+2")
+
+
+def test_a_problem_without_a_chat_template_begins_as_the_tokenizer_begins_any_text(hugging_face_folder: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(hugging_face_folder)))
+    for text in ("one and two", "[BOS] one and two"):
+        assert tokenizer.encode(asked(tokenizer, text, Asking(chat="never"))) == [0, 3, 4, 5]
+    assert asked(characters(), "1+2", Asking()) == "1+2"
 
 
 @pytest.fixture(scope="module")
