@@ -281,7 +281,25 @@ def _load_hugging_face(path: str, today: str | None) -> HuggingFaceTokenizer:
         raise ValueError(f"tokenizer.type huggingface needs `{install_command('huggingface')}`: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
+    _check_blanks(tokenizer, path)
     return HuggingFaceTokenizer(tokenizer, _end_ids(folder, len(tokenizer)), today)
+
+
+def _check_blanks(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a tokenizer whose answers would lose the blanks between words, as every reward would be of another text.
+
+    transformers 5.0 to 5.10 decode a byte-level tokenizer so that is labelled LlamaTokenizerFast (seen).
+    """
+    text = "How are you"
+    decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+    if decoded == text.replace(" ", ""):
+        import transformers
+
+        raise ValueError(
+            f"tokenizer.path {path}: transformers {transformers.__version__} decodes the tokens of {text!r} to "
+            f"{decoded!r}: it reads this tokenizer by another class than the one that it was made for. Install another "
+            "release, such as transformers 5.23, or correct tokenizer_class in tokenizer_config.json"
+        )
 
 
 def _end_ids(folder: Path, vocab_size: int) -> list[int]:

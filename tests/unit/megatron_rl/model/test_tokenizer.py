@@ -203,6 +203,17 @@ def test_a_chat_template_asks_as_a_user_and_its_absence_is_said(hugging_face_fol
     assert prompt == "[user] one and two [assistant]"
 
 
+def test_a_tokenizer_that_loses_blanks_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"How": 0, "are": 1, "you": 2, "[EOS]": 3}))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"decodes the tokens of 'How are you' to 'Howareyou'"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+
+
 def test_a_chat_template_is_given_the_configured_day(hugging_face_folder: Path, tmp_path: Path) -> None:
     """Llama 3.2 writes today's date into every system message."""
     transformers = pytest.importorskip("transformers")
