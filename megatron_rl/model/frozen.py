@@ -47,27 +47,31 @@ class FrozenLayer:
     value: FrozenLinear
     out: FrozenLinear
 
+    @property
+    def linears(self) -> tuple[FrozenLinear, ...]:
+        return self.heads, self.proj, self.gate, self.value, self.out
+
 
 class FrozenPolicy:
     """A copy of the weights. What it computes differs from the training forward by rounding."""
 
     @torch.inference_mode()
-    def __init__(self, policy: GPTModel, output: Tensor, rotations: tuple[Tensor, Tensor], multiple: int) -> None:
+    def __init__(self, policy: GPTModel, output: Tensor, rotations: tuple[Tensor, Tensor]) -> None:
         """
         output: weight of the output layer, [tokens, hidden].
         rotations: cosines and sines of all positions, see `Rotation`.
-        multiple: see `Platform.rows_multiple`.
         """
         attention = policy.decoder.layers[0].self_attention
         self._heads: int = attention.num_attention_heads_per_partition
         self._kv_heads: int = attention.num_query_groups_per_partition
         self._head_size: int = attention.hidden_size_per_attention_head
         self._least: float = policy.config.hidden_size * policy.config.layernorm_epsilon
-        self._multiple = multiple
         self._rotations = rotations
         self._embedding: Tensor = policy.embedding.word_embeddings.weight.detach()
         self._layers = [self._layer(layer) for layer in policy.decoder.layers]
         self._output = freeze(_behind(policy.decoder.final_layernorm, output))
+        linears = [each for layer in self._layers for each in layer.linears] + [self._output]
+        self._multiple = max(linear.rows_multiple for linear in linears)
 
     def _layer(self, layer: TransformerLayer) -> FrozenLayer:
         attention, mlp = layer.self_attention, layer.mlp

@@ -55,7 +55,7 @@ class Policy(GPTModel):
         if not freezes(self, self._platform):
             return None
         rotations = self._cosines, self._sines
-        return FrozenPolicy(self, self.output().weight[: self._tokens], rotations, self._platform.rows_multiple)
+        return FrozenPolicy(self, self.output().weight[: self._tokens], rotations)
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1

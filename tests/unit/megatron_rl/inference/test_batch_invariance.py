@@ -14,7 +14,7 @@ import pytest
 import torch
 from core_helpers import END, tiny_model, tiny_policy
 from examples import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Completion, GenerationRequest
@@ -22,6 +22,8 @@ from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform import frozen_linear
+
+pytestmark = pytest.mark.bits
 
 SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "max_position_embeddings": 64}
 MODEL = tiny_model(**SHAPE)
@@ -58,6 +60,16 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     return engine.take(requests[0].id) or []
 
 
+# A product of four rows beside one of eight: few enough for other kernels.
+@example(
+    request=GenerationRequest([0], 1, Sampling(max_new_tokens=4, temperature=0.0), 0),
+    others=[GenerationRequest([0, 0, 0, 0], 1, Sampling(max_new_tokens=4, temperature=0.0), 0)],
+    arriving=[],
+    max_batch=SAMPLES,
+    threads=1,
+    dtype="fp32",
+    least_packed=2**30,
+)
 @examples(6)
 @given(
     request=REQUESTS,
