@@ -16,7 +16,7 @@ import time
 from datetime import timedelta
 from typing import NoReturn
 
-from json_files import append_json_line, read_json, read_json_lines, write_json
+from json_files import append_json_line, read_json, read_json_lines, write_json, write_whole
 
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.paths import RunDir
@@ -40,7 +40,7 @@ if os.getppid() != int(os.environ["MRL_PARENT_PID"]):
 
 drained = []
 print(f"rank {rank} is here")
-(attempt.folder / f"pid.{rank}").write_text(str(os.getpid()))
+write_whole(attempt.folder / f"pid.{rank}", str(os.getpid()).encode())
 seen = (
     "RANK",
     "WORLD_SIZE",
@@ -170,7 +170,7 @@ elif word == "late":  # has not installed its handler when the drain comes
     train(steps=10_000, seconds=0.02)
 elif word == "parent":  # ends in order but leaves a child behind
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (attempt.folder / f"child.{rank}").write_text(str(child.pid))
+    write_whole(attempt.folder / f"child.{rank}", str(child.pid).encode())
     train(steps=2, seconds=0.02)
 else:
     raise SystemExit(f"unknown script {word}")

@@ -31,9 +31,14 @@ def read_json_lines(path: str | Path) -> list[Any]:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Whole or not at all, as a reader beside it needs it."""
-    draft = Path(f"{path}.draft")
-    draft.write_text(json.dumps(value), encoding="utf-8")
+    write_whole(path, json.dumps(value).encode())
+
+
+def write_whole(path: str | Path, content: bytes) -> None:
+    """A process that reads at the same time finds all of the content or no file."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.draft")  # hidden from a reader's pattern such as pid.*
+    draft.write_bytes(content)
     draft.rename(path)
 
 

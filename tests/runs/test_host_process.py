@@ -172,7 +172,7 @@ def test_a_signal_drains_and_the_job_is_requeued(job):
 def test_nothing_of_a_killed_host_process_trains_on(job):
     job.start(job.write_script("long", health_check="false"))
     pid = job.run.attempt(1).folder / "pid.0"
-    job.wait_for(lambda: pid.exists() and pid.read_text())
+    job.wait_for(pid.exists)
     job.process.kill()
     job.wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), limit=10)
 

@@ -125,7 +125,7 @@ def test_a_run_whose_replicas_all_have_a_wrong_configuration_has_one_too(partiti
     run = partitioned("hangs", "misconfigured")
     run.wait_for(lambda: [state.misconfigured for state in read_replicas(run.attempt)] == [True, True])
     known = run.attempt.folder / "pid.0"
-    run.wait_for(lambda: known.exists() and known.read_text())  # the replicas may be quicker
+    run.wait_for(known.exists)  # the replicas may be quicker
     rank = int(known.read_text())
     os.kill(rank, signal.SIGKILL)  # as it would end by itself, once it knows
     assert run.process.wait(LIMIT_S) == 78, run.log

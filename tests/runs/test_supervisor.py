@@ -46,7 +46,7 @@ class Supervised:
 
     def wait_for_ranks(self, ranks: int = 2) -> list[int]:
         files = [self.attempt.folder / f"pid.{rank}" for rank in range(ranks)]
-        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+        self.wait_for(lambda: all(file.exists() for file in files))
         return [int(file.read_text()) for file in files]
 
     @property

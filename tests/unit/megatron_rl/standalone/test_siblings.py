@@ -16,7 +16,8 @@ from megatron_rl.standalone.siblings import siblings
 RANK = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.stdin.read())
-(folder / "pid").write_text(str(os.getpid()))
+(folder / "pid.draft").write_text(str(os.getpid()))
+(folder / "pid.draft").rename(folder / "pid")
 """
 LIMIT_S = 30.0
 
@@ -41,7 +42,7 @@ def write(folder: Path, end: str) -> None:
 
 def until_there(file: Path) -> str:
     give_up = time.monotonic() + LIMIT_S
-    while not (file.exists() and file.read_text()):
+    while not file.exists():
         assert time.monotonic() < give_up
         time.sleep(0.01)
     return file.read_text()
