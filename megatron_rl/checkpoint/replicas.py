@@ -69,13 +69,18 @@ class LoadOnce(TorchDistLoadShardedStrategy):
         self._data = data
         self._expert_data = expert_data
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
-        """The state dict, with each tensor filled in place. Collective over all ranks."""
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *others: Any) -> dict[str, Any]:
+        """The state dict, with each tensor filled in place. Collective over all ranks.
+
+        others: arguments of megatron-core's own strategy, none in 0.16.1; 0.19.0 has the kind of asynchronous save.
+        """
         items = list(nested_values(sharded_state_dict))
         tensors = [item for item in items if isinstance(item, ShardedTensor)]
         received = {id(tensor) for tensor in tensors if _copy(tensor) > 0}
         # Objects are read by every rank that wants them: what is no rank's own in them is a few bytes.
-        loaded = super().load({str(id(item)): item for item in items if id(item) not in received}, checkpoint_dir)
+        loaded = super().load(
+            {str(id(item)): item for item in items if id(item) not in received}, checkpoint_dir, *others
+        )
         experts = [tensor for tensor in tensors if _is_expert(tensor)]
         _send_copies([tensor for tensor in tensors if not _is_expert(tensor)], self._data)
         if experts:  # else none of the ranks that share this one's has any
