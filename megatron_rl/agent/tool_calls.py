@@ -126,6 +126,50 @@ class WholeCalls:
         return ("", calls) if calls else (rest, [])
 
 
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+
+
+def opens_thought(text: str) -> bool:
+    """Whether what follows the text is a thought, as after the prompts of models that always think first."""
+    return text.rstrip().endswith(THOUGHT)
+
+
+class AfterThought:
+    """Calls of a model that may think before it answers: what it thinks is content, and no call."""
+
+    def __init__(self, reader: type[CallReader], *, thinks: bool) -> None:
+        """thinks: whether the answer begins within a thought."""
+        self._reader = reader()
+        self._text = ""  # not yet told
+        self._thinks: bool | None = True if thinks else None  # None: it has not begun
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        if self._thinks is False:
+            return self._reader.push(text)
+        self._text += text
+        if self._thinks is None:
+            begun = self._text.lstrip()
+            if not begun or (len(begun) < len(THOUGHT) and THOUGHT.startswith(begun)):
+                return "", []
+            self._thinks = begun.startswith(THOUGHT)
+        end = self._text.find(THOUGHT_END) if self._thinks else 0
+        if end < 0:
+            certain = len(self._text) - overlap(self._text, THOUGHT_END)
+            thought, self._text = self._text[:certain], self._text[certain:]
+            return thought, []
+        end += len(THOUGHT_END) * self._thinks
+        thought, rest, self._text, self._thinks = self._text[:end], self._text[end:], "", False
+        content, calls = self._reader.push(rest)
+        return thought + content, calls
+
+    def finish(self) -> tuple[str, list[Call]]:
+        if self._thinks:
+            return self._text, []
+        content, calls = self._reader.push(self._text)
+        rest, more = self._reader.finish()
+        return content + rest, [*calls, *more]
+
+
 def reader_for(template: str) -> type[TaggedCalls] | type[WholeCalls] | None:
     """Which format a chat template asks for; None: none that is known here."""
     if "tools" not in template:

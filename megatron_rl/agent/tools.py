@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.agent.multi_turn import MultiTurnAgent
 from megatron_rl.agent.prompts import next_turn
-from megatron_rl.agent.tool_calls import Call, CallReader, reader_for
+from megatron_rl.agent.tool_calls import THOUGHT, THOUGHT_END, AfterThought, Call, reader_for
 from megatron_rl.model.tokenizer import Tokenizer
 
 BEGIN, END = "[", "]"
@@ -112,7 +112,8 @@ def calls_in(response: str, tokenizer: Tokenizer, tools: Sequence[Tool]) -> list
         return [Call(tool.name, json.dumps({next(iter(tool.parameters)): response[begin + 1 : -1]}))]
     reader = reader_for(tokenizer.chat_template)
     assert reader is not None  # asked_with_tools has seen to it
-    found: CallReader = reader()
+    # Where a prompt opens the thought, the response has only its end.
+    found = AfterThought(reader, thinks=THOUGHT_END in response and THOUGHT not in response)
     return found.push(response)[1] + found.finish()[1]
 
 

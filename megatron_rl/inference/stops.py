@@ -19,10 +19,12 @@ class IncrementalDecoder:
     """Text of a growing list of tokens, in parts that are never taken back. Each costs decoding a few tokens, however
     many there have been."""
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, after: Sequence[int] = ()) -> None:
+        """after: tokens that come before the first one."""
         self._decode = decode
-        self._window: list[int] = []
-        self._given = 0  # characters of the window's text that have been handed out
+        self._window = [*after][-_WINDOW // 4 :]
+        # Characters of the window's text that have been handed out
+        self._given = len(decode(self._window).rstrip("\ufffd")) if after else 0
         self._whole = 0  # tokens of the window after which no character was unfinished
 
     @property

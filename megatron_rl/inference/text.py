@@ -8,15 +8,21 @@ from megatron_rl.inference.stops import Decode, IncrementalDecoder, first_comple
 
 
 class TextStream:
-    """Turns a growing list of tokens into text, piece by piece. Joined the pieces are the text of the sample, without
-    the stop string that ended it.
+    """Turns a growing list of tokens into text, piece by piece. Joined the pieces are the text of the sample, by
+    default without the stop string that ended it.
 
     Held back are the bytes of a character that is not whole yet and what may be the beginning of a stop string.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
-        self._decoder = IncrementalDecoder(decode)
-        self._stop = stop
+    def __init__(
+        self, decode: Decode, stop: Sequence[str] = (), *, keep_stop: bool = False, after: Sequence[int] = ()
+    ) -> None:
+        """
+        keep_stop: whether the text has the stop string that ended it.
+        after: tokens that the sample continues; some tokenizers give the first token of a text no space.
+        """
+        self._decoder = IncrementalDecoder(decode, after)
+        self._stop, self._keep_stop = stop, keep_stop
         self._held = ""  # perhaps the beginning of a stop string
         self.stopped: str | None = None
         """The stop string that was found; nothing is text that comes after it."""
@@ -39,7 +45,7 @@ class TextStream:
         if found := first_complete(text, self._stop):
             place, self.stopped = found
             self._held = ""
-            return text[:place]
+            return text[: place + len(self.stopped)] if self._keep_stop else text[:place]
         held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -37,7 +37,8 @@ class Service:
             asked.form.whole(index, part, asked.prompts[index // asked.body.n])
             for index, part in sorted(wholes.items())
         ]
-        return {**asked.form.head(False), "choices": choices, "usage": answer.usage()}
+        head = {**asked.form.head(False), **asked.form.of_prompt(wholes[0], asked.prompts[0])}
+        return {**head, "choices": choices, "usage": answer.usage()}
 
     async def events(self, asked: Asked) -> AsyncIterator[bytes]:
         """The answer as server-sent events, which begin when the first token is there. Raises ApiError before that."""
@@ -81,10 +82,8 @@ class _Answer:
                 code="engine_overloaded",
                 headers={"Retry-After": "1"},
             )
-        stop = asked.requests[0].sampling.stop
         self.samples = [
-            Sample(service.tokenizer, stop, asked.reader() if asked.reader else None)
-            for _ in range(len(asked.requests) * asked.body.n)
+            Sample(service.tokenizer, asked.reading, prompt) for prompt in asked.prompts for _ in range(asked.body.n)
         ]
         self._first: dict[int, float] = {}
         self._news = asyncio.Event()
@@ -94,7 +93,7 @@ class _Answer:
                 self._subscriptions.append(service.thread.submit(request, streamed, self._news))
         except EngineGone as error:
             raise _told(error) from error
-        service.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
+        service.metrics.prompt_tokens.inc(self._prompt_tokens)
 
     async def batches(self) -> AsyncIterator[dict[int, Part]]:
         """What has become certain of the samples, all that is there at a time. Raises ApiError."""
@@ -131,8 +130,12 @@ class _Answer:
         if part.finish_reason and tokens > 1:
             metrics.per_token.observe((now - self._first[index]) / (tokens - 1))
 
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(len(prompt.tokens) for prompt in self._asked.prompts)
+
     def usage(self) -> dict[str, int]:
-        return usage(sum(map(len, self._asked.prompts)), sum(sample.tokens for sample in self.samples))
+        return usage(self._prompt_tokens, sum(sample.tokens for sample in self.samples))
 
     def close(self) -> None:
         """Cancel what is not answered."""

@@ -6,15 +6,42 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from megatron_rl.agent.tool_calls import Call, CallReader, PlainText
-from megatron_rl.inference.api import Delta
+from megatron_rl.inference.api import Delta, PromptScores, TopLogprobs
 from megatron_rl.inference.text import TextStream
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.server.token_names import TextOffsets, TokenNames
 
-_NO_TEXT = "\N{REPLACEMENT CHARACTER}"
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a sample answers."""
+
+    tokens: list[int]
+    text: str = ""
+    """Where the answer begins with it (`echo`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the tokens of a sample become its text and its calls."""
+
+    stop: Sequence[str] = ()
+    keep_stop: bool = False
+    """Whether the text has the stop string that ended it."""
+    special: bool = False
+    """Whether the text has the names of special tokens."""
+    goes_on: bool = False
+    """Whether the text continues the prompt's, instead of beginning one of its own."""
+    drops_answer: bool = False
+    """Whether only the prompt was asked about."""
+    caller: Callable[[], CallReader] = PlainText
+    parallel_calls: bool = True
+    """Whether an answer may have more than one call; of others the first is told."""
 
 
 @dataclass(slots=True)
@@ -26,8 +53,14 @@ class Part:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Characters of the choice's text before each token."""
     finish_reason: str | None = None
+    prompt: PromptScores | None = None
+    """With the first part of a sample, where the prompt was to be scored."""
+    prompt_offsets: list[int] = field(default_factory=list)
+    """With the first part of a sample whose text begins with the prompt."""
 
     def add(self, other: Part) -> None:
         """What has become certain after it."""
@@ -37,29 +70,39 @@ class Part:
         self.logprobs += other.logprobs
         self.versions += other.versions
         self.top_logprobs += other.top_logprobs
+        self.offsets += other.offsets
         self.finish_reason = other.finish_reason
 
 
 class Sample:
     """One sample on its way from tokens to parts."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], reader: CallReader | None) -> None:
-        self._text = TextStream(tokenizer.decode, stop)
-        self._reader = reader or PlainText()
+    def __init__(self, tokenizer: Tokenizer, reading: Reading, prompt: Prompt) -> None:
+        decode = partial(tokenizer.decode, special=True) if reading.special else tokenizer.decode
+        after = prompt.tokens if reading.goes_on else ()
+        self._text = TextStream(decode, reading.stop, keep_stop=reading.keep_stop, after=after)
+        self._offsets = TextOffsets(tokenizer, special=reading.special)
+        self._prompt_offsets = self._offsets.prompt(prompt.tokens, prompt.text) if prompt.text else []
+        self._reading = reading
+        self._reader = reading.caller()
         self._called = False
         self.tokens = 0
         self.calls = 0
         """That were told; the next one has this index."""
-        self.characters = 0
-        """Of the content that was told."""
 
     def part(self, delta: Delta) -> Part:
         """What the delta makes certain."""
+        prompt_offsets, self._prompt_offsets = self._prompt_offsets, []
+        if self._reading.drops_answer:
+            reason = "length" if delta.finish_reason else None
+            return Part(finish_reason=reason, prompt=delta.prompt, prompt_offsets=prompt_offsets)
         content, calls = self._reader.push(self._text.push(delta.tokens))
         if delta.finish_reason is not None:
             more, last = self._reader.push(self._text.finish())
             rest, very_last = self._reader.finish()
             content, calls = content + more + rest, [*calls, *last, *very_last]
+        if not self._reading.parallel_calls:
+            calls = [] if self._called else calls[:1]
         self.tokens += len(delta.tokens)
         self._called = self._called or bool(calls)
         reason = "tool_calls" if self._called and delta.finish_reason == "stop" else delta.finish_reason
@@ -70,13 +113,15 @@ class Sample:
             list(delta.logprobs),
             list(delta.versions),
             list(delta.top_logprobs or []),
+            self._offsets.next(delta.tokens),
             reason,
+            delta.prompt,
+            prompt_offsets,
         )
 
     def told(self, part: Part) -> None:
         """Note that a chunk with the part is on its way."""
         self.calls += len(part.calls)
-        self.characters += len(part.content)
 
 
 @dataclass(frozen=True)
@@ -84,12 +129,13 @@ class Format:
     """How the answer to one request is written."""
 
     model: str
-    show: Callable[[int], str]
-    """A token by itself, as text."""
+    names: TokenNames
     likeliest: int | None
     """Of GenerationBody."""
     token_ids: bool
     """Whether choices have their tokens and policy versions."""
+    prompt_logprobs: int | None = None
+    """Of GenerationBody."""
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid4().hex)
 
@@ -97,20 +143,43 @@ class Format:
         """What an answer, or each of its chunks, begins with."""
         raise NotImplementedError
 
-    def whole(self, index: int, part: Part, prompt: Sequence[int]) -> dict[str, Any]:
+    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
         """A choice of an answer that is not streamed."""
         raise NotImplementedError
 
-    def chunk(self, index: int, part: Part, sample: Sample, prompt: Sequence[int] | None) -> dict[str, Any]:
+    def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
         """A choice of a chunk. sample: as it was before this part. prompt: given with a sample's first chunk."""
         raise NotImplementedError
 
-    def extension(self, part: Part, prompt: Sequence[int] | None) -> dict[str, Any]:
+    def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
+        """What an answer says of its prompt outside its choices."""
+        return {}
+
+    def extension(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:
         """The tokens of a choice, where they were asked for."""
         if not self.token_ids:
             return {}
-        beginning = {} if prompt is None else {"prompt_token_ids": list(prompt)}
+        beginning = {} if prompt is None else {"prompt_token_ids": prompt.tokens}
         return beginning | {"token_ids": part.tokens, "policy_versions": part.versions}
+
+    def scored(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:
+        """vLLM's `prompt_logprobs`: of each place its token and the likeliest ones, by their ids."""
+        if self.prompt_logprobs is None or prompt is None or part.prompt is None:
+            return {}
+        places: list[dict[str, Any] | None] = [None]  # nothing precedes the first token
+        scores = part.prompt
+        for token, logprob, rank, top in zip(
+            prompt.tokens[1:], scores.logprobs, scores.ranks, scores.top_logprobs, strict=True
+        ):
+            likeliest = enumerate([*top.items()][: self.prompt_logprobs], 1)
+            ranked = {each: (value, place) for place, (each, value) in likeliest} | {token: (logprob, rank)}
+            places.append(
+                {
+                    str(each): {"logprob": value, "rank": place, "decoded_token": self.names.name(each)}
+                    for each, (value, place) in ranked.items()
+                }
+            )
+        return {"prompt_logprobs": places}
 
 
 class CompletionFormat(Format):
@@ -119,35 +188,42 @@ class CompletionFormat(Format):
     def head(self, streamed: bool) -> dict[str, Any]:
         return {"id": f"cmpl-{self.id}", "object": "text_completion", "created": self.created, "model": self.model}
 
-    def whole(self, index: int, part: Part, prompt: Sequence[int]) -> dict[str, Any]:
-        return self._choice(index, part, 0, prompt)
+    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
+        return self._choice(index, part, prompt)
 
-    def chunk(self, index: int, part: Part, sample: Sample, prompt: Sequence[int] | None) -> dict[str, Any]:
-        return self._choice(index, part, sample.characters, prompt)
+    def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
+        return self._choice(index, part, prompt)
 
-    def _choice(self, index: int, part: Part, offset: int, prompt: Sequence[int] | None) -> dict[str, Any]:
+    def _choice(self, index: int, part: Part, prompt: Prompt | None) -> dict[str, Any]:
         return {
             "index": index,
-            "text": part.content,
-            "logprobs": self._logprobs(part, offset),
+            "text": (prompt.text if prompt else "") + part.content,
+            "logprobs": self._logprobs(part, prompt),
             "finish_reason": part.finish_reason,
             **self.extension(part, prompt),
+            **self.scored(part, prompt),
         }
 
-    def _logprobs(self, part: Part, offset: int) -> dict[str, Any] | None:
-        """offset: characters of the text before. Those of tokens whose text comes later are where it will be."""
+    def _logprobs(self, part: Part, prompt: Prompt | None) -> dict[str, Any] | None:
+        """Of the prompt too, where the text begins with it."""
         if self.likeliest is None:
             return None
-        shown = [self.show(token) for token in part.tokens]
-        offsets = []
-        for text in shown:
-            offsets.append(offset)
-            offset += len(text)
-        top = [{self.show(token): value for token, value in place.items()} for place in part.top_logprobs]
+        tokens, logprobs, top, offsets = part.tokens, list[float | None](part.logprobs), part.top_logprobs, part.offsets
+        if prompt and prompt.text and part.prompt:
+            tokens = prompt.tokens + tokens
+            logprobs = [None, *part.prompt.logprobs, *logprobs]
+            of_prompt = part.prompt.top_logprobs
+            top = [{}, *(dict([*place.items()][: self.likeliest]) for place in of_prompt), *top]
+            offsets = part.prompt_offsets + offsets
         return {
-            "tokens": shown,
-            "token_logprobs": part.logprobs,
-            "top_logprobs": top if self.likeliest else None,
+            "tokens": [*map(self.names.name, tokens)],
+            "token_logprobs": logprobs,
+            "top_logprobs": [
+                None if logprob is None else self.names.by_name(place, token, logprob)
+                for place, token, logprob in zip(top, tokens, logprobs, strict=True)
+            ]
+            if self.likeliest
+            else None,
             "text_offset": offsets,
         }
 
@@ -159,7 +235,7 @@ class ChatFormat(Format):
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         return {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
-    def whole(self, index: int, part: Part, prompt: Sequence[int]) -> dict[str, Any]:
+    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.content, "refusal": None}
         if part.calls:
             message |= {"content": part.content or None, "tool_calls": [_call(call) for call in part.calls]}
@@ -171,7 +247,10 @@ class ChatFormat(Format):
             **self.extension(part, prompt),
         }
 
-    def chunk(self, index: int, part: Part, sample: Sample, prompt: Sequence[int] | None) -> dict[str, Any]:
+    def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
+        return self.scored(part, prompt)
+
+    def chunk(self, index: int, part: Part, sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
         delta: dict[str, Any] = {} if prompt is None else {"role": "assistant"}
         if part.content or prompt is not None:
             delta["content"] = part.content
@@ -201,8 +280,7 @@ class ChatFormat(Format):
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.show(token)
-        return {"token": text, "logprob": logprob, "bytes": None if _NO_TEXT in text else list(text.encode())}
+        return {"token": self.names.name(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -139,7 +139,9 @@ class Application:
     async def _tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await _body(request))
         tokens = await self._model.tokenize(body)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.max_length})
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._model.max_length}
+        names = {"token_strs": self._model.token_strings(tokens)} if body.return_token_strs else {}
+        return JSONResponse(answer | names)
 
     async def _detokenize(self, request: Request) -> Response:
         return JSONResponse({"prompt": self._model.detokenize(parse(DetokenizeBody, await _body(request)))})

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from pydantic_core import from_json
 
-from megatron_rl.agent.tool_calls import CallReader, reader_for
+from megatron_rl.agent.tool_calls import AfterThought, CallReader, opens_thought, reader_for
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.answers import ChatFormat, CompletionFormat, Format
+from megatron_rl.server.answers import ChatFormat, CompletionFormat, Format, Prompt, Reading
 from megatron_rl.server.bodies import (
     MOST_CHOICES,
     ChatBody,
@@ -26,6 +26,7 @@ from megatron_rl.server.bodies import (
     Tool,
 )
 from megatron_rl.server.errors import ApiError, context_exceeded
+from megatron_rl.server.token_names import TokenNames
 
 COMPLETION_TOKENS = 16
 """Of an answer to /v1/completions that says nothing else: OpenAI's."""
@@ -33,6 +34,8 @@ LONG_TEXT = 20_000
 """Characters from which on text is encoded in another thread, not to keep the others waiting."""
 MOST_SAID = 500
 """Characters of what is wrong with a text, which may be repeated in it."""
+THOUGHT_TOKENS = 8
+"""Last ones of a prompt among which there may be the tag that opens a thought."""
 _KEYS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -41,10 +44,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Asked:
     """What one HTTP request comes to."""
 
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     body: GenerationBody
     form: Format
-    reader: type[CallReader] | None
+    reading: Reading
     requests: list[GenerationRequest]
     """One a prompt."""
 
@@ -55,11 +58,11 @@ class ServedModel:
     def __init__(self, name: str, tokenizer: Tokenizer, max_length: int) -> None:
         """max_length: of a prompt and its answer together, in tokens."""
         self.name, self.tokenizer, self.max_length = name, tokenizer, max_length
-        self._show = cache(tokenizer.show)
+        self._names = {as_ids: TokenNames(tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
-    def check_model(self, model: str | None) -> None:
+    def check_model(self, model: str) -> None:
         """Raises ApiError where it is not the one that there is."""
-        if model not in (None, self.name):
+        if model != self.name:
             raise ApiError(
                 404,
                 f"there is no model {model[:200]!r} here: it is {self.name!r}",
@@ -69,23 +72,28 @@ class ServedModel:
 
     async def completion(self, body: CompletionBody) -> Asked:
         """Raises ApiError."""
-        self.check_model(body.model)
         prompts = await self._prompts(body)
-        form = CompletionFormat(self.name, self._show, body.likeliest, body.return_token_ids)
-        return self._asked(body, prompts, form, None, COMPLETION_TOKENS, "prompt")
+        reading = replace(_reading(body), goes_on=True, drops_answer=body.echo and body.max_tokens == 0)
+        return self._asked(body, prompts, self._form(CompletionFormat, body), reading, COMPLETION_TOKENS, "prompt")
 
     async def chat(self, body: ChatBody) -> Asked:
         """Raises ApiError."""
-        self.check_model(body.model)
         tools = body.tools if body.tool_choice != "none" else []
         reader = self._reader() if tools else None
         if body.prompt_token_ids:
-            prompt = body.prompt_token_ids
+            prompt, param = body.prompt_token_ids, "prompt_token_ids"
         else:
-            prompt = await self._encode(self.chat_text(body.messages, tools), "messages")
-        form = ChatFormat(self.name, self._show, body.likeliest, body.return_token_ids)
-        param = "prompt_token_ids" if body.prompt_token_ids else "messages"
-        return self._asked(body, [prompt], form, reader, None, param)
+            text = self.chat_text(body.messages, tools, body.variables)
+            prompt, param = await self._encode(text, "messages", begins=body.add_special_tokens), "messages"
+        reading = replace(_reading(body), parallel_calls=body.parallel_tool_calls)
+        if reader is not None:
+            end = self.tokenizer.decode(prompt[-THOUGHT_TOKENS:], special=True)
+            reading = replace(reading, caller=partial(AfterThought, reader, thinks=opens_thought(end)))
+        return self._asked(body, [Prompt(prompt)], self._form(ChatFormat, body), reading, None, param)
+
+    def _form(self, kind: type[Format], body: GenerationBody) -> Format:
+        names = self._names[body.return_tokens_as_token_ids]
+        return kind(self.name, names, body.likeliest, body.return_token_ids, body.prompt_logprobs)
 
     def _reader(self) -> type[CallReader]:
         reader = reader_for(self.tokenizer.chat_template or "")
@@ -98,15 +106,17 @@ class ServedModel:
             )
         return reader
 
-    def chat_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def chat_text(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
         """The prompt that the model's template makes of a conversation. Raises ApiError."""
         try:
             text = self.tokenizer.conversation(
                 [_for_template(message) for message in messages],
                 [tool.model_dump(exclude_none=True) for tool in tools] or None,
+                variables,
             )
         except ValueError as error:
-            raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from error
+            param = "chat_template_kwargs" if "is no variable" in str(error) else "messages"
+            raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error
         if text is None:
             raise ApiError(
                 400,
@@ -116,56 +126,71 @@ class ServedModel:
             )
         return text
 
-    async def _prompts(self, body: CompletionBody) -> list[list[int]]:
+    async def _prompts(self, body: CompletionBody) -> list[Prompt]:
         prompt = body.prompt
-        if isinstance(prompt, str):
-            return [await self._encode(prompt, "prompt")]
-        if prompt and isinstance(prompt[0], int):
-            return [prompt]
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [await self._prompt(cast("str | list[int]", prompt), body)]
         if len(prompt) * body.n > MOST_CHOICES:  # before they are encoded: a body has room for millions
             raise ApiError(
                 400, f"n: {len(prompt)} prompts of {body.n} answers each are more than {MOST_CHOICES}", param="n"
             )
         many = cast(list[str] | list[list[int]], prompt)
-        return [await self._encode(one, "prompt") if isinstance(one, str) else one for one in many]
+        return [await self._prompt(one, body) for one in many]
 
-    async def _encode(self, text: str, param: str) -> list[int]:
+    async def _prompt(self, given: str | list[int], body: CompletionBody) -> Prompt:
+        if isinstance(given, str):
+            tokens = await self._encode(given, "prompt", begins=body.add_special_tokens)
+            return Prompt(tokens, given if body.echo else "")
+        self.check_tokens(given, "prompt")
+        text = self.tokenizer.decode(given, special=not body.skip_special_tokens) if body.echo else ""
+        return Prompt(given, text)
+
+    async def _encode(self, text: str, param: str, *, begins: bool) -> list[int]:
+        """begins: whether it begins as the tokenizer begins any text."""
+        encode = self.tokenizer.encode_prompt if begins else self.tokenizer.encode
         try:
             if len(text) > LONG_TEXT:
-                return await asyncio.to_thread(self.tokenizer.encode, text)
-            return self.tokenizer.encode(text)
+                return await asyncio.to_thread(encode, text)
+            return encode(text)
         except ValueError as error:
             raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error
 
     def _asked(
         self,
         body: GenerationBody,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         form: Format,
-        reader: type[CallReader] | None,
+        reading: Reading,
         answer_default: int | None,
         param: str,
     ) -> Asked:
-        if not prompts or not all(prompts):
+        if not prompts or not all(prompt.tokens for prompt in prompts):
             raise ApiError(400, f"{param}: is empty; there is nothing to answer", param=param, code="invalid_value")
-        for name, tokens in [*((param, prompt) for prompt in prompts), ("stop_token_ids", body.stop_token_ids)]:
-            self.check_tokens(tokens, name)
+        for prompt in prompts:
+            self.check_tokens(prompt.tokens, param)
+        self.check_tokens(body.stop_token_ids, "stop_token_ids")
+        self.check_tokens([token for token, _ in body.biases], "logit_bias")
         key = secrets.randbits(64) if body.seed is None else body.seed % 2**64
         requests = []
         for number, prompt in enumerate(prompts):
-            room = self.max_length - len(prompt)
-            wanted = body.answer_limit
+            room = self.max_length - len(prompt.tokens)
+            wanted = 1 if reading.drops_answer else body.answer_limit
             if wanted is None:
                 wanted = min(answer_default or room, room)
             if room < 1 or wanted > room:
-                raise context_exceeded(len(prompt), max(wanted, 1), self.max_length, param)
+                raise context_exceeded(len(prompt.tokens), max(wanted, 1), self.max_length, param)
             sampling = body.sampling(wanted)
             requests.append(
                 GenerationRequest(
-                    prompt, body.n, sampling, (key + number * _GOLDEN) % _KEYS, top_logprobs=body.likeliest or 0
+                    prompt.tokens,
+                    body.n,
+                    sampling,
+                    (key + number * _GOLDEN) % _KEYS,
+                    top_logprobs=body.likeliest or 0,
+                    prompt_logprobs=body.scores,
                 )
             )
-        return Asked(prompts, body, form, reader, requests)
+        return Asked(prompts, body, form, reading, requests)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises ApiError where one is outside the vocabulary."""
@@ -179,16 +204,20 @@ class ServedModel:
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Raises ApiError."""
-        self.check_model(body.model)
         if (body.prompt is None) == (not body.messages):
             raise ApiError(400, "prompt: give this or messages", param="prompt", code="invalid_value")
+        begins = body.add_special_tokens
         if body.prompt is not None:
-            return await self._encode(body.prompt, "prompt")
-        return await self._encode(self.chat_text(body.messages, body.tools), "messages")
+            return await self._encode(body.prompt, "prompt", begins=begins is not False)
+        text = self.chat_text(body.messages, body.tools, body.chat_template_kwargs)
+        return await self._encode(text, "messages", begins=begins is True)
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """How they read in the middle of a text."""
+        return [*map(self._names[False].name, tokens)]
 
     def detokenize(self, body: DetokenizeBody) -> str:
         """Raises ApiError."""
-        self.check_model(body.model)
         self.check_tokens(body.tokens, "tokens")
         return self.tokenizer.decode(body.tokens)
 
@@ -199,8 +228,12 @@ def _for_template(message: Message) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
     }
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
+    for name, value in (
+        ("name", message.name),
+        ("tool_call_id", message.tool_call_id),
+        ("reasoning_content", message.thought),
+    ):
+        if value is not None:
             found[name] = value
     if message.tool_calls:
         found["tool_calls"] = [
@@ -214,8 +247,15 @@ def _for_template(message: Message) -> dict[str, Any]:
     return found
 
 
-def _arguments(text: str) -> Any:
+def _reading(body: GenerationBody) -> Reading:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    return Reading(stop, body.include_stop_str_in_output, not body.skip_special_tokens)
+
+
+def _arguments(given: str | dict[str, Any]) -> Any:
+    if isinstance(given, dict) or not given.strip():
+        return given or {}
     try:
-        return from_json(text)
+        return from_json(given)
     except ValueError as error:
         raise ApiError(400, f"tool_calls: arguments are no JSON: {error}", param="messages") from error

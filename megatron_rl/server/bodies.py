@@ -1,4 +1,4 @@
-"""What the bodies of requests may say. A parameter that this server cannot honour is refused by its name."""
+"""What the bodies of requests may say. Their fields are honoured; parameters.py has those that are not."""
 
 from __future__ import annotations
 
@@ -8,45 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from megatron_rl.inference.api import MOST_TOP_LOGPROBS
-from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling, Sampling
 from megatron_rl.server.errors import ApiError, invalid, unsupported
+from megatron_rl.server.parameters import REFUSED, WITHOUT_EFFECT
 
 MOST_CHOICES = 128
 """Answers to one request."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Parameters that the server cannot honour, and their values that ask for nothing."""
-
-SAYS_NOTHING = {
-    "metadata",  # the client's own notes
-    "prompt_cache_key",  # where OpenAI looks for the beginning of a prompt: here it is found without
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",  # who asks, as does the next one
-    "user",
-}
-"""Parameters that change no answer."""
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -94,12 +61,24 @@ class GenerationBody(Body):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    """0, or -1 as in vLLM: all tokens."""
     min_p: float = 0.0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: str | Items[str] = []
     stop_token_ids: Items[TokenId] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASED)] = {}
+    """By token ids, which JSON has as text."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    skip_special_tokens: bool = True
+    return_tokens_as_token_ids: bool = False
+    """Whether log-probs name tokens by their ids."""
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -116,21 +95,43 @@ class GenerationBody(Body):
         """How many of the likeliest tokens are told of each place beside the sampled one; None: no log-probs at all."""
         raise NotImplementedError
 
+    @property
+    def scores(self) -> int | None:
+        """How many of the likeliest tokens are told of each place of the prompt; None: the prompt is not scored."""
+        return self.prompt_logprobs
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """logit_bias by token. Raises ApiError."""
+        if wrong := next((token for token in self.logit_bias if not token.isdecimal()), None):
+            raise ApiError(400, f"logit_bias: {wrong[:20]!r} is no token id", param="logit_bias", code="invalid_value")
+        return tuple((int(token[:20]), bias) for token, bias in self.logit_bias.items())
+
     def sampling(self, max_new_tokens: int) -> Sampling:
         """Raises ApiError."""
         if self.min_tokens > max_new_tokens > 0:
             message = f"min_tokens {self.min_tokens} is more than the {max_new_tokens} that an answer may have"
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
         try:
-            return Sampling(
+            asked = AdjustedSampling(
                 temperature=self.temperature,
                 top_p=self.top_p,
-                top_k=self.top_k,
+                top_k=max(0, self.top_k) if self.top_k >= -1 else self.top_k,
                 min_p=self.min_p,
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=self.min_tokens,
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
                 stop_tokens=tuple(self.stop_token_ids),
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.biases,
+                ignore_eos=self.ignore_eos,
+            )
+            return (
+                asked
+                if asked.adjustments
+                else Sampling(**{name: getattr(asked, name) for name in Sampling.model_fields})
             )
         except ValidationError as error:
             names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_tokens": "stop_token_ids"}
@@ -140,38 +141,67 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    """Whether the text, and what is told of its tokens, begins with the prompt."""
+    add_special_tokens: bool = True
+    """Whether a text begins as the tokenizer begins any, with BOS where it has one."""
 
     @property
     def likeliest(self) -> int | None:
         return self.logprobs
 
+    @property
+    def scores(self) -> int | None:
+        return max(
+            (each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None),
+            default=None,
+        )
+
 
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    annotations: Any = None
+    cache_control: Any = None
 
 
 class CalledFunction(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] = ""
+    """A JSON object, or as some clients have it of a function without parameters, nothing."""
 
 
 class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
+    """Of a streamed call, which some clients send back."""
+    cache_control: Any = None
+    provider_specific_fields: Any = None
 
 
 class Message(Body):
-    """One of a conversation, also as a client sends back what it was answered."""
+    """One of a conversation, also as a client sends back what it was answered, here or elsewhere."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Objects[TextPart] | None = None
     name: str | None = None
-    refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's name for the same."""
     tool_calls: Objects[ToolCall] | None = None
     tool_call_id: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] = []
+    annotations: Any = None
+    cache_control: Any = None
+    provider_specific_fields: Any = None
+    reasoning_details: Any = None
+    refusal: str | None = None
+    thinking_blocks: Any = None
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
     def text(self) -> str:
@@ -183,13 +213,14 @@ class Function(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
     parameters: dict[str, Any] = {}
-    strict: Literal[False] | None = None
-    """An answer that fits the schema is not promised."""
+    strict: Annotated[bool | None, Field(exclude=True)] = None
+    """Of no effect, as in vLLM where the model chooses whether to call: no answer is promised to fit the schema."""
 
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: Annotated[Any, Field(exclude=True)] = None
 
 
 class ChatBody(GenerationBody):
@@ -201,6 +232,22 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     tools: Objects[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    """false: the first call of an answer is told, and no other."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the chat template, by vLLM's rule: any but none also sets `enable_thinking`."""
+    add_special_tokens: bool = False
+    """Whether the prompt begins as the tokenizer begins any text; most chat templates see to it."""
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        thinks = self.reasoning_effort != "none"
+        return {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks} | self.chat_template_kwargs
 
     @property
     def answer_limit(self) -> int | None:
@@ -216,6 +263,11 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Objects[Message] = []
     tools: Objects[Tool] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool | None = None
+    """Of a prompt true by default, of messages false."""
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):
@@ -235,17 +287,24 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
         raise ApiError(400, "the body is no JSON object", code="invalid_json")
-    given = {name: value for name, value in content.items() if value is not None and name not in SAYS_NOTHING}
-    for name in NEUTRAL.keys() & given.keys():
-        neutral = given.pop(name)
-        if neutral not in NEUTRAL[name] and not (name == "best_of" and neutral == given.get("n")):
-            raise unsupported(name)
+    given = {
+        name: value
+        for name, value in content.items()
+        if value is not None and (name in kind.model_fields or name not in WITHOUT_EFFECT)
+    }
+    for name in sorted(REFUSED.keys() & given.keys() - kind.model_fields.keys()):
+        neutral, why = REFUSED[name]
+        value = given.pop(name)
+        if value not in neutral and not (name == "best_of" and value == given.get("n")):
+            raise unsupported(name, why)
     try:
         body = kind.model_validate(given)
     except ValidationError as error:
         raise invalid(error) from error
     if isinstance(body, ChatBody):
         _check_chat(body)
+    if isinstance(body, GenerationBody) and body.stream and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "are told with whole answers only; leave out stream")
     return body
 
 
@@ -253,7 +312,8 @@ def _check_chat(body: ChatBody) -> None:
     if not body.messages and not body.prompt_token_ids:
         raise ApiError(400, "messages: there are none", param="messages", code="invalid_value")
     if body.tool_choice not in ("none", "auto"):
-        raise unsupported("tool_choice", "other than none and auto is not supported here: no call can be forced")
+        why = "other than none and auto is not supported here: no call can be forced. Use auto, or serve with vLLM"
+        raise unsupported("tool_choice", why)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

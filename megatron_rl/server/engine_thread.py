@@ -275,6 +275,6 @@ def _do(work: Callable[[], T], done: Future[T]) -> None:
 def _deltas(answers: Sequence[Completion]) -> list[Delta]:
     """One for each, with all of it."""
     return [
-        Delta(sample, one.tokens, one.logprobs, one.versions, one.top_logprobs, one.finish_reason, one.stop)
+        Delta(sample, one.tokens, one.logprobs, one.versions, one.top_logprobs, one.finish_reason, one.stop, one.prompt)
         for sample, one in enumerate(answers)
     ]

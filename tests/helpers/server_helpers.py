@@ -17,7 +17,7 @@ from streams import joined
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
+from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PromptScores
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.server.app import Application
 from megatron_rl.server.guard import Limits
@@ -169,11 +169,19 @@ class SayingEngine:
             [top] if request.top_logprobs else None,
             ("stop" if ended else "length") if last else None,
             stop if last else None,
+            scores(request) if step == 0 and request.prompt_logprobs is not None else None,
         )
 
 
 def logprob(token: int) -> float:
     return -token / 100
+
+
+def scores(request: GenerationRequest) -> PromptScores:
+    """What SayingEngine thinks of a prompt: the token is the likeliest of its place, the next numbers follow."""
+    tokens, most = request.prompt_tokens[1:], request.prompt_logprobs or 0
+    top = [{token + place: logprob(token) - place for place in range(most)} for token in tokens]
+    return PromptScores([*map(logprob, tokens)], [1] * len(tokens), top)
 
 
 @asynccontextmanager

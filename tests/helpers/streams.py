@@ -30,6 +30,7 @@ def _completion(deltas: Sequence[Delta]) -> Completion:
         [*chain.from_iterable(delta.versions for delta in deltas)],
         last.stop,
         None if last.top_logprobs is None else [*chain.from_iterable(delta.top_logprobs or [] for delta in deltas)],
+        deltas[0].prompt,
     )
 
 

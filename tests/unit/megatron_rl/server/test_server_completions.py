@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from server_helpers import EOS, SayingEngine, byte_tokenizer, completion, encode, events, logprob
+from server_helpers import EOS, SayingEngine, ask, byte_tokenizer, completion, encode, events, logprob
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.api import Delta
+from megatron_rl.inference.config import AdjustedSampling, Sampling
+from megatron_rl.model.tokenizer import HuggingFaceTokenizer
+from megatron_rl.server.token_names import TokenNames
 
 ROUTE = "/v1/completions"
 
@@ -65,6 +72,146 @@ def test_several_prompts_have_their_choices_in_order(prompts: list[Any]) -> None
         (0, "one0"), (1, "one1"), (2, "two0"), (3, "two1"),
     ]  # fmt: skip
     assert engine.asked[0].key != engine.asked[1].key
+
+
+def test_what_changes_the_distribution_reaches_the_engine() -> None:
+    engine = SayingEngine()
+    asked: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1}
+    completion(engine, **asked, logit_bias={"5": -100, "7": 2.5}, ignore_eos=True)
+    completion(engine, top_k=-1, repetition_penalty=1, presence_penalty=0, logit_bias={}, ignore_eos=False)
+    adjusted, plain = (request.sampling for request in engine.asked)
+    assert adjusted == AdjustedSampling(
+        max_new_tokens=100, **asked, logit_bias=((5, -100.0), (7, 2.5)), ignore_eos=True
+    )
+    assert plain == Sampling(max_new_tokens=100), "what asks for nothing costs nothing"
+
+
+def test_a_text_begins_as_the_tokenizer_begins_any() -> None:
+    """Token ids stand as they are; special tokens that a text spells out are tokens, as a template's are."""
+    begins = copy(byte_tokenizer())
+    begins._beginning = [5]
+    for asked, expected in (
+        ({"prompt": "ask"}, [5, *encode("ask")]),
+        ({"prompt": ["ask"], "add_special_tokens": False}, encode("ask")),
+        ({"prompt": encode("ask")}, encode("ask")),
+        ({"prompt": "a<end>"}, [5, *encode("a"), EOS]),
+    ):
+        engine = SayingEngine()
+        assert ask(engine, ROUTE, asked, tokenizer=begins).is_success
+        assert engine.asked[0].prompt_tokens == expected
+    body = {"prompt": "ask"}
+    assert ask(SayingEngine(), "/tokenize", body, tokenizer=begins).json()["tokens"] == [5, *encode("ask")]
+    body |= {"add_special_tokens": False, "return_token_strs": True}
+    assert ask(SayingEngine(), "/tokenize", body, tokenizer=begins).json()["token_strs"] == ["a", "s", "k"]
+
+
+def test_an_echo_begins_with_the_prompt_and_its_logprobs() -> None:
+    """As lm-eval asks for log-likelihoods; the first token has none."""
+    engine = SayingEngine("b")
+    for asked, added in (({"max_tokens": 1}, "b"), ({"max_tokens": 0}, "")):
+        answer = completion(engine, prompt="é ab", echo=True, logprobs=1, **asked)
+        (choice,) = answer["choices"]
+        assert engine.asked[-1].prompt_logprobs == 1
+        assert (choice["text"], choice["finish_reason"]) == ("é ab" + added, "length")
+        said, tokens = choice["logprobs"], encode("é ab" + added)
+        assert said["tokens"] == ["é", " ", "ab", *added]
+        assert said["token_logprobs"] == [None, *map(logprob, tokens[1:])]
+        assert said["text_offset"] == [0, 1, 2, 4][: len(tokens)]
+        assert said["top_logprobs"] == [None, *({byte_tokenizer().show(t): logprob(t)} for t in tokens[1:])]
+        assert answer["usage"]["completion_tokens"] == len(added)
+    (choice,) = completion(engine, prompt=encode("é ab"), echo=True, max_tokens=1)["choices"]
+    assert engine.asked[-1].prompt_logprobs is None and choice["text"] == "é abb"
+
+
+def test_a_streamed_echo_is_the_whole_one() -> None:
+    body = {"prompt": "é ab", "max_tokens": 9, "echo": True, "logprobs": 2, "n": 2, "return_token_ids": True}
+    whole = completion(SayingEngine("héllo"), **body)["choices"]
+    for choice in whole:
+        mine = [
+            chunk["choices"][0]
+            for chunk in events(SayingEngine("héllo"), ROUTE, body)
+            if chunk["choices"][0]["index"] == choice["index"]
+        ]
+        assert "".join(each["text"] for each in mine) == choice["text"] == "é abhéllo"
+        for name, values in choice["logprobs"].items():
+            assert [value for each in mine for value in each["logprobs"][name]] == values, name
+
+
+def test_prompt_logprobs_are_told_by_ids() -> None:
+    engine = SayingEngine("b")
+    (choice,) = completion(engine, prompt="ask", prompt_logprobs=2, max_tokens=1)["choices"]
+    tokens = encode("ask")
+    assert choice["text"] == "b" and choice["prompt_logprobs"][0] is None
+    assert choice["prompt_logprobs"][1] == {
+        str(tokens[1]): {"logprob": logprob(tokens[1]), "rank": 1, "decoded_token": "s"},
+        str(tokens[1] + 1): {"logprob": logprob(tokens[1]) - 1, "rank": 2, "decoded_token": "t"},
+    }
+    refused = ask(engine, ROUTE, {"prompt": "ask", "prompt_logprobs": 0, "stream": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_special_tokens_and_the_stop_string_are_text_where_they_are_asked_for() -> None:
+    (choice,) = completion(SayingEngine("hi"), skip_special_tokens=False)["choices"]
+    assert choice["text"] == "hi<end>"
+    (choice,) = completion(SayingEngine("one stop two"), stop="stop", include_stop_str_in_output=True)["choices"]
+    assert choice["text"] == "one stop"
+
+
+class Likely(SayingEngine):
+    """Finds other tokens likelier than the one that it says."""
+
+    def __init__(self, text: str, others: dict[int, float]) -> None:
+        super().__init__(text)
+        self._others = others
+
+    def _delta(self, *given: Any) -> Delta:
+        delta = super()._delta(*given)
+        return replace(delta, logprobs=[-9.0], top_logprobs=[dict(self._others)])
+
+
+def test_the_sampled_token_has_its_name_and_its_own_value_and_others_keep_theirs() -> None:
+    """Half characters, and the letters of a special token beside it, do not share a name."""
+    first, second = (byte_tokenizer().encode(text)[0] for text in ("🙂", "ñ"))
+    engine = Likely("x", {first: -1.0, second: -2.0, EOS: -3.0})
+    said = completion(engine, logprobs=3, max_tokens=1)["choices"][0]["logprobs"]
+    (x,) = encode("x")
+    assert said["top_logprobs"] == [{"bytes:\\xf0": -1.0, "bytes:\\xc3": -2.0, "<end>": -3.0, "x": -9.0}]
+    by_id = completion(engine, logprobs=3, max_tokens=1, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    ids = [first, second, EOS, x]
+    assert (by_id["tokens"], [*by_id["top_logprobs"][0]]) == ([f"token_id:{x}"], [f"token_id:{each}" for each in ids])
+
+
+def test_tokens_of_one_name_are_told_apart_and_the_sampled_one_keeps_it() -> None:
+    class Same(TokenNames):
+        def __init__(self, tokenizer: Any, *, as_ids: bool) -> None:
+            super().__init__(tokenizer, as_ids=as_ids)
+            self._show = lambda token: "same"
+
+    named = Same(byte_tokenizer(), as_ids=False).by_name({5: -0.1, 6: -0.2, 7: -3.0}, 6, -0.2)
+    assert named == {"token_id:5": -0.1, "same": -0.2, "token_id:7": -3.0}
+
+
+def test_the_text_after_a_prompt_keeps_the_space_before_its_first_word() -> None:
+    """SentencePiece has none before the first token of a text, which an answer's is not."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "</s>": 1, "▁one": 2, "▁two": 3}
+    backend = Backend(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    for echo, text in ((False, " two"), (True, "one two")):
+        engine = SayingEngine()
+        engine._tokens = lambda request, sample: [3, 1]  # type: ignore[method-assign]
+        body = {"prompt": "one", "max_tokens": 2, "echo": echo, "logprobs": 0}
+        (choice,) = ask(engine, ROUTE, body, tokenizer=tokenizer).json()["choices"]
+        assert choice["text"] == text
+        assert choice["logprobs"]["tokens"][-2:] == [" two", "</s>"]
+        assert choice["logprobs"]["text_offset"] == ([0, 3, 7] if echo else [0, 4])
+
+
+def test_any_name_of_a_model_is_answered_by_the_one_that_there_is() -> None:
+    assert completion(SayingEngine(), model="gpt-5")["model"] == "tiny"
 
 
 def test_logprobs_are_of_all_tokens_in_order() -> None:

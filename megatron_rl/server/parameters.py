@@ -1,0 +1,87 @@
+"""Parameters of OpenAI's and vLLM's requests on which this server does not act. Those that it honours are the fields of
+bodies.py; docs/inference.md lists all of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+WITHOUT_EFFECT = {
+    "metadata": "the client's own notes",
+    "mm_payload": "no image is ever sent back",
+    "prompt_cache_key": "beginnings of prompts are found without it",
+    "prompt_cache_options": "beginnings of prompts are found without it",
+    "prompt_cache_retention": "beginnings of prompts are found without it",
+    "request_id": "answers have names of the server's own",
+    "return_mm_kwargs": "no image is ever sent back",
+    "return_token_offsets": "vLLM ignores it on these routes too",
+    "routed_experts_prompt_start": "routing decisions are not told",
+    "safety_identifier": "every token's requests are answered alike",
+    "session_id": "requests of a session are answered like others",
+    "spaces_between_special_tokens": "tokenizers of today put none",
+    "stream_interval": "a chunk has what is there by then",
+    "truncation_side": "no prompt is truncated",
+    "user": "every token's requests are answered alike",
+}
+"""Accepted whatever their value: they change no answer."""
+
+_FORCED = (
+    "no answer is promised to fit a grammar or a schema. Leave it out and ask for the format in the prompt, or serve "
+    "the weights with vLLM"
+)
+_TEXT_ONLY = "the model reads and writes text only; leave it out"
+
+
+class Refused(NamedTuple):
+    """A parameter that would change the answer."""
+
+    neutral: tuple[Any, ...]
+    """Values that ask for nothing, which are accepted."""
+    why: str = "is not supported here; leave it out"
+
+
+REFUSED = {
+    "add_generation_prompt": Refused((True,), "other than true is not supported here: the assistant speaks next"),
+    "allowed_token_ids": Refused(([],)),
+    "audio": Refused((), f"is not supported here: {_TEXT_ONLY}"),
+    "bad_words": Refused(([],), "is not supported here; logit_bias keeps single tokens from being drawn"),
+    "best_of": Refused((1,), "is not supported here; ask for n answers"),
+    "cache_salt": Refused((), "is not supported here: requests share beginnings of prompts"),
+    "chat_template": Refused((), "is not accepted from a client: it is a program. The model's own is used"),
+    "continue_final_message": Refused((False,), "is not supported here; ask /v1/completions, or give prompt_token_ids"),
+    "documents": Refused(([],)),
+    "ec_transfer_params": Refused(({},)),
+    "echo": Refused((False,), "is for /v1/completions; leave it out"),
+    "function_call": Refused(("none", "auto"), "is not supported here; use tools"),
+    "functions": Refused(([],), "is not supported here; use tools"),
+    "guided_choice": Refused((), f"is not supported here: {_FORCED}"),
+    "guided_decoding_backend": Refused((), f"is not supported here: {_FORCED}"),
+    "guided_grammar": Refused((), f"is not supported here: {_FORCED}"),
+    "guided_json": Refused((), f"is not supported here: {_FORCED}"),
+    "guided_regex": Refused((), f"is not supported here: {_FORCED}"),
+    "include_reasoning": Refused((True,), "other than true is not supported here: reasoning is part of the text"),
+    "kv_transfer_params": Refused(({},)),
+    "length_penalty": Refused((1,), "is for beam search, which is not supported here; leave it out"),
+    "logprob_token_ids": Refused(([],), "is not supported here; ask for the likeliest tokens"),
+    "media_io_kwargs": Refused(({},), f"is not supported here: {_TEXT_ONLY}"),
+    "mm_processor_kwargs": Refused(({},), f"is not supported here: {_TEXT_ONLY}"),
+    "modalities": Refused((["text"],), f"is not supported here: {_TEXT_ONLY}"),
+    "moderation": Refused(()),
+    "prediction": Refused(()),
+    "priority": Refused((0,), "is not supported here: requests are answered in the order in which they come"),
+    "prompt_embeds": Refused((), "is not supported here; give a text or token ids"),
+    "repetition_detection": Refused(()),
+    "response_format": Refused(({"type": "text"},), f"other than text is not supported here: {_FORCED}"),
+    "return_prompt_text": Refused((False,), "is not supported here; ask for return_token_ids"),
+    "service_tier": Refused(("auto", "default")),
+    "store": Refused((False,), "is not supported here: nothing is stored"),
+    "structured_outputs": Refused((), f"is not supported here: {_FORCED}"),
+    "suffix": Refused(("",)),
+    "thinking_token_budget": Refused((-1,), "is not supported here; max_tokens ends an answer"),
+    "truncate_prompt_tokens": Refused((), "is not supported here; shorten the prompt"),
+    "use_beam_search": Refused((False,)),
+    "verbosity": Refused(("medium",)),
+    "vllm_xargs": Refused(({},)),
+    "watermarking": Refused((False,)),
+    "web_search_options": Refused(()),
+}
+"""Refused by their names, unless a value asks for nothing: to ignore them would change the answer."""
