@@ -102,14 +102,17 @@ class OpenAIInference:
         await self._client.aclose()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See `InferenceInterface.generate`. Raises EndpointError where no attempt was answered."""
+        """See `InferenceInterface.generate`. Raises EndpointError where no attempt was answered, and ConfigurationError
+        where another model has answered."""
         # What is sampled while the weights change is said to be of the ones before: older than it may be.
         version = self.policy_version
         response = await self._ask(body(request, self._endpoint), stream=False)
         try:
-            choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+            answer = response.json()
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         except (ValueError, KeyError, TypeError) as error:
             raise UnusableAnswer(f"{self._endpoint.url}: this is no list of choices: {response.text[:200]}") from error
+        self._check_model(answer)
         if [choice["index"] for choice in choices] != [*range(request.num_samples)]:
             raise UnusableAnswer(
                 f"{self._endpoint.url}: {len(choices)} choices, where {request.num_samples} were asked for"
@@ -144,16 +147,28 @@ class OpenAIInference:
                 event = json.loads(data)
                 if "error" in event:
                     raise EndpointError(f"{self._endpoint.url}: {_message(event)}")
+                self._check_model(event)
                 for choice in event["choices"]:
                     part = delta(choice, request, version)
                     unfinished -= part.finish_reason is not None
                     yield part
+        except ConfigurationError:
+            raise
         except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
             raise EndpointError(f"{self._endpoint.url}: a stream broke off: {error!r}") from error
         finally:
             await response.aclose()
         if unfinished:
             raise EndpointError(f"{self._endpoint.url}: a stream ended before {unfinished} of its answers did")
+
+    def _check_model(self, answer: dict[str, Any]) -> None:
+        """Raise ConfigurationError where `mrl serve`, which answers to any name, serves another model."""
+        asked, served = self._endpoint.model, answer.get("model")
+        if self._endpoint.kind == "mrl" and served not in (None, asked):
+            raise ConfigurationError(
+                f"{self._endpoint.url} serves the model {served!r}, and {asked!r} was asked for: give its name, or "
+                f"start it with --name {asked}"
+            )
 
     async def _ask(self, content: dict[str, Any], *, stream: bool) -> httpx.Response:
         """A good answer to /completions, of which a stream is still to be read. Asks again where the server is busy or

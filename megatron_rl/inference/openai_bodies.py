@@ -18,7 +18,7 @@ from megatron_rl.inference.stops import Decode, StopStrings
 
 MOST_STOPS_OF_OPENAI = 4
 TOKEN_ID = "token_id:"
-"""Before the number, in vLLM's names of tokens."""
+"""Before the number, in names of tokens that were asked for by their ids."""
 
 
 class UnusableAnswer(RuntimeError):
@@ -67,11 +67,8 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
     if kind == "openai":
         _check_openai(request)
         return asked
-    if kind == "mrl" and request.top_logprobs:
-        raise Unsupported("top_logprobs: this server (mrl) tells the likeliest tokens by their text, not by their ids")
     if kind == "vllm":
         _check_vllm_logprobs(request, endpoint)
-        asked["return_tokens_as_token_ids"] = True
     return asked | {
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
@@ -79,6 +76,7 @@ def body(request: GenerationRequest, endpoint: Endpoint) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_tokens),
         "logprobs": request.top_logprobs,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
     }
 
 

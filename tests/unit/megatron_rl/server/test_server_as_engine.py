@@ -56,7 +56,8 @@ def requests() -> Sequence[GenerationRequest]:
     cut = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=12, min_new_tokens=4)
     stops = Sampling(max_new_tokens=24, stop=("2", "-1"), stop_tokens=(5,))
     prompt = [1, 10, 2, 12]
-    return [GenerationRequest(prompt, 5, each, 2**64 - 7 - number) for number, each in enumerate((plain, cut, stops))]
+    asked = [GenerationRequest(prompt, 5, each, 2**64 - 7 - number) for number, each in enumerate((plain, cut, stops))]
+    return [*asked, GenerationRequest(prompt, 2, cut, 3, top_logprobs=2)]
 
 
 def test_its_answers_are_those_of_its_engine(policy: Policy) -> None:
@@ -85,5 +86,13 @@ def test_what_it_refuses_is_told_as_by_an_engine(policy: Policy) -> None:
         with pytest.raises(ConfigurationError, match="TOKEN_OF_THE_TEST"):
             await inference.generate(requests()[0])
 
+    async def another_model(inference: OpenAIInference) -> None:
+        inference._endpoint = replace(ENDPOINT, model="policy")
+        with pytest.raises(ConfigurationError, match="serves the model 'tiny', and 'policy' was asked for"):
+            await inference.generate(requests()[0])
+        with pytest.raises(ConfigurationError, match="serves the model 'tiny'"):
+            await anext(inference.stream(requests()[0]))
+
     ask(policy, too_long)
+    ask(policy, another_model)
     ask(policy, wrong_token, token="another")
