@@ -69,6 +69,7 @@ def train_step(run: Run) -> None:
         policy_version=run.trainer.policy_version,
         dropped=batch.dropped,
         failures=batch.failures,
+        components=batch.components,
         refit_bytes=run.refit.moved_bytes,
         left_out=run.left_out,
         ahead=run.config.asynchronous.max_lag > 0,

@@ -89,7 +89,8 @@ class MultiTurnAgent(RewardOnlyAgent):
                 completion = replace(completion, finish_reason="length")
                 break
         score = partial(self.get_trajectory_reward, responses, problem.golden, completion.finish_reason)
-        reward = await scored(score, patience)
-        if isinstance(reward, Exception):
-            return self._reason("get_trajectory_reward", reward, problem, responses[-1])
-        return conversation.scored("\n".join(responses), reward, self.tool_calls(responses))
+        found = await scored(score, patience)
+        if isinstance(found, Exception):
+            return self._reason("get_trajectory_reward", found, problem, responses[-1])
+        said, calls = "\n".join(responses), self.tool_calls(responses)
+        return conversation.scored(said, found.reward, calls, found.components)

@@ -19,7 +19,7 @@ from megatron_rl.agent.api import (
     GroupRolloutRequest,
 )
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import OverLimit, Patience, in_time, scored
+from megatron_rl.agent.scoring import OverLimit, Patience, Reward, in_time, scored
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
@@ -38,8 +38,9 @@ class RewardOnlyAgent(Environment):
     @abstractmethod
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
-    ) -> float | Awaitable[float]:
-        """Finite score of one answer; `response` is its text without special tokens.
+    ) -> Reward | Awaitable[Reward]:
+        """Finite score of one answer, or the components that it is the sum of, each of which is a metric reward/NAME;
+        `response` is its text without special tokens.
 
         `async def` where scoring waits, for another process for example: all answers of a group are then scored at
         once, and `environment.reward_timeout_s` ends the wait. The engine generates in the same event loop, so a plain
@@ -127,10 +128,10 @@ class RewardOnlyAgent(Environment):
     ) -> Trajectory | str:
         """What becomes of a sample whose first turn is there: a scored answer, or why it is lost."""
         text = self.tokenizer.decode(completion.tokens)
-        reward = await scored(partial(self.get_reward, text, problem.golden, completion.finish_reason), patience)
-        if isinstance(reward, Exception):
-            return self._reason("get_reward", reward, problem, text)
-        return Trajectory.single(request.prompt_tokens, completion, text, reward)
+        score = await scored(partial(self.get_reward, text, problem.golden, completion.finish_reason), patience)
+        if isinstance(score, Exception):
+            return self._reason("get_reward", score, problem, text)
+        return Trajectory.single(request.prompt_tokens, completion, text, score.reward, score.components)
 
     def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
         """Short reason for the record; the first error of each type is logged with its traceback."""

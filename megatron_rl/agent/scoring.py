@@ -3,8 +3,10 @@ rollout as a whole."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from inspect import isawaitable
 from typing import TypeVar
@@ -35,7 +37,38 @@ class OverLimit(Exception):
     """A rollout has taken longer than it may, in every try."""
 
 
-async def scored(score: Callable[[], float | Awaitable[float]], patience: Patience) -> float | Exception:
+Reward = float | Mapping[str, float]
+"""What scoring returns: a number, or its components by name. Then `reward` among them is the reward, or else their
+sum."""
+
+COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    reward: float
+    components: Mapping[str, float]
+    """By name, without `reward` itself; empty where scoring returned a number."""
+
+    @classmethod
+    def of(cls, given: Reward) -> Score:
+        """Raises ValueError, TypeError where it is no reward."""
+        if not isinstance(given, Mapping):
+            check_reward(reward := float(given))
+            return cls(reward, {})
+        components = {name: float(value) for name, value in given.items()}
+        for name, value in components.items():
+            if not COMPONENT.fullmatch(name):
+                raise ValueError(f"the component {name!r} of a reward: letters, digits and _ . - make its name")
+            check_reward(value)
+        if not components:
+            raise ValueError("a reward without components: return at least one, or a number")
+        reward = components.pop("reward", None)
+        check_reward(reward := math.fsum(components.values()) if reward is None else reward)
+        return cls(reward, components)
+
+
+async def scored(score: Callable[[], Reward | Awaitable[Reward]], patience: Patience) -> Score | Exception:
     """The score, or what scoring raised in the last try."""
     began, tries = time.monotonic(), 0
     while True:
@@ -44,9 +77,7 @@ async def scored(score: Callable[[], float | Awaitable[float]], patience: Patien
             if isawaitable(given):
                 left_s = patience.timeout_s - (time.monotonic() - began)
                 given = await within(left_s, given, patience)
-            reward = float(given)
-            check_reward(reward)
-            return reward
+            return Score.of(given)
         except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything; one odd answer ends no run
             failure = its_own(error)
             tries += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.inference.api import Completion, FinishReason
@@ -43,9 +43,18 @@ class Trajectory:
     """Of the last turn."""
     tool_calls: int | None = None
     """Calls of tools in it; None where none were offered."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of, by name, where its scoring says so."""
 
     @classmethod
-    def single(cls, prompt_tokens: list[int], completion: Completion, text: str, reward: float) -> Trajectory:
+    def single(
+        cls,
+        prompt_tokens: list[int],
+        completion: Completion,
+        text: str,
+        reward: float,
+        components: Mapping[str, float] | None = None,
+    ) -> Trajectory:
         """One answer to one prompt, all of it trained on."""
         prompt, answer = len(prompt_tokens), len(completion.tokens)
         return cls(
@@ -57,6 +66,7 @@ class Trajectory:
             text=text,
             reward=reward,
             finish_reason=completion.finish_reason,
+            components=components or {},
         )
 
     def __post_init__(self) -> None:
@@ -139,11 +149,13 @@ class Conversation:
         self._logprobs += [0.0] * len(tokens)
         self._versions += [-1] * len(tokens)
 
-    def scored(self, text: str, reward: float, tool_calls: int | None = None) -> Trajectory:
+    def scored(
+        self, text: str, reward: float, tool_calls: int | None = None, components: Mapping[str, float] | None = None
+    ) -> Trajectory:
         """The whole. Raises ValueError where the model has had no turn.
 
         text: what the model said, see `Trajectory.text`.
-        tool_calls: see `Trajectory.tool_calls`.
+        tool_calls, components: see `Trajectory`.
         """
         if self._last is None:
             raise ValueError("a conversation without a turn of the model is no trajectory")
@@ -157,4 +169,5 @@ class Conversation:
             reward=reward,
             finish_reason=self._last.finish_reason,
             tool_calls=tool_calls,
+            components=components or {},
         )

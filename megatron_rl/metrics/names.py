@@ -29,7 +29,7 @@ OVERDUE_ANSWERS = "overdue"
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one rank has to say of a step, or all of them together: then its metrics are made of it. All but `stats`,
-    `dropped` and `failures` is the same on every rank."""
+    `dropped`, `failures` and `components` is the same on every rank."""
 
     step: int
     stats: StepStats
@@ -42,6 +42,8 @@ class StepReport:
     """Ordinals settled without training, and why; of all ranks in their order."""
     failures: Mapping[str, int]
     """Answers lost, by reason."""
+    components: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum of each component of the rewards, and the number of answers that have it."""
     refit_bytes: int = 0
     """That ranks sent one another until the engine had the new weights."""
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -314,9 +316,14 @@ ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
 }
 
 
+COMPONENTS = "reward/"
+"""Before the name of a component of the rewards: its mean over the answers that have it."""
+
+
 def metrics_of(step: StepReport) -> dict[str, Any]:
     """What a step's line of metrics.jsonl says."""
     values = {name: metric.value(step) for name, metric in STEP_METRICS.items() if metric.value}
+    values |= {f"{COMPONENTS}{name}": total / answers for name, (total, answers) in sorted(step.components.items())}
     for id, stats in step.stats.environments.items():
         values |= {f"environments/{id}/{name}": metric.value(stats) for name, metric in ENVIRONMENT_METRICS.items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -325,5 +332,5 @@ def metrics_of(step: StepReport) -> dict[str, Any]:
 def check_name(name: str) -> None:
     """Raises ValueError for a metric that is not in the registry."""
     of_environment = name.startswith("environments/") and name.rpartition("/")[2] in ENVIRONMENT_METRICS
-    if name not in STEP_METRICS and not name.startswith("eval/") and not of_environment:
+    if name not in STEP_METRICS and not name.startswith(("eval/", COMPONENTS)) and not of_environment:
         raise ValueError(f"metric {name!r} is not registered in megatron_rl/metrics/names.py")

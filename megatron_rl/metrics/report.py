@@ -38,6 +38,7 @@ def step_lines(
     total = tally.reduce(control)
     stats = report.stats.reduced(total)
     failures, dropped = _of_all_ranks(report, control) if stats.batch.failed or stats.batch.dropped else ({}, {})
+    components = _components(report, control) if stats.batch.with_components else {}
     if not stats.batch.answers and {*dropped.values()} == {PROMPT_TOO_LONG}:
         raise ConfigurationError(
             f"the prompts {report.first_ordinal} to {report.next_ordinal - 1}, all of step {report.step}, are too "
@@ -48,8 +49,25 @@ def step_lines(
     ranks = dist.get_world_size(control)
     line = timeline.line(total, ranks, report.step)
     seconds = {name: line.seconds.get(name, 0.0) / ranks for name in TIMED}
-    of_all_ranks = replace(report, stats=stats, dropped=dropped, failures=failures, ranks=ranks, seconds=seconds)
+    of_all_ranks = replace(
+        report, stats=stats, dropped=dropped, failures=failures, components=components, ranks=ranks, seconds=seconds
+    )
     return metrics_of(of_all_ranks), line
+
+
+def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tuple[float, int]]:
+    """Components of the rewards on all ranks. Collective; called only when there are any.
+
+    All ranks of a replica have the same answers and count them, so sums and numbers are multiples, and means are right.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(gathered, dict(report.components), group=control)
+    found: dict[str, tuple[float, int]] = {}
+    for of_rank in gathered:
+        for name, (total, answers) in of_rank.items():
+            before, counted = found.get(name, (0.0, 0))
+            found[name] = before + total, counted + answers
+    return found
 
 
 def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[str, int], dict[int, str]]:

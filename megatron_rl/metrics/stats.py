@@ -48,6 +48,8 @@ class BatchStats:
     tool_calls: Total
     with_tools: Total
     """Answers that tools were offered to."""
+    with_components: Total
+    """Answers whose reward has components."""
     truncated: Total
     """Answers cut at the limit of new tokens."""
     failed: Total

@@ -31,3 +31,14 @@ class RolloutBatch:
     drawn: Drawn = NOTHING_DRAWN
     rewards: RewardMoments | None = None
     """Of all answers of the batch, where the baseline is made of them."""
+
+    @property
+    def components(self) -> Mapping[str, tuple[float, int]]:
+        """Sum of each component of the rewards, by name, and the number of answers that have it."""
+        found: dict[str, tuple[float, int]] = {}
+        for name, value in (
+            part for group in self.groups for answer in group.trajectories for part in answer.components.items()
+        ):
+            total, answers = found.get(name, (0.0, 0))
+            found[name] = total + value, answers + 1
+        return found

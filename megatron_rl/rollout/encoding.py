@@ -39,6 +39,7 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
         "reward": [trajectory.reward for trajectory in trajectories],
         "finish_reason": [trajectory.finish_reason for trajectory in trajectories],
         "tool_calls": [trajectory.tool_calls for trajectory in trajectories],
+        "components": [dict(trajectory.components) for trajectory in trajectories],
     }
     turns = [(trajectory, turn.start, turn.stop) for trajectory in trajectories for turn in trajectory.turns]
     return head, b"".join(
@@ -72,6 +73,7 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
             reward=head["reward"][i],
             finish_reason=head["finish_reason"][i],
             tool_calls=head["tool_calls"][i] if "tool_calls" in head else None,  # banks of before had none
+            components=head["components"][i] if "components" in head else {},  # likewise
         )
         for i, length in enumerate(lengths)
     ]

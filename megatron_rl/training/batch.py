@@ -115,6 +115,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         turns=sum(len(t.turns) for t in batch.trajectories),
         tool_calls=sum(t.tool_calls or 0 for t in batch.trajectories),
         with_tools=sum(t.tool_calls is not None for t in batch.trajectories),
+        with_components=sum(bool(t.components) for t in batch.trajectories),
         truncated=sum(t.finish_reason == "length" for t in batch.trajectories),
         failed=sum(rollouts.failures.values()),
         dropped=len(rollouts.dropped),

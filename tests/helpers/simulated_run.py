@@ -447,6 +447,7 @@ class _Trainer:
             unpacked_tokens=len(answers),
             turns=len(answers),
             tool_calls=0,
+            with_components=0,
             with_tools=0,
             truncated=0,
             failed=0,

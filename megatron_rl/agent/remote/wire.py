@@ -27,12 +27,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.scoring import Patience, Score
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
 
-PROTOCOL = 2
+PROTOCOL = 3
 TRAINING = "training"
 """Name of the set that is trained on; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
@@ -172,12 +172,12 @@ def _final_answers(body: Any, answers: int) -> list[str | None]:
 
 def _encode_trajectory(one: Trajectory) -> list[Any]:
     turns = [[turn.start, turn.stop] for turn in one.turns]
-    said = (turns, one.text, one.reward, one.finish_reason, one.tool_calls)
+    said = (turns, one.text, one.reward, one.finish_reason, one.tool_calls, dict(one.components))
     return [one.tokens, one.loss_mask, one.logprobs, one.versions, *said]
 
 
 def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
-    tokens, loss_mask, logprobs, versions, turns, text, reward, finish_reason, tool_calls = body
+    tokens, loss_mask, logprobs, versions, turns, text, reward, finish_reason, tool_calls, components = body
     reward = float(reward)
     if not (_all_are(int, tokens) and _all_are(int, versions) and _all_are(bool, loss_mask)):
         raise ValueError("tokens, versions or loss mask of another type")
@@ -192,7 +192,8 @@ def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
         raise ValueError("no text, or no finish reason")
     if tool_calls is not None and type(tool_calls) is not int:
         raise ValueError("calls of tools that are no number")
-    return Trajectory(tokens, loss_mask, logprobs, versions, spans, text, reward, finish_reason, tool_calls)
+    parts = Score.of({**components, "reward": reward}).components
+    return Trajectory(tokens, loss_mask, logprobs, versions, spans, text, reward, finish_reason, tool_calls, parts)
 
 
 def _all_are(kind: type, values: Any) -> bool:

@@ -247,6 +247,7 @@ BATCH = BatchStats(
     unpacked_tokens=20,
     turns=4,
     tool_calls=0,
+    with_components=0,
     with_tools=0,
     truncated=1,
     failed=1,
@@ -377,6 +378,18 @@ def test_turns_and_calls_of_tools_are_told_where_there_are_any() -> None:
     assert told(turns=6) == (1.5, None)
     assert told(with_tools=2) == (1.0, 0.0), "none was called"
     assert told(turns=9, with_tools=2, tool_calls=5) == (2.25, 2.5)
+
+
+def test_components_of_the_rewards_are_means_over_the_answers_that_have_them(groups: Any) -> None:
+    one = replace(report(replace(BATCH, with_components=3), {}, {}), components={"short": (1.5, 3), "right": (1.0, 2)})
+    timeline = Timeline()
+    with timeline.phase("train"):
+        time.sleep(0.01)
+    line, _ = step_lines(one, timeline, groups.control)
+    assert {name: value for name, value in line.items() if name.startswith("reward/")} == {
+        "reward/right": 0.5,
+        "reward/short": 0.5,
+    }
 
 
 def test_what_was_lost_and_dropped_is_that_of_all_ranks(groups: Any) -> None:

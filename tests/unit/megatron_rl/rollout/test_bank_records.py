@@ -56,6 +56,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reward=draw(st.floats(-LARGEST_REWARD, LARGEST_REWARD)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         tool_calls=draw(st.none() | st.integers(0, 9)),
+        components=draw(st.dictionaries(st.sampled_from(["format", "length"]), st.floats(-1, 1), max_size=2)),
     )
 
 
