@@ -16,7 +16,20 @@ LARGEST = 10**9
 """Of the numbers."""
 
 _TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
-_SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"})
+_SIGNS = str.maketrans(
+    {
+        "\N{MULTIPLICATION SIGN}": "*",
+        "\N{MIDDLE DOT}": "*",
+        "\N{DOT OPERATOR}": "*",
+        "\N{DIVISION SIGN}": "/",
+        "\N{MINUS SIGN}": "-",
+        "[": "(",
+        "]": ")",
+        "$": " ",
+    }
+)
+_LATEX = {r"\\(?:times|cdot)(?![a-z])": "*", r"\\div(?![a-z])": "/", r"\\(?:left|right)(?=[()\[\]])|\\[()]": " "}
+_BOLD = re.compile(r"\s*\*\*(.*)\*\*\s*", re.DOTALL)
 
 
 class BadExpression(ValueError):
@@ -35,7 +48,9 @@ class _Parser:
     def __init__(self, text: str) -> None:
         if len(text) > LONGEST:
             raise BadExpression(f"more than {LONGEST} characters")
-        text = text.translate(_SIGNS).strip()
+        for pattern, sign in _LATEX.items():
+            text = re.sub(pattern, sign, text)
+        text = _BOLD.sub(r"\1", text.translate(_SIGNS)).strip()
         self._tokens: list[str] = []
         position = 0
         while position < len(text):

@@ -166,13 +166,14 @@ class ReasoningGymEnvironment(DrawnProblems):
 def last_number(text: str) -> Decimal | None:
     """The last decimal number of a text, None where it has none.
 
-    A minus sign belongs to it unless a digit stands right before that, as in 7-3. Commas between thousands count for
-    nothing.
+    A minus sign belongs to it unless a digit stands right before that, as in 7-3; behind an equals sign, a colon or a
+    bracket a blank may follow the sign, as in 5 - 7 = - 2. Commas between thousands count for nothing.
     """
-    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    numbers = _NUMBER.findall(_APART.sub(r"\1-", text.replace("\N{MINUS SIGN}", "-")))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
+_APART = re.compile(r"((?:^|[=:({\[$])\s*)-\s+(?=[0-9])")
 _NUMBER = re.compile(r"(?:(?<![0-9.])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 

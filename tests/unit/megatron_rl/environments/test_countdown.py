@@ -32,6 +32,10 @@ def test_every_drawn_problem_has_an_answer_and_is_asked_for_by_its_numbers() -> 
     [
         ("Try <answer>2 * 3</answer>, no: <answer>(2 + 10) * 3</answer>", 1.0),
         ("<answer>3*(10+2)</answer>", 1.0),
+        (r"<answer>(2 + 10) \times 3</answer>", 1.0),
+        (r"<answer>$\left(2 + 10\right) \cdot 3$</answer>", 1.0),
+        ("<answer>[2 + 10] · 3</answer>", 1.0),
+        ("<answer>**(2 + 10) * 3**</answer>", 1.0),
         ("<answer>36</answer>", 0.1),  # not the numbers
         ("<answer>3 * 10 + 2 + 2 + 2</answer>", 0.1),  # one of them too often
         ("<answer>(2 + 10) * 3 = 36</answer>", 0.1),

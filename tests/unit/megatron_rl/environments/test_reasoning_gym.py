@@ -153,6 +153,10 @@ def test_a_task_with_many_right_answers_has_an_example(dataset: str) -> None:
         ("3. 14", "14"),
         ("(-5)", "-5"),
         ("--5", "-5"),
+        ("5 - 7 = - 2", "-2"),
+        ("Answer: - 2", "-2"),
+        ("- 2", "-2"),
+        ("7 - 2", "2"),
     ],
 )
 def test_the_last_number_of_a_text(text: str, number: str) -> None:
