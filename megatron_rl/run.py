@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
-from megatron_rl.agent.registry import build_environment
+from megatron_rl.agent.registry import build_environment, with_kept_files
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
@@ -147,7 +147,7 @@ def set_up(
     """
     try:
         tokenizer = build_tokenizer(config.tokenizer)
-        environment = build_environment(config.task, tokenizer)
+        environment = build_environment(with_kept_files(config.task, run_dir), tokenizer)
         if not all(each.problems for each in environment.training_sets()):
             raise ValueError(f"environment {config.task.name!r} has no training problems")
     except ValueError as error:

@@ -89,12 +89,12 @@ def with_date(recipe: Recipe, run: RunDir) -> Recipe:
 def corrections(run: RunDir, config: RunConfig) -> list[Change]:
     """In what `config` differs from a run in which nothing was trained yet: it may start over with any values, as that
     loses nothing. Empty for any other run."""
-    if not run.resolved.exists() or _has_work(run):
+    if not run.resolved.exists() or has_work(run):
         return []
     return changes(read_resolved(run.resolved), config)
 
 
-def _has_work(run: RunDir) -> bool:
+def has_work(run: RunDir) -> bool:
     """Whether a run holds a step, or answers of an evaluation. What cannot be read is taken for work."""
     if any(path.exists() for path in (run.done, run.fork)) or any(run.root.glob(f"{run.evaluation.stem}.*")):
         return True

@@ -23,7 +23,7 @@ from launcher.recipe.places import NoPath, with_absolute_places
 from launcher.recipe.problems import validation_problems
 from launcher.recipe.published import find_published
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import environment_arguments, environment_class, registered
+from megatron_rl.agent.registry import environment_arguments, environment_class, registered, with_kept_files
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.evaluate.config import Evaluation
@@ -73,7 +73,7 @@ def requested(
     config = origin.config if origin else None
     if environment is None and config is None:
         raise BadInput("--env: is needed where CHECKPOINT is of no run; `mrl environments` lists them")
-    of_run = _environments_of(config) if config else {}
+    of_run = _environments_of(config, origin.run) if config and origin else {}
     found = of_run.get(environment or "")
     given: dict[str, Any] = found.model_dump() if found else {"name": environment}
     given["args"] = {**given.get("args", {}), **parse_args(environment_args)}
@@ -109,13 +109,18 @@ def checked_environment(environment: EnvironmentConfig, option: str) -> Environm
         raise BadInput(f"{option}: {error}") from error
 
 
-def _environments_of(config: RunConfig) -> dict[str, EnvironmentConfig]:
-    """What `--env` may name of a run: nothing is all of it, and of several each goes by its id."""
+def _environments_of(config: RunConfig, run: RunDir) -> dict[str, EnvironmentConfig]:
+    """What `--env` may name of a run: nothing is all of it, and of several each goes by its id. Files of the user's
+    code are the run's copies."""
     known = {
         one.id: EnvironmentConfig(**one.model_dump(exclude={"id", "weight", "evaluation_only"}))
         for one in config.environments or ()
     }
-    return {**known, config.task.name: config.task, "": config.task}
+    found = {**known, config.task.name: config.task, "": config.task}
+    try:
+        return {name: with_kept_files(one, run) for name, one in found.items()}
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def parse_args(texts: Sequence[str]) -> dict[str, Any]:

@@ -140,6 +140,8 @@ def fill(fork: PlannedFork, target: RunDir) -> None:
         snapshot = Path(os.path.realpath(source.code))
         shutil.copytree(snapshot, target.root / snapshot.name, copy_function=_link, symlinks=True)
         target.code.symlink_to(snapshot.name)
+    if source.kept_files.exists():
+        shutil.copytree(source.kept_files, target.kept_files, dirs_exist_ok=True)
     _copy_lines(source.metrics, target.metrics, step)
     _copy_lines(source.evaluations, target.evaluations, step)
     write(target.fork, fork.record(time.time()))

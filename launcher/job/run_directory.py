@@ -14,8 +14,9 @@ from launcher.errors import BadInput
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.record.identity import identify
 from launcher.host.record.reading import UnreadableRecord
-from launcher.job.admission import accepted_changes, corrections, refuse_foreign, refuse_owned, with_date
+from launcher.job.admission import accepted_changes, corrections, has_work, refuse_foreign, refuse_owned, with_date
 from launcher.job.directories import PRIVATE, clear, disk_errors, made
+from launcher.job.kept_files import keep_files
 from launcher.recipe.changes import Change, as_json
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from launcher.recipe.located_yaml import read_text
@@ -99,8 +100,11 @@ def opened(recipe: Recipe, root: Path, change: bool, my_job: str | None = None) 
             if found.corrected:
                 aside.enter_context(_set_aside(found))
             if not found.finished:
+                replaced = keep_files(run, recipe, renew=change or not has_work(run))
+                altered += replaced if change else []
                 if altered and not found.corrected:
                     _record_changes(run, altered, run.last_attempt() + 1)
+                found.changes = tuple(altered)
                 _write_recipe(run, recipe)
             yield found
 
@@ -149,6 +153,8 @@ def _put_back_on_failure(found: Opened) -> Iterator[None]:
             clear(run.root)
         else:
             _put_code_back(run, code, there)
+            if run.kept_files.name not in there:
+                shutil.rmtree(run.kept_files, ignore_errors=True)
             for path, (version, text) in before.items():
                 if _version_of(path) == version:
                     continue  # what was read of it may not be what it holds

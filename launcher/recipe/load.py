@@ -32,8 +32,9 @@ from launcher.recipe.problems import (
 from launcher.recipe.published import find_published
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
 from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import environment_arguments, environment_class
+from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.section import Section
 
@@ -95,7 +96,13 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
         published.check(config.model, locate)
     _check_environments(config, locate)
     absolute = _with_absolute_places(config.model_dump(), RunConfig, folder_of, locate)
-    return Recipe(asked, text, tuple(overrides), RunConfig.model_validate(absolute))
+    config = RunConfig.model_validate(absolute)
+    try:
+        # resolved.yaml lies beside the copies that its run has of them
+        check_files(with_kept_files(config.task, RunDir(Path(asked).parent)))
+    except ValueError as error:
+        raise BadInput(f"{locate(('environment', 'args', 'file'))[0]}: {error}") from error
+    return Recipe(asked, text, tuple(overrides), config)
 
 
 def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:

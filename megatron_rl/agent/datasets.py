@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.agent.text_rows import SUFFIXES, at, spelling, text_rows
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Taken = TypeVar("Taken", bound="Source")
+Row = TypeVar("Row")
+
 BATCH = 10_000
 """Rows read at a time."""
 
@@ -29,8 +32,8 @@ READERS = {".parquet": "parquet", ".arrow": "arrow"}
 """Reader of `datasets` by the ending of a file that is no text."""
 
 
-class DataSet(Section):
-    """Where problems come from, and where they stand in a row."""
+class Source(Section):
+    """Where problems come from, and where the question stands in a row."""
 
     structured: ClassVar[bool] = False
     """Whether question and answer may be lists and structures, which are read as JSON."""
@@ -44,20 +47,29 @@ class DataSet(Section):
     """Configuration of a data set that has several."""
     question: str = "problem"
     """Column of the problem; a.0.b is the field b of the first element of the list in column a."""
+    remove: list[str] = []
+    """Texts cut out of every question: instructions that contradict ours. Blanks count as equal to line ends."""
+
+
+class DataSet(Source):
+    """Where problems come from, and where question and answer stand in a row."""
+
     answer: str = "answer"
     """Column of the right answer, likewise."""
     answer_after: str | None = None
     """Where that column is a worked solution: the answer is what follows the last of these marks, such as ####."""
     answer_boxed: bool = False
     r"""Or it is what is in the last \boxed{} of it."""
-    remove: list[str] = []
-    """Texts cut out of every question: instructions that contradict ours. Blanks count as equal to line ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     text: str
     answer: str
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """All columns, where the source names no answer."""
+    source: Source | None = field(default=None, compare=False)
+    """Where it was read, likewise."""
 
 
 def normalised(text: str) -> str:
@@ -65,29 +77,52 @@ def normalised(text: str) -> str:
     return " ".join(text.split())
 
 
-def read_questions(source: DataSet) -> Iterator[Question]:
-    """Questions and answers of all rows but those that repeat another to the letter, and those without an answer.
+def read_questions(source: Source) -> Iterator[Question]:
+    """Questions and answers of all rows but those that repeat another to the letter, and those without an answer. Where
+    the source is no DataSet, questions with all columns of their rows.
 
     Raises ValueError for data that is not there or not as `source` says.
     """
     removed = [re.compile(r"\s+".join(map(re.escape, text.split()))) for text in source.remove]
+    if not isinstance(source, DataSet):
+        yield from _whole_rows(source, removed)
+        return
     seen = set()
     rows = lacking = 0
-    for text, solution in _rows(source):
+    for text, solution in _rows(source, _questions_and_answers):
         rows += 1
         answer = None if text is None or solution is None else _answer_in(source, solution)
         if text is None or not answer:
             lacking += 1
         elif (text, solution) not in seen:
             seen.add((text, solution))
-            for pattern in removed:
-                text = pattern.sub("", text)
-            yield Question(text.strip(), answer)
+            yield Question(_without(removed, text), answer)
     if 0 < lacking < rows:
         logger.warning(
             "data set %s, split %s: %d of %d rows are left out, as they lack a question (%s) or an answer (%s)",
             *(source.path, source.split, lacking, rows, source.question, source.answer),
         )
+
+
+def _whole_rows(source: Source, removed: Sequence[re.Pattern[str]]) -> Iterator[Question]:
+    rows = lacking = 0
+    for row in _rows(source, _whole):
+        rows += 1
+        text = spelling(at(row, source.question.split(".")))
+        if text:
+            yield Question(_without(removed, text), "", row, source)
+        else:
+            lacking += 1
+            if source.question.partition(".")[0] not in row:
+                _check_column(source.question.partition(".")[0], row)
+    if 0 < lacking < rows:
+        logger.warning("data set %s: %d of %d rows are left out, as they lack a prompt", source.path, lacking, rows)
+
+
+def _without(removed: Sequence[re.Pattern[str]], text: str) -> str:
+    for pattern in removed:
+        text = pattern.sub("", text)
+    return text.strip()
 
 
 def _answer_in(source: DataSet, solution: str) -> str | None:
@@ -115,8 +150,10 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
     return list(first.values())
 
 
-def _rows(source: DataSet) -> Iterator[tuple[str | None, str | None]]:
-    """(question, answer) of every row; a few thousand rows are in memory at a time."""
+def _rows(
+    source: Taken, take: Callable[[Taken, Dataset | IterableDataset | list[str]], Iterator[Row]]
+) -> Iterator[Row]:
+    """What `take` makes of what `_load` returns; a few thousand rows are in memory at a time."""
     try:
         # Imported here because they take seconds, and the launcher, which only checks the arguments, lacks them.
         import datasets
@@ -126,12 +163,25 @@ def _rows(source: DataSet) -> Iterator[tuple[str | None, str | None]]:
     datasets.disable_progress_bars()  # a rank's log is no terminal
     try:
         with TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-            found = _load(source, scratch)
-            yield from _of_text(source, found) if isinstance(found, list) else _of_arrow(source, found)
+            yield from take(source, _load(source, scratch))
     except StopIteration as error:  # `datasets` looks for a first row
         raise ValueError(f"data set {source.path}: there is no row in it") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise ValueError(f"data set {source.path}: {error}") from error
+
+
+def _questions_and_answers(
+    source: DataSet, found: Dataset | IterableDataset | list[str]
+) -> Iterator[tuple[str | None, str | None]]:
+    return _of_text(source, found) if isinstance(found, list) else _of_arrow(source, found)
+
+
+def _whole(source: Source, found: Dataset | IterableDataset | list[str]) -> Iterator[Mapping[str, Any]]:
+    if not isinstance(found, list):
+        yield from found
+        return
+    for file in found:
+        yield from (row for _, row in text_rows(file))
 
 
 def _of_text(source: DataSet, files: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
@@ -171,7 +221,7 @@ def _no_text(source: DataSet) -> str:
     )
 
 
-def _load(source: DataSet, scratch: str) -> Dataset | IterableDataset | list[str]:
+def _load(source: Source, scratch: str) -> Dataset | IterableDataset | list[str]:
     """The data set, streamed where `datasets` has not saved it: else it would write it again into its cache, on a file
     system that all ranks share. What it locks and writes even so stays in `scratch`. Of text, the files."""
     from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from megatron_rl.agent.datasets import DataSet, Question, distinct, normalised, read_questions
+from megatron_rl.agent.datasets import DataSet, Question, Source, distinct, normalised, read_questions
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.prompts import Asking, asked, prompt_format, template_fields
 from megatron_rl.agent.reward_only import RewardOnlyAgent
@@ -122,11 +122,11 @@ def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[li
     return [one for one in questions if one not in apart], [one for one in questions if one in apart]
 
 
-def _questions(source: DataSet) -> list[Question]:
+def _questions(source: Source) -> list[Question]:
     questions = distinct(read_questions(source))
     if not questions:
-        raise ValueError(
-            f"data set {source.path}, split {source.split}: no row has both a question ({source.question}) and an "
-            f"answer ({source.answer})"
-        )
+        needed = f"a question ({source.question})"
+        if isinstance(source, DataSet):
+            needed = f"both {needed} and an answer ({source.answer})"
+        raise ValueError(f"data set {source.path}, split {source.split}: no row has {needed}")
     return questions

@@ -18,7 +18,13 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.config import Environments, WeightedEnvironment
 from megatron_rl.agent.datasets import normalised
-from megatron_rl.agent.registry import build_environment, required_datasets, required_extras
+from megatron_rl.agent.registry import (
+    build_environment,
+    check_files,
+    required_datasets,
+    required_extras,
+    used_files,
+)
 from megatron_rl.agent.scoring import Patience
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
@@ -37,6 +43,15 @@ class MultiTaskConfig(Section):
     def extras(self) -> list[str]:
         """Extras of mrl that the packages of all of them come with."""
         return sorted({*chain.from_iterable(map(required_extras, self.environments))})
+
+    def check_files(self) -> None:
+        """Raises ValueError where one of their files of code cannot be used."""
+        for one in self.environments:
+            check_files(one)
+
+    def files(self) -> list[str]:
+        """Files of the user's code that any of them runs."""
+        return sorted({*chain.from_iterable(map(used_files, self.environments))})
 
 
 class WeightedMultiTask(Environment, Demonstrator):

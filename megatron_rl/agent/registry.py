@@ -14,10 +14,13 @@ from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import ABSENT, Unreadable, read
+from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.section import Section
 
@@ -140,6 +143,40 @@ def required_extras(config: EnvironmentConfig) -> list[str]:
     """Extras of mrl that an environment's packages come with. Raises ValueError as `environment_arguments`."""
     extras: Callable[[], list[str]] | None = getattr(environment_arguments(config), "extras", None)
     return extras() if extras else []
+
+
+def used_files(config: EnvironmentConfig) -> list[str]:
+    """Files of the user's code that an environment runs: a run keeps a copy of each. Raises ValueError as
+    `environment_arguments`."""
+    files: Callable[[], list[str]] | None = getattr(environment_arguments(config), "files", None)
+    return files() if files else []
+
+
+def check_files(config: EnvironmentConfig) -> None:
+    """Raise ValueError where one of these files cannot be used. Runs nothing of them."""
+    check: Callable[[], None] | None = getattr(environment_arguments(config), "check_files", None)
+    if check:
+        check()
+
+
+def with_kept_files(config: EnvironmentConfig, run: RunDir) -> EnvironmentConfig:
+    """The environment with the run's copies in place of the files of the user's code. Raises ValueError where they
+    cannot be read."""
+    kept = read(KeptFiles, run.kept_files_record)
+    if isinstance(kept, Unreadable):
+        raise ValueError(f"{kept}; which files of code the run has is not known")
+    if kept is ABSENT:
+        return config
+    copies = {one.path: str(run.kept_files / one.name) for one in kept.files}
+    return config.model_copy(update={"args": _replaced(config.args, copies)})
+
+
+def _replaced(value: Any, copies: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _replaced(one, copies) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_replaced(one, copies) for one in value]
+    return copies.get(value, value) if isinstance(value, str) else value
 
 
 def entry_points_of(config: EnvironmentConfig) -> list[EntryPoint]:

@@ -63,9 +63,9 @@ class Score:
             check_reward(value)
         if not components:
             raise ValueError("a reward without components: return at least one, or a number")
-        reward = components.pop("reward", None)
-        check_reward(reward := math.fsum(components.values()) if reward is None else reward)
-        return cls(reward, components)
+        reward = components["reward"] if "reward" in components else math.fsum(components.values())
+        check_reward(reward)
+        return cls(reward, {name: value for name, value in components.items() if name != "reward"})
 
 
 async def scored(score: Callable[[], Reward | Awaitable[Reward]], patience: Patience) -> Score | Exception:

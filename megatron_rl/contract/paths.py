@@ -62,6 +62,16 @@ class RunDir:
         return self.code / "SNAPSHOT.json"
 
     @property
+    def kept_files(self) -> Path:
+        """Copies of files of the user's code."""
+        return self.root / "files"
+
+    @property
+    def kept_files_record(self) -> Path:
+        """KeptFiles."""
+        return self.kept_files / "FILES.json"
+
+    @property
     def job(self) -> Path:
         """Owner: the Slurm job that owns this run, or was the last to."""
         return self.root / "job.json"

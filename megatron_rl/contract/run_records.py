@@ -190,6 +190,23 @@ class CodeSnapshot(NamedTuple):
     pythonpath: List[str]  # folders of the snapshot
 
 
+@record(version=None)
+class KeptFile(NamedTuple):
+    """A file of the user's code, as the environment `python` runs one."""
+
+    path: str  # where it was when the run began
+    name: str  # of the copy, below files/
+    sha256: str
+
+
+@record()
+class KeptFiles(NamedTuple):
+    """files/FILES.json: the run's copies of files of the user's code. Written by mrl-submit, once and after the copies;
+    read by the ranks, which run the copies."""
+
+    files: List[KeptFile]
+
+
 @record()
 class CachedImage(NamedTuple):
     """NAME.CODE.json in the cache of images: which file an image reference stands for. Written by the import, on any

@@ -29,6 +29,8 @@ def trained(root) -> RunDir:
     (run.root / "code-002").mkdir()
     (run.root / "code-002" / "train.py").write_text("code")
     run.code.symlink_to("code-002")
+    (run.kept_files / "1").mkdir(parents=True)
+    (run.kept_files / "1" / "reward.py").write_text("reward")
     return run
 
 
@@ -41,6 +43,7 @@ def test_the_fork_has_the_run_up_to_the_checkpoint(tmp_path):
     assert [line.step for line in read_lines(MetricsLine, target.metrics).records] == [1, 2, 3]
     assert [line.step for line in read_lines(MetricsLine, target.evaluations).records] == [0]
     assert (target.code / "train.py").read_text() == "code"
+    assert (target.kept_files / "1" / "reward.py").read_text() == "reward"
     record = read(Fork, target.fork)
     assert (record.source, record.step, record.changes) == (str(source.root), 3, {"grpo.kl_beta": [0.0, 0.1]})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import date
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from launcher.host.process.lock import RunLock
 from launcher.job.directories import run_directory
 from launcher.job.run_directory import Prepared, opened, prepare
 from launcher.recipe.load import load_recipe, read_resolved
+from megatron_rl.agent.registry import with_kept_files
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import encode_line, read_lines
-from megatron_rl.contract.run_records import RecipeChange
+from megatron_rl.contract.records import encode_line, read, read_lines
+from megatron_rl.contract.run_records import KeptFiles, RecipeChange
 
 
 def ask(root: Path, *overrides: str, change: bool = False) -> Prepared:
@@ -271,3 +273,73 @@ def test_nobody_else_can_look_into_a_run_and_a_directory_of_the_users_own_stays_
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o755)
     assert ask(mine).run.root.stat().st_mode & 0o777 == 0o755
+
+
+REWARD = "def reward(response, **columns):\n    return 0.0\n"
+
+
+def own_reward(folder: Path) -> Path:
+    """A recipe with a reward of the user's own, and its files beside it."""
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "mine.jsonl").write_text('{"prompt": "1+1="}\n')
+    recipe = folder / "mine.yaml"
+    recipe.write_text(
+        load_recipe("demo")
+        .text.replace("name: arithmetic", "name: python")
+        .replace("args: {}", "args: {file: reward.py, train: mine.jsonl}")
+    )
+    return recipe
+
+
+def test_a_run_keeps_its_own_copy_of_a_reward_file(tmp_path: Path) -> None:
+    recipe, root = own_reward(tmp_path), tmp_path / "run"
+    run = prepare(load_recipe(str(recipe)), root, change=False).run
+    task = with_kept_files(read_resolved(run.resolved).task, run)
+    copy = Path(task.args["file"])
+    assert copy.is_relative_to(root) and copy.name == "reward.py"
+    assert task.args["train"] == str(tmp_path / "mine.jsonl")
+    [kept] = read(KeptFiles, run.kept_files_record).files
+    assert (kept.path, kept.sha256) == (str(tmp_path / "reward.py"), hashlib.sha256(REWARD.encode()).hexdigest())
+    run.metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
+    (tmp_path / "reward.py").write_text(REWARD + "# another\n")
+    resumed = load_recipe(str(run.resolved))  # as mrl resume does
+    assert prepare(resumed, root, change=False).changes == ()
+    assert Path(with_kept_files(resumed.config.task, run).args["file"]) == copy
+    [changed] = prepare(resumed, root, change=True).changes
+    assert (changed.key, changed.old) == ("files.reward.py", kept.sha256)
+    assert Path(with_kept_files(resumed.config.task, run).args["file"]).read_text() == REWARD + "# another\n"
+    (tmp_path / "reward.py").unlink()
+    assert prepare(load_recipe(str(run.resolved)), root, change=True).changes == ()
+    [recorded] = read_lines(RecipeChange, run.changes).records
+    assert recorded.changes == {"files.reward.py": [kept.sha256, changed.new]}
+
+
+def test_a_run_in_which_nothing_was_trained_takes_a_corrected_reward_file(tmp_path: Path) -> None:
+    recipe = load_recipe(str(own_reward(tmp_path)))
+    run = prepare(recipe, tmp_path / "run", change=False).run
+    (tmp_path / "reward.py").write_text(REWARD + "# corrected\n")
+    prepare(recipe, run.root, change=False)
+    assert Path(with_kept_files(recipe.config.task, run).args["file"]).read_text() == REWARD + "# corrected\n"
+
+
+def test_a_failed_start_leaves_no_copy(tmp_path: Path) -> None:
+    recipe, run = load_recipe(str(own_reward(tmp_path))), RunDir(tmp_path / "run")
+    run.root.mkdir()
+    run.lock.write_text("")  # so that it is a run's already, and not removed as a whole
+    with pytest.raises(RuntimeError), opened(recipe, run.root, change=False):
+        raise RuntimeError
+    assert not run.kept_files.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "no such file or directory"), ("def score(): ...", "defines no function reward"), ("def", "no Python")],
+)
+def test_a_reward_file_that_cannot_be_used_is_refused_with_the_recipe(tmp_path: Path, text: str, said: str) -> None:
+    recipe = own_reward(tmp_path)
+    if text is None:
+        (tmp_path / "reward.py").unlink()
+    else:
+        (tmp_path / "reward.py").write_text(text)
+    with pytest.raises(BadInput, match=rf"mine.yaml:[0-9]+: {tmp_path}/reward.py.*{said}"):
+        load_recipe(str(recipe))

@@ -1,0 +1,236 @@
+"""Rows of a data set, scored by a function of the user's own file.
+
+    environment: {name: python, args: {file: reward.py, train: mine.jsonl}}
+
+    def reward(response: str, answer: str, **columns) -> float: ...
+
+The first argument is the response, the others are columns of the row by their names, and `finish_reason`, which is
+"length" where the response was cut off. An `async def` is awaited, and all answers of a group are then scored at once;
+a plain one runs in the event loop that generates, so it must be quick. A mapping of components may be returned too: see
+`megatron_rl.agent.scoring.Reward`.
+
+The file is the user's own code, and runs in the rank as any environment's does.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.datasets import Question, Source
+from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
+from megatron_rl.agent.prompts import Asking, asked
+from megatron_rl.agent.scoring import Reward
+from megatron_rl.agent.text_rows import at
+from megatron_rl.inference.api import FinishReason
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.section import HubPath, Place
+
+logger = logging.getLogger(__name__)
+
+FUNCTION = "reward"
+FINISH_REASON = "finish_reason"
+Scoring = Callable[..., Reward | Awaitable[Reward]]
+
+
+class Rows(Source):
+    """Where rows come from. FILE alone stands for {path: FILE}."""
+
+    structured: ClassVar[bool] = True
+
+    question: str = "prompt"
+    """Column of the prompt: a text, or a list of chat messages."""
+    system: str | None = None
+    """Column of the system message; default: that of environment.args.system, if any."""
+
+
+def _as_rows(given: str | Rows | None) -> Rows | None:
+    return Rows(path=given) if isinstance(given, str) else given
+
+
+RowsOrPath = Annotated[HubPath | Rows, AfterValidator(_as_rows)]
+
+
+class PythonConfig(HFDatasetConfig):
+    """Arguments of the environment `python`."""
+
+    file: Annotated[str, Place(read=False)]  # a run has its own copy, and goes on where the file is gone
+    """Python file that defines `reward`."""
+    train: RowsOrPath | None = None  # type: ignore[assignment]
+    """Rows to train on; none: it only evaluates."""
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], RowsOrPath] = {}  # type: ignore[assignment]
+    """Evaluation sets by name. Their problems are left out of the training set."""
+
+    def files(self) -> list[str]:
+        """Files of the user's code that it runs."""
+        return [self.file]
+
+    def check_files(self) -> None:
+        """Raises ValueError where the file does not define the function. Runs nothing of it."""
+        _check(Path(self.file).expanduser())
+
+
+class RewardFailed(Exception):
+    """The user's function has raised; says in which line of the file."""
+
+
+class PythonEnvironment(HFDatasetAgent, Demonstrator):
+    """Rows of any data set, scored by a function `reward` of a Python file of yours."""
+
+    Config = PythonConfig  # type: ignore[assignment]  # the file has no default
+    config: PythonConfig  # type: ignore[assignment]
+
+    def __init__(self, config: PythonConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a file or data that cannot be used."""
+        self._file = Path(config.file).expanduser()
+        self._score = _loaded(self._file)
+        self._accepted = _accepted(self._score)
+        super().__init__(config, tokenizer)  # type: ignore[arg-type]
+        problems = [*self.training_problems(), *(one for its in self.evaluation_problems().values() for one in its)]
+        _check_columns(self._file, self._score, [problem.golden for problem in problems])
+
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        """Prompts and right answers of the rows that have a column `answer`, for `model.init: supervised` alone."""
+        return [(one.prompt, str(one.golden["answer"])) for one in self.training_problems() if "answer" in one.golden]
+
+    async def _awaited(self, scoring: Awaitable[Reward]) -> Reward:
+        try:
+            return await scoring
+        except Exception as error:
+            raise _failed(self._file, error) from error
+
+    def get_reward(
+        self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
+    ) -> Reward | Awaitable[Reward]:
+        columns = {FINISH_REASON: finish_reason, **golden}
+        if self._accepted is not None:
+            columns = {name: value for name, value in columns.items() if name in self._accepted}
+        try:
+            given = self._score(response, **columns)
+        except Exception as error:
+            raise _failed(self._file, error) from error
+        return self._awaited(given) if inspect.isawaitable(given) else given
+
+    def _waits(self) -> bool:
+        return inspect.iscoroutinefunction(self._score)
+
+    def golden(self, question: Question) -> dict[str, Any]:
+        return dict(question.row)
+
+    def _prompt(self, question: Question) -> str:
+        source, config = question.source, self.config
+        assert isinstance(source, Rows)
+        system = at(question.row, source.system.split(".")) if source.system else None
+        asking = config if system is None else config.model_copy(update={"system": str(system)})
+        messages = at(question.row, source.question.split("."))
+        if isinstance(messages, list):
+            return _conversation(self.tokenizer, messages, asking)
+        return asked(self.tokenizer, config.prompt.format(**self.fields(question)), asking)
+
+
+def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], asking: Asking) -> str:
+    """The prompt of a list of chat messages; without a chat template, what they say. Raises ValueError."""
+    if not messages or not all(isinstance(one, Mapping) and {"role", "content"} <= {*one} for one in messages):
+        raise ValueError("environment.args: a prompt that is a list holds chat messages, each with role and content")
+    if asking.system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": asking.system}, *messages]
+    prompt = tokenizer.conversation(messages) if asking.chat != "never" else None
+    if prompt is None and asking.chat == "always":
+        raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
+    return "\n\n".join(str(one["content"]) for one in messages) if prompt is None else prompt
+
+
+def _check(file: Path) -> None:
+    """Raises ValueError."""
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except OSError as error:
+        raise ValueError(f"{file}: {(error.strerror or str(error)).lower()}") from error
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"{file}{line}: no Python: {getattr(error, 'msg', error)}") from error
+    bound = {
+        name
+        for node in tree.body
+        for name in (
+            [node.name]
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            else [alias.asname or alias.name for alias in node.names]
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            else [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+        )
+    }
+    if FUNCTION not in bound and "*" not in bound:
+        raise ValueError(f"{file}: defines no function {FUNCTION}: def {FUNCTION}(response, **columns) -> float")
+
+
+def _loaded(file: Path) -> Scoring:
+    """The function of a file, which is run. Raises ValueError."""
+    _check(file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    name = f"mrl_reward_{digest[:16]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # it ends in .py, or _check would not have read it
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise ValueError(f"environment.args.file: {_failed(file, error)}") from error
+    found = getattr(module, FUNCTION, None)
+    if not callable(found):
+        raise ValueError(f"environment.args.file: {file}: {FUNCTION} is no function")
+    logger.info("rewards by %s (sha256 %s)", file, digest)
+    return found  # type: ignore[no-any-return]
+
+
+def _accepted(score: Scoring) -> frozenset[str] | None:
+    """Names of the columns that the function takes; None: all."""
+    parameters = [*inspect.signature(score).parameters.values()]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+
+
+def _check_columns(file: Path, score: Scoring, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError where the function cannot be called with the columns of every row."""
+    parameters = [*inspect.signature(score).parameters.values()]
+    first = next((one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)), None)
+    variable = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    if first is None and not variable:
+        raise ValueError(f"{file}: {FUNCTION} takes no response: def {FUNCTION}(response, **columns) -> float")
+    needed = [
+        one.name
+        for one in parameters
+        if one is not first and one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    for row in rows:
+        if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.name in row:
+            raise ValueError(
+                f"{file}: the first parameter of {FUNCTION}, which is the response, is called {first.name}, and so is "
+                f"a column: rename it, def {FUNCTION}(response, {first.name}, **columns) -> float"
+            )
+        lacking = [name for name in needed if name not in row and name != FINISH_REASON]
+        if lacking:
+            raise ValueError(f"{file}: {FUNCTION} needs {lacking[0]}, and a row has only {', '.join(row)}")
+
+
+def _failed(file: Path, error: BaseException) -> RewardFailed:
+    """What the user's code has raised, with the last line of the file that led to it."""
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == str(file):
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    where = f"{file.name}:{line}" if line else file.name
+    return RewardFailed(f"{where}: {type(error).__name__}: {error}")

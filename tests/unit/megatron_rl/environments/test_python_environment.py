@@ -1,0 +1,150 @@
+"""Rewards by a file of the user's: what the function is given and may return, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optional import needs
+from pydantic import ValidationError
+from words import Words
+
+from megatron_rl.agent.api import GroupRolloutRequest
+from megatron_rl.agent.scoring import Patience
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.environments.python import PythonConfig, PythonEnvironment
+from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.scripted import ScriptedInference
+
+pytestmark = needs("datasets")
+
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "level": 1},
+    {"prompt": "2+2=", "answer": "4", "level": 2},
+]
+
+
+def build(
+    folder: Path, source: str, rows: list[dict[str, Any]] = ROWS, tokenizer: Words | None = None, **arguments: Any
+) -> PythonEnvironment:
+    (folder / "reward.py").write_text(source)
+    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {"file": str(folder / "reward.py"), "train": str(folder / "mine.jsonl"), **arguments}
+    return PythonEnvironment(PythonConfig.model_validate(arguments), tokenizer or Words())
+
+
+def answered(environment: PythonEnvironment, *texts: str, problem: int = 0) -> TrajectoryGroup:
+    request = GroupRolloutRequest(
+        ordinal=0,
+        problem=environment.training_problems()[problem],
+        group_size=len(texts),
+        sampling=Sampling(max_new_tokens=99),
+        key=0,
+        inference=ScriptedInference(Words(), [*texts]),
+        patience=Patience(60.0),
+    )
+    return asyncio.run(environment.group_rollout(request))
+
+
+def rewards(group: TrajectoryGroup) -> list[float]:
+    return [trajectory.reward for trajectory in group.trajectories]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_function_is_given_the_response_and_all_columns(tmp_path: Path, kind: str) -> None:
+    source = f"{kind} reward(response, answer, **columns):\n    return columns['level'] * (response == answer)\n"
+    environment = build(tmp_path, source)
+    assert rewards(answered(environment, "4", "5", problem=1)) == [2.0, 0.0]
+
+
+def test_a_function_without_keywords_is_given_the_columns_that_it_names(tmp_path: Path) -> None:
+    environment = build(tmp_path, "def reward(response, level, finish_reason):\n    return level + len(finish_reason)")
+    assert rewards(answered(environment, "2")) == [1.0 + len("stop")]
+
+
+def test_components_are_recorded_and_make_the_reward(tmp_path: Path) -> None:
+    environment = build(tmp_path, "def reward(response, **columns):\n    return {'right': 1, 'short': 0.25}")
+    [one] = answered(environment, "2").trajectories
+    assert (one.reward, one.components) == (1.25, {"right": 1.0, "short": 0.25})
+    environment = build(tmp_path, "def reward(response, **columns):\n    return {'reward': 1, 'short': 0.25}")
+    [one] = answered(environment, "2").trajectories
+    assert (one.reward, one.components) == (1.0, {"short": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return columns['no such column']", "RewardFailed: reward.py:2: KeyError: 'no such column'"),
+        ("return helper(columns)", "RewardFailed: reward.py:4: ZeroDivisionError: division by zero"),
+        ("return 'much'", "ValueError: could not convert string to float: 'much'"),
+        ("return float('nan')", "ValueError: the reward is nan, no number up to 1e+18"),
+        ("return {}", "ValueError: a reward without components: return at least one, or a number"),
+        ("return {'a/b': 1}", "ValueError: the component 'a/b' of a reward: letters, digits and _ . - make its name"),
+        ("return None", "TypeError: float() argument must be a string or a real number, not 'NoneType'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_the_function_raises_loses_the_answer_by_its_line(tmp_path: Path, kind: str, body: str, why: str) -> None:
+    source = f"{kind} reward(response, **columns):\n    {body}\ndef helper(columns):\n    return 1 / 0\n"
+    group = answered(build(tmp_path, source), "2", "3")
+    assert (rewards(group), group.failures) == ([], {f"get_reward: {why}": 2})
+
+
+def test_a_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:
+    class Chat(Words):
+        def conversation(self, messages: Any, tools: Any = None) -> str | None:
+            return "".join(f"<{one['role']}>{one['content']}" for one in messages)
+
+    said = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "2"},
+    ]
+    source, tokenizer = "def reward(response, **columns):\n    return 0", Chat("<user>{}<assistant>")
+    environment = build(tmp_path, source, [{"prompt": said}], tokenizer, system="Be brief.")
+    assert environment.training_problems()[0].prompt == "<system>Be brief.<user>Hi<assistant>Yes?<user>2"
+    environment = build(tmp_path, source, [{"prompt": said}])
+    assert environment.training_problems()[0].prompt == "Hi\n\nYes?\n\n2", "as it stands where there is no template"
+    rows = {"path": str(tmp_path / "mine.jsonl"), "question": "ask", "system": "rules"}
+    environment = build(tmp_path, source, [{"ask": "2?", "rules": "Be kind."}], tokenizer, train=rows)
+    assert environment.training_problems()[0].prompt == "<system>Be kind.<user>2?"
+
+
+def test_rows_are_held_out_and_evaluated_like_any_data_set(tmp_path: Path) -> None:
+    rows = [{"prompt": str(number), "answer": "1"} for number in range(10)]
+    environment = build(tmp_path, "def reward(response, **columns):\n    return 0", rows, held_out=0.2)
+    assert (len(environment.training_problems()), len(environment.evaluation_problems()["held_out"])) == (8, 2)
+    assert environment.demonstrations()[0] == (environment.training_problems()[0].prompt, "1")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "def score(response): return 0",
+            r"reward.py: defines no function reward: def reward\(",
+        ),
+        ("def reward(response, **columns)\n    return 0", r"reward.py:1: no Python: expected ':'"),
+        ("reward = 7", "reward is no function"),
+        ("import no_such_module\ndef reward(response): return 0", r"reward.py:1: ModuleNotFoundError: No module named"),
+        ("def reward(): return 0", "reward takes no response"),
+        ("def reward(answer, **columns): return 0", "the response, is called answer, and so is a column: rename it"),
+        ("def reward(response, solution): return 0", "needs solution, and a row has only prompt, answer, level"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_error_at_the_start(tmp_path: Path, source: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, source)
+
+
+def test_a_missing_prompt_or_file_is_said(tmp_path: Path) -> None:
+    source = "def reward(response, **columns): return 0"
+    with pytest.raises(ValueError, match="there is no column 'prompt', only question"):
+        build(tmp_path, source, [{"question": "1"}])
+    with pytest.raises(ValueError, match=r"nowhere.py: no such file or directory"):
+        build(tmp_path, source, file=str(tmp_path / "nowhere.py"))
+    with pytest.raises(ValidationError, match="file"):
+        PythonConfig.model_validate({"train": "mine.jsonl"})
